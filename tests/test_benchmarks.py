@@ -27,7 +27,7 @@ def test_the_page_on_detection_is_of_the_results():
     assert load_benchmark("detection_pages").render(results) == page
 
 
-@pytest.mark.parametrize("num_workers", [8, 64])
+@pytest.mark.parametrize("num_workers", [8])
 def test_the_synthetic_run_of_the_live_page_can_be_read(tmp_path, num_workers):
     load_benchmark("live_run").make_run(tmp_path / "run", num_workers, 32)
     run = Run.open(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The quick half of ``make chaos``, and that broken promises would be seen."""
+"""Two accidents of ``make chaos``, and that broken promises would be seen."""
 
 import os
 import subprocess
@@ -23,9 +23,9 @@ def chaos():
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_quick_half_keeps_its_promises():
+def test_killed_ranks_and_a_killed_agent_keep_their_promises():
     ended = subprocess.run(
-        [sys.executable, "benchmarks/chaos.py", "--quick"],
+        [sys.executable, "benchmarks/chaos.py", "--quick", "--only", "kill"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **BUSY},
         capture_output=True,
@@ -35,7 +35,7 @@ def test_the_quick_half_keeps_its_promises():
     )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
-    assert said.count("good") == 4, said
+    assert said.count("good") == 2, said
 
 
 @pytest.fixture
@@ -49,10 +49,7 @@ def kept(chaos):
     ("change", "seconds", "word"),
     [
         ({"exits": [0, None]}, 0.0, "hangs"),
-        ({"exits": [0, 1]}, 0.0, "ended with"),
         ({"bits": ["same", "other"]}, 0.0, "other bits"),
-        ({"bits": ["same", ""]}, 0.0, "end"),
-        ({"said": "Traceback (most recent call last):"}, 0.0, "traceback"),
         ({}, 1000.0, "longer"),
     ],
 )
@@ -61,40 +58,3 @@ def test_harm_is_seen(chaos, kept, change, seconds, word):
     assert list(chaos.harm(kind, kept, kept, 0.0)) == []
     [harm] = chaos.harm(kind, replace(kept, **change), kept, seconds)
     assert word in harm
-
-
-@pytest.mark.parametrize(
-    ("record", "change", "due"),
-    [
-        ("all steps", {"steps": [*range(39)]}, None),
-        ("all steps", {"status": "incomplete"}, None),
-        ("all steps", {"steps": None}, None),
-        ("handed over", {"steps": [*range(38)]}, None),
-        ("handed over", {"steps": [*range(20), *range(21, 40)]}, None),
-        ("handed over", {"status": "running"}, None),
-        ("written", {"steps": [*range(19)]}, 20),
-        ("written", {"steps": None}, None),
-        ("possible", {"steps": [*range(39)]}, None),
-    ],
-)
-def test_lost_steps_are_seen(chaos, kept, record, change, due):
-    kind = next(kind for kind in chaos.KINDS if kind.record == record)
-    assert list(chaos.losses(kind, kept, due)) == []
-    assert list(chaos.losses(kind, replace(kept, **change), due))
-
-
-def test_a_broken_promise_stands_out_in_the_table(chaos):
-    kinds = chaos.KINDS[:3]
-    trials = [chaos.Trial(kinds[0].name, 1), chaos.Trial(kinds[1].name, 1, lost=["a step"])]
-    table = chaos.table_of(kinds, trials)
-    total, row = [line for line in table.splitlines() if "**1**" in line]
-    assert "**1** records without what was promised" in total
-    assert row.startswith(f"| {kinds[1].name} | {kinds[1].record} | 0.0, **1** lost |")
-    assert f"Not tried on this machine: {kinds[2].name}." in table
-
-
-def test_moments_are_the_same_for_a_seed_whatever_else_is_tried(chaos):
-    all_kinds = {(kind.name, seed) for kind, seed in chaos.moments(chaos.KINDS, 2, 1)}
-    one_kind = {(kind.name, seed) for kind, seed in chaos.moments(chaos.KINDS[:1], 2, 1)}
-    assert len(one_kind) == 2
-    assert one_kind < all_kinds

@@ -5,7 +5,6 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.assembly import summarize
 from support.benchmarks import load_benchmark
 
 streams, rules, faults, null = map(
@@ -40,65 +39,11 @@ def test_in_healthy_streams_the_highest_worker_is_anyone_whatever_was_before(nam
     assert persistence(values_TSW) == pytest.approx(1 / WORKERS, abs=0.006)
 
 
-def test_healthy_streams_do_what_their_names_say():
-    ties, drift, spikes, spread = (draw(streams.HEALTHY[name]) for name in HEALTHY[3:])
-    assert set(np.unique(ties)) == {0, 1, 2, 3}
-    assert drift[0].mean() - drift[-1].mean() > 15
-    means_T = spikes.mean(axis=(1, 2))
-    assert np.flatnonzero(means_T > 10).tolist() == [streams.SPIKE_EVERY - 1]
-    spreads_T = np.median(np.abs(spread), axis=(1, 2))
-    assert spreads_T.max() > 30 * spreads_T.min()
-
-
 @pytest.mark.parametrize("name", [name for name in streams.OUTSIDE if "half" not in name])
 def test_outside_of_the_guarantee_the_past_tells_who_is_high(name):
     lag = streams.OWN_BATCHES if "replays" in name else 1
     top_TS = tops(draw(streams.OUTSIDE[name]))
     assert np.mean(top_TS[lag:] == top_TS[:-lag]) > 1 / WORKERS + 0.003
-
-
-def test_interval_of_clopper_and_pearson():
-    assert streams.binomial_interval(5, 100) == pytest.approx((0.01643, 0.11283), abs=1e-5)
-    assert streams.binomial_interval(0, 100) == pytest.approx((0, 0.03622), abs=1e-5)
-    assert streams.binomial_interval(100, 100) == pytest.approx((0.96378, 1), abs=1e-5)
-
-
-def test_repetitions_add_up_to_the_evidence_of_the_test():
-    bets = null.worker_bets()
-    many, one = null.Repetitions(WORKERS, 5, bets), null.Repetitions(WORKERS, 1, bets)
-    for values_SW in islice(streams.normal(np.random.default_rng(0), (5, WORKERS)), 30):
-        evidence_S, alone_S = many.observe(values_SW), one.observe(values_SW[:1])
-    assert evidence_S.mean() == pytest.approx(many._test.evidence, rel=1e-5)
-    assert alone_S[0] == pytest.approx(one._test.evidence, rel=1e-5)
-    assert evidence_S[0] == pytest.approx(alone_S[0], rel=1e-6)
-
-
-def test_three_sigma_stays_silent_whatever_one_of_eight_workers_does():
-    values_TW = np.random.default_rng(0).standard_normal((100, 8))
-    values_TW[:, 5] += 1e6
-    assert not rules.sigmas(values_TW, ddof=0).any()
-    assert not rules.sigmas(values_TW, ddof=1).any()
-    assert rules.mads(values_TW, 1.4826)[:, 5].all()
-
-
-def test_ratio_and_spike_rules():
-    values_TW = np.ones((5, 4))
-    values_TW[3, 1], values_TW[4, 2] = 10.5, 0.4
-    expected = np.zeros((5, 4), bool)
-    expected[3, 1] = True
-    assert (rules.spike(values_TW) == expected).all()
-    expected[4, 2] = True
-    assert (rules.ratio(values_TW) == expected).all()
-
-
-def test_simulated_steps_are_steps_of_the_record():
-    noise = faults.Noise.draw(np.random.default_rng(0), 8)
-    report = noise.to_report(4)
-    whole = summarize(report.gathered)
-    assert report.values.keys() == whole.values.keys()
-    assert report.derived.keys() == whole.derived.keys()
-    assert report.gathered.workers.keys() == whole.gathered.workers.keys()
-    assert (report.cosines_WW == report.cosines_WW.T).all()
 
 
 def test_faults_change_the_workers_that_they_name_and_no_other():

@@ -61,23 +61,6 @@ def test_without_an_accelerator_one_line_says_so():
     assert written() == before
 
 
-def test_a_part_that_does_not_exist_is_an_error():
-    code, _ = run("--dry-run", "--parts", "kernels,kernel")
-    assert code == 2
-
-
-def test_what_is_missing_leaves_parts_out(monkeypatch, capsys):
-    gpu = load_benchmark("gpu")
-    find_spec = gpu.importlib.util.find_spec
-    monkeypatch.setattr(
-        gpu.importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name)
-    )
-    options = gpu._options(["--dry-run", "--parts", "kernels"])
-    assert gpu._do("kernels", options)
-    said = capsys.readouterr().out
-    assert said == "[kernels] left out, since packages are missing: triton\n"
-
-
 def row(what, value, **more):
     facts = {"unit": "ms", "device": "a device", "torch": "2.13", "date": "2030-01-01"}
     return {"what": what, "value": value, **facts, **more}
@@ -101,43 +84,3 @@ def test_rows_are_written_and_the_others_stay(tmp_path):
     assert f"All {len(rows)} rows: {page.NOT_MEASURED}." in PAGE.read_text()
     others = PAGE.read_text().count(page.NOT_MEASURED) - 1  # the line of this part
     assert text.count(page.NOT_MEASURED) == others + len(rows) - 2
-
-
-def test_rows_from_several_places_tell_where():
-    first, second, *_ = page.PARTS["study"].rows
-    rows = [row(first, 1), row(second, 2.0) | {"torch": "2.14"}]
-    text = page.render({"gpu study": rows})
-    assert f"| {first} | 1 ms (a device, torch 2.13, 2030-01-01) |" in text
-    assert f"| {second} | 2 ms (a device, torch 2.14, 2030-01-01) |" in text
-
-
-def test_rows_of_several_columns_are_one_row():
-    part = page.PARTS["steps"]
-    one, shared, each = part.columns
-    values = {what: n for n, what in enumerate(part.rows, 1) if what.startswith((one, shared))}
-    text = page.render({"gpu steps": [row(what, value) for what, value in values.items()]})
-    assert f"| what | {one} | {shared} |" in text
-    ratios = [f"{values[page.RATIO.format(way)]} ms" for way in (one, shared)]
-    assert f"| step, watched / unwatched | {' | '.join(ratios)} |" in text
-    assert f"{each}: {page.NOT_MEASURED}." in text
-
-
-def test_a_remark_goes_when_its_row_is_measured_again():
-    first, second, *_ = page.PARTS["study"].rows
-    results = {"gpu study": [row(first, 1, remark="On a busy machine."), row(second, 2)]}
-    assert f"*{page.PARTS['study'].title}*: On a busy machine." in page.render(results)
-    page.merge(results, "study", [row(first, 3)])
-    assert "busy" not in page.render(results)
-
-
-def test_the_section_is_replaced_and_nothing_else():
-    around = f"# A page\n\ntext\n\n{page.HEADING}\n\n### Old\n\nold\n\n## Behind\n\nmore\n"
-    new = page.put_into(around, {})
-    assert new.startswith("# A page\n\ntext\n\n")
-    assert new.endswith("\n\n## Behind\n\nmore\n")
-    assert "### Old" not in new
-    assert page.render({}) in new
-    assert page.put_into(new, {}) == new
-    at_end = page.put_into("# A page\n", {})
-    assert at_end == f"# A page\n\n{page.render({})}\n"
-    assert page.put_into(at_end, {}) == at_end

@@ -48,31 +48,6 @@ def test_each_mutant_changes_one_place():
         assert sum(one != other for one, other in zip(plain, changed, strict=True)) == 1
 
 
-def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch):
-    folder = tmp_path / "src" / "rankscope" / "core"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    file = folder / "one.py"
-    file.write_text("a = 1\nb = 2\nc = 1\n")
-    before = [one.key[1:] for one in mutants.draw(9, 0, ("core",))]
-    assert sorted(before) == [("1 → 2", 0), ("1 → 2", 1), ("2 → 3", 0)]
-    file.write_text("z = 5\na = 1\nb = 2\nc = 1\n")
-    after = [one.key[1:] for one in mutants.draw(9, 0, ("core",))]
-    assert [key for key in after if key != ("5 → 6", 0)] == before
-
-
-def test_a_test_that_imports_a_module_among_others_is_near():
-    path = "src/rankscope/wrappers/transfer.py"
-    assert mutants.names_module("tests/wrappers/test_handover.py", path)
-    assert not mutants.names_module("tests/bus/test_secrets.py", path)
-
-
-def test_more_mutants_are_the_same_and_further_ones():
-    few, many = (mutants.draw(count, 0, ("stats",)) for count in (5, 20))
-    assert many[:5] == few
-    assert mutants.draw(5, 1, ("stats",)) != few
-
-
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     copied = tmp_path / "copy"
@@ -88,31 +63,6 @@ def test_functions_note_the_tests_that_enter_them(copied: Path):
     assert not entered.failed
     assert set(entered.seconds) == {"tests/bus/test_secrets.py"}
     assert entered.tests[f"{PATH}::_is_secret"] == ["tests/bus/test_secrets.py"]
-
-
-ON_A_RANK = """
-from rankscope.bus.environment import without_secrets
-from support.ranks import run_ranks
-
-
-def work(rank):
-    return without_secrets({})
-
-
-def test_it():
-    assert run_ranks(work, 1) == [{}]
-"""
-
-
-def test_ranks_note_the_test_that_they_are_of(copied: Path):
-    """Of two tests, the second finds the process running that the first one's ranks come from."""
-    (copied / "tests/pair").mkdir()
-    for name in ("one", "other"):
-        (copied / f"tests/pair/test_{name}.py").write_text(ON_A_RANK)
-    entered = mutant_tests.trace(copied, [PATH], 1, "tests/pair")
-    assert not entered.failed
-    both = ["tests/pair/test_one.py", "tests/pair/test_other.py"]
-    assert entered.tests[f"{PATH}::without_secrets"] == both
 
 
 @pytest.mark.parametrize(
@@ -132,30 +82,3 @@ def test_a_mutant_is_decided_by_tests(copied: Path, change, killer, passed):
     assert decided[0].partition("::")[0] == killer.partition("::")[0]
     assert decided[1] == passed
     assert (copied / PATH).read_text() == before
-
-
-def test_tests_of_a_mutant_run_in_parts_up_to_a_limit():
-    entered = mutant_tests.Entered(seconds={"a": 10.0, "b": 10.0, "c": 20.0, "d": 20.0})
-    for limit_s, parts in (
-        (99.0, [["a", "b"], ["c", "d"]]),
-        (45.0, [["a", "b"], ["c"]]),
-        (25.0, [["a", "b"]]),
-        (5.0, []),
-    ):
-        assert list(mutants.in_parts(list("abcd"), entered, limit_s)) == parts
-
-
-def test_a_line_is_decided_by_the_tests_of_its_function():
-    entered = mutant_tests.Entered(
-        {
-            "a.py::one": ["slow", "quick", "broken"],
-            "a.py::Two.three": ["other"],
-            "b.py::one": ["b"],
-        },
-        {"slow": 2.0, "quick": 1.0},
-        ["broken"],
-    )
-    source = "x = 1\ndef one():\n    return x\nclass Two:\n    def three(self): pass\n"
-    assert entered.of("a.py", 3, source) == ["quick", "slow"]
-    assert entered.of("a.py", 5, source) == ["other"]
-    assert entered.of("a.py", 1, source) == ["other", "quick", "slow"]

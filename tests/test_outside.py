@@ -33,41 +33,7 @@ def test_every_workload_has_a_job():
     assert {workload.name for workload in outside.ALL} == set(jobs.JOBS)
 
 
-def test_what_a_peer_says_of_healthy_runs_does_not_count(tmp_path):
-    peers = load_benchmark("peers")
-    check = peers.TrainCheck("traincheck", tmp_path)
-    assert not check.judge("T4", {"a", "b"}, {"a", "b", "c"})["found"]
-    assert check.judge("T4", {"a", "d"}, {"a"})["found"]
-    monitor = peers.Msprobe("msprobe", tmp_path)
-    tag = "alarm 0:module.head.bias/rank1/grad_reduced"
-    verdict = monitor.judge("T2", {tag, "record param_updated"}, set())
-    assert verdict["found"]
-    assert verdict["named"]
-    assert "param_updated" in verdict["words"]
-    assert not monitor.judge("T2", {"record param_updated"}, set())["found"]
-    ours = peers.Rankscope("rankscope", tmp_path)
-    assert ours.judge("T4", {"state.hyperparameters_differ 1"}, set())["named"]
-    assert "another cause" in ours.judge("T4", {"state.buffers_differ 1"}, set())["words"]
-
-
-def test_records_of_ranks_are_compared_step_by_step(tmp_path):
-    monitor = load_benchmark("peers").Msprobe("msprobe", tmp_path)
-    for rank, last in (0, "0.5"), (1, "0.25"):
-        folder = tmp_path / "monitor" / f"run-rank{rank}"
-        folder.mkdir(parents=True)
-        rows = ["name,step,norm", "head.bias,0,1.0", f"head.bias,1,{last}"]
-        (folder / "grad_reduced_0-9.csv").write_text("\n".join(rows))
-        (folder / "param_updated_0-9.csv").write_text("\n".join(rows[:2]))
-    assert monitor.names("none", tmp_path) == {"record grad_reduced"}
-
-
 def test_the_page_is_of_the_results():
     peers = load_benchmark("peers")
     results = peers.json.loads(peers.RESULTS.read_text())
     assert peers.render(results) in peers.PAGE.read_text()
-
-
-def test_a_tool_that_failed_is_told_so():
-    peers = load_benchmark("peers")
-    table = peers.render({"msprobe": {"faults": {"error": "x"}, "cost": {"error": "x"}}})
-    assert table.splitlines()[2].count("did not run") == 4

@@ -64,22 +64,6 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert unexpected == [], "files that nobody named: add them to ALLOWED, or keep them out"
 
 
-def test_the_wheel_says_what_it_is(wheel):
-    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(wheel.read(name).decode())
-    assert metadata["Name"] == "rankscope"
-    assert metadata["Requires-Python"] == ">=3.11"
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert "Typing :: Typed" in metadata.get_all("Classifier")
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {line.split(">")[0].split("<")[0] for line in needed} == {
-        *("torch", "numpy", "pyarrow", "pyzmq", "typer", "rich")
-    }
-    [entry_points] = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "rankscope = rankscope.cli.main:run" in wheel.read(entry_points).decode()
-
-
 def test_the_source_distribution_can_be_built_tested_and_read(built):
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -115,53 +99,13 @@ def test_the_wheel_holds_compiled_kernels_for_any_python_on_this_platform(built,
     assert inside == {f"{folder}/kernels-{level}.so" for level in LEVELS}
 
 
-WITHOUT_KERNELS = """
-import logging
-import torch
-import torch.distributed as dist
-import rankscope
-
-logging.getLogger("rankscope").setLevel("INFO")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 200))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scope = rankscope.watch(model, optimizer, run_dir="run", overhead_budget=None)
-norms = []
-for step in range(3):
-    model(torch.randn(4, 30)).square().mean().backward()
-    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
-    norms.append(float(sum(squares).sqrt()))
-    optimizer.step()
-    optimizer.zero_grad()
-scope.close()
-dist.destroy_process_group()
-found = rankscope.load("run").workers.column("grad_norm").to_pylist()
-assert all(abs(a - b) < 1e-6 * b for a, b in zip(found, norms, strict=True)), (found, norms)
-print(rankscope.__file__)
-"""
-
-
-def test_without_a_compiler_the_package_is_built_and_plain_torch_measures(tmp_path):
+def test_without_a_compiler_the_package_is_built(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path)]
     without = {**os.environ, "CC": "no-such-compiler"}
     subprocess.run([*build, str(ROOT)], env=without, capture_output=True, check=True)
     [path] = tmp_path.glob("*-py3-none-any.whl")
-    installed = tmp_path / "installed"
     with zipfile.ZipFile(path) as archive:
         assert not [name for name in archive.namelist() if name.endswith((".so", ".c", ".h"))]
-        archive.extractall(installed)
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_KERNELS],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split()[-1] == str(installed / "rankscope" / "__init__.py")
-    [line] = [line for line in ended.stderr.splitlines() if "plain torch" in line]
-    assert line.endswith("is missing; with a C compiler, install rankscope anew")
 
 
 def modules_after(code):
@@ -174,15 +118,6 @@ def modules_after(code):
 
 def test_an_import_brings_nothing_heavy():
     assert modules_after("import rankscope") & HEAVY == set()
-
-
-def test_beside_torch_an_import_adds_itself_and_its_version_alone():
-    code = "import torch, sys; before = set(sys.modules); import rankscope\n"
-    tell = "print(*sorted(set(sys.modules) - before))"
-    ended = subprocess.run(
-        [sys.executable, "-c", code + tell], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.split() == ["rankscope", "rankscope.version"]
 
 
 def test_the_command_line_and_its_help_bring_no_extra():

@@ -1,19 +1,13 @@
 """What is said of findings while the training goes on."""
 
 import json
-import logging
-import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rankscope.bus import governor
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.session.inbox import announce, last_line, place_of
-from rankscope.verdict.coverage import MeasuredParts
-from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
+from rankscope.verdict.news import Announcer
 from support.forked_ranks import torchrun
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -31,18 +25,6 @@ COPIES = Finding(
 SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
 
 
-def test_a_line_says_what_and_since_when():
-    assert line_of(COPIES, FindingEvent.OPENED) == (
-        "warning: Ranks 0 and 2 trained on identical batches. "
-        "[data.duplicate_batches, since step 5]"
-    )
-    worse = replace(COPIES, severity=Severity.ERROR)
-    assert line_of(worse, FindingEvent.WORSE).startswith("now error: Ranks 0 and 2 trained")
-    assert line_of(COPIES, FindingEvent.CLOSED) == (
-        "closed: data.duplicate_batches (ranks 0 and 2) has not been seen since step 8."
-    )
-
-
 def said(changed, known=()):
     """Return the lines that some changes lead to."""
     lines = []
@@ -52,65 +34,11 @@ def said(changed, known=()):
     return lines
 
 
-def test_notes_and_the_end_of_what_was_not_said_stay_silent():
-    note = replace(COPIES, severity=Severity.NOTE)
-    assert (
-        said([(note, FindingEvent.OPENED), (replace(COPIES, status="closed"), FindingEvent.CLOSED)])
-        == []
-    )
-    opened, closed = said([(COPIES, FindingEvent.OPENED), (COPIES, FindingEvent.CLOSED)])
-    assert (opened[1], closed[1]) == (True, False)
-
-
 def test_consequences_of_another_finding_are_not_printed():
     cause = replace(COPIES, id="state", cause="state.parameters_differ", severity=Severity.ERROR)
     effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
     assert said([(effect, FindingEvent.OPENED)], [cause, effect]) == []
     assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
-
-
-def test_a_storm_of_findings_does_not_flood_the_log():
-    many = [
-        (replace(COPIES, id=str(number)), FindingEvent.OPENED) for number in range(3 * MOST_LINES)
-    ]
-    lines = said(many)
-    assert len(lines) == MOST_LINES + 1
-    assert lines[-1] == ("Further findings are only recorded, not printed.", True)
-
-
-def test_the_verdict_counts_and_names_the_worst():
-    note, error = replace(COPIES, severity=Severity.NOTE), replace(COPIES, severity=Severity.ERROR)
-    whole = MeasuredParts(30, 30, 30, 30)
-    assert verdict_line([], whole) == "no fault found."
-    assert verdict_line([note], whole) == "no fault found (1 note)."
-    other = replace(COPIES, id="x", cause="rng.identical", explanation="Equal.", status="closed")
-    assert verdict_line([other, error, note], whole) == (
-        "1 error and 1 warning, 1 of them closed. Ranks 0 and 2 trained on identical batches."
-    )
-
-
-@pytest.mark.parametrize(("level", "heard"), [(logging.NOTSET, 2), (logging.WARNING, 1)])
-def test_the_level_of_the_logger_decides_if_it_has_one(level, heard, monkeypatch):
-    logger, lines = logging.getLogger("rankscope"), []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "level", level)
-    logger.manager._clear_cache()
-    announce(logging.WARNING, "a fault")
-    announce(logging.INFO, "all is well")
-    logger.manager._clear_cache()
-    assert lines == ["rankscope: a fault", "rankscope: all is well"][:heard]
-
-
-def test_the_command_can_be_pasted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = place_of(tmp_path / "my runs" / "a")
-    for judged, recorded in ((True, True), (True, False), (False, False)):
-        assert last_line(place, judged, recorded).endswith("rankscope report 'my runs/a'")
-    whole = last_line(place_of(Path("/x/y")), judged=True, recorded=True)
-    assert whole.endswith("to see it: rankscope report /x/y")
 
 
 def events_of(run_dir):
@@ -168,22 +96,3 @@ def test_a_finding_that_only_counts_on_is_told_once(tmp_path):
     assert len(first) == len(set(first))
     events = events_of(tmp_path / "run")
     assert sum(event["cause"] == "data.duplicate_batches" for event in events) > 1
-
-
-def training_in_short_steps(rank, run_dir):
-    """Train in steps that all count as short, with a budget that none of them can keep."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(governor, "_SHORT_SECONDS", math.inf)
-    patch.setattr("rankscope.agent.root.Governor", partial(governor.Governor, always=0))
-    lines = []
-    patch.setattr("rankscope.session.inbox.announce", lambda level, line: lines.append(line))
-    loop = Loop(rank, run_dir, overhead_budget=1e-6, announce=True)
-    for step in range(12):
-        loop.step(step)
-    loop.close()
-    return [line for line in lines if "even where no gradient is read" in line]
-
-
-def test_a_budget_that_short_steps_cannot_keep_is_said_once(tmp_path):
-    [lines] = run_ranks(training_in_short_steps, 1, str(tmp_path / "run"))
-    assert len(lines) == 1

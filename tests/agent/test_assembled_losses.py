@@ -29,19 +29,13 @@ def loss_of(multipliers_M):
 
 @pytest.mark.parametrize(
     ("multipliers_M", "loss"),
-    [
-        ((0.5, 0.5), ALIKE),
-        ((1024.0, 1024.0), ALIKE),
-        ((0.25, 0.75), BY_TOKENS),
-        ((0.0, 1.0), 3.0),
-        ((-1.0, -1.0), ALIKE),
-    ],
+    [((0.5, 0.5), ALIKE), ((0.25, 0.75), BY_TOKENS), ((0.0, 1.0), 3.0)],
 )
 def test_micro_batches_count_as_they_do_in_the_gradient(multipliers_M, loss):
     assert loss_of(multipliers_M) == pytest.approx((loss, TOKENS_M.sum()))
 
 
-@pytest.mark.parametrize("multipliers_M", [(), (0.0, 0.0), (np.inf, np.inf), (np.nan, 1.0)])
+@pytest.mark.parametrize("multipliers_M", [(), (np.nan, 1.0)])
 def test_where_that_is_not_known_tokens_count(multipliers_M):
     assert loss_of(multipliers_M) == pytest.approx((BY_TOKENS, TOKENS_M.sum()))
 
@@ -77,28 +71,6 @@ def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own,
         assert step.workers["loss"][1] == 14.0 / divisor
         assert np.isnan(step.workers["loss_weight"]).all()
         assert step.workers["grad_scale"] == pytest.approx([len(own), 1.0])
-
-
-def test_a_sum_over_tokens_that_nothing_divides_has_their_number_as_its_factor():
-    assembly = Assembly(Layout(num_workers=2), 0)
-    step = assembly.step_of(as_columns([summed([3.0], 1.0, 3.0), summed([7.0], 1.0, 7.0)]), 1)
-    assert not step.workers["loss_divided"].any()
-    assert step.workers["loss"] == pytest.approx([2.0, 2.0])
-    assert step.workers["loss_weight"] == pytest.approx([3.0, 7.0])
-    assert step.workers["grad_scale"] == pytest.approx([3.0, 7.0])
-
-
-@pytest.mark.parametrize(
-    ("times", "proven"), [(4, True), (2, True), (1, True), (3, False), (8, False)]
-)
-def test_the_factor_on_a_sum_over_all_tokens_divides_the_number_of_workers(times, proven):
-    assembly = Assembly(Layout(num_workers=4), 0)
-    counts = [3.0, 7.0, 4.0, 10.0]
-    messages = [summed([own], 24.0 / times, times * own / 24.0) for own in counts]
-    step = assembly.step_of(as_columns(messages), 1)
-    assert step.workers["loss_divided"].tolist() == [proven] * 4
-    if proven:
-        assert step.workers["grad_scale"].mean() == pytest.approx(times / 4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Odd places in which an agent has to start; torch is not needed for that."""
 
-import json
 import subprocess
 import sys
 import zipfile
@@ -59,23 +58,3 @@ def test_an_agent_starts_wherever_a_training_does(tmp_path):
     descriptor, hidden = done.stdout.split()
     assert descriptor == "0"  # that of the socket, where standard input was
     assert hidden == "2"
-
-
-def test_what_can_not_be_started_is_said_and_no_more(monkeypatch, caplog):
-    from rankscope.agent import launch
-
-    def refuse(*_, **__):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(launch.subprocess, "Popen", refuse)
-    listening, address = launch.listen()
-    started = launch.start(listening, "password", thread=False)
-    assert "runs in a thread of this process" in caplog.text
-    assert started.agent is not None
-    from rankscope.agent.frames import FrameKind, pack
-
-    place = launch.connect(address)
-    place.sendall(pack(FrameKind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode()))
-    place.close()
-    started.wait(10.0)
-    assert not started._thread.is_alive()

@@ -4,7 +4,6 @@ import functools
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,21 +14,19 @@ from torch import nn
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.governor import LAG
 from rankscope.bus.probe import (
     Request,
     StepEnd,
 )
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
-from rankscope.evidence.canary import probe as canary_probe
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
-from rankscope.evidence.canary.schedule import SPACING, CanaryAnswer, Planned, first_scheduled
+from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.kinds import DDP
 from support.models import make_batch, make_model
@@ -191,8 +188,7 @@ def bits_unwatched(num_workers: int, steps: int, micro: int = 1) -> list[Any]:
     return job.run(steps).bits()
 
 
-@pytest.mark.parametrize("lag", [0, 2, 7])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize(("num_workers", "lag"), [(2, 0), (3, 7)])
 def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, lag, caplog):
     random.seed(1)
     job = Job(num_workers, lag=lag).run(60)
@@ -205,15 +201,6 @@ def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, 
     assert job.verdicts() == []
     assert [level for level, _ in job.lines] == [logging.INFO]
     assert caplog.records == []
-
-
-def test_the_first_canary_waits_for_no_root_that_is_still_starting():
-    job = Job(2)
-    job.begins = 28
-    job.run(60)
-    assert len(job.ran) == 1
-    assert job.ran[0] <= 50
-    assert job.bits() == bits_unwatched(2, 60)
 
 
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
@@ -275,10 +262,9 @@ def test_all_run_it_in_the_same_step_or_it_is_put_off_further_ahead(tmp_path):
     assert job.bits() == bits_unwatched(4, 310)
 
 
-@pytest.mark.parametrize("late", [1, 2])  # neither suspect nor peer; peer
-def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary(late):
+def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary():
     job = Job(3)
-    job.late[late] = 1000
+    job.late[2] = 1000  # the peer
     job.run(150)
     assert job.ran == []
     assert job.bits() == bits_unwatched(3, 150)
@@ -297,14 +283,6 @@ def test_while_gradients_are_held_none_runs_that_nobody_asked_for(caplog):
     assert len(asked.run(60).ran) == 1
 
 
-def test_with_accumulation_it_runs_before_the_first_micro_batch():
-    job = Job(2)
-    job.micro = 3
-    job.run(60)
-    assert len(job.ran) == 1
-    assert job.bits() == bits_unwatched(2, 60, micro=3)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -314,14 +292,19 @@ def test_with_accumulation_it_runs_before_the_first_micro_batch():
         MemoryError(),
     ],
 )
-def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
+def test_a_lack_of_memory_is_told_from_other_errors(error):
     assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_canary_that_finds_no_memory_is_the_last_one(caplog):
     job = Job(3, every=50)
     canaries = {worker.rank: worker for worker in job.workers}
 
     def fill(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if torch.initial_seed() > 1000:  # in a canary
-            raise error
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return output
 
     canaries[1].model.head.register_forward_hook(fill)
@@ -336,20 +319,6 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
     assert job.bits() == bits_unwatched(3, 150)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError("out of memory"))
-
-
-def test_a_batch_that_is_too_large_is_not_sent_to_all(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(canary_probe, "_MOST_BYTES_BY_DEFAULT", 100)
-    job = Job(2).run(300)
-    assert job.ran == []
-    assert len([r for r in caplog.records if "larger than" in r.getMessage()]) == 2
-    assert job.lines == []
-
-
 def test_batches_that_never_come_are_given_up():
     job = Job(3, every=1000)
     job.workers[0].canary._send = lambda content: None  # type: ignore[union-attr]
@@ -357,15 +326,6 @@ def test_batches_that_never_come_are_given_up():
     assert job.ran == []
     [(_, line)] = job.lines
     assert "did not send its batch in time" in line
-
-
-def test_an_answer_that_says_nothing_changes_nothing():
-    job = Job(2).run(LAG - 2)  # planned, and not yet kept
-    assert job.director.current is not None
-    job.director.take(0, 0, b"nonsense")
-    job.director.take(1, 0, CanaryAnswer(999, b"old").pack())
-    assert job.director.current is not None
-    assert len(job.run(40).ran) == 1
 
 
 # Memory ---------------------------------------------------------------------------------------
@@ -408,37 +368,3 @@ def test_there_must_be_room_for_another_step_and_its_gradients(free, fits, monke
     else:
         with pytest.raises(CanaryDeclined, match="needs room for what a step takes"):
             memory.check(parameters)
-
-
-@pytest.mark.parametrize(
-    ("left", "needed", "fits"),
-    [(30, 50, True), (30, 51, False), (0, 21, False)],
-)
-def test_what_the_allocator_holds_unused_is_room_too(left, needed, fits, monkeypatch):
-    module = SimpleNamespace(
-        mem_get_info=lambda device: (left, 1000),
-        memory_reserved=lambda device: 120,
-        memory_allocated=lambda device: 100,
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    with nullcontext() if fits else pytest.raises(CanaryDeclined, match="needs room for a second"):
-        canary_memory.check_room(needed, torch.device("cuda", 0))
-
-
-def test_steps_in_which_the_users_peak_was_reset_are_left_out(monkeypatch):
-    allocator = Allocator(free=55)
-    memory = memory_of(allocator, monkeypatch)
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])
-    for _ in range(3):
-        memory.see()
-        allocator.step(takes=50)
-        allocator.peak = allocator.allocated
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])
-    allocator.step(takes=50)
-    memory.see()
-    memory.check([])
-    memory.forget()
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])

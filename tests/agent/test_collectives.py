@@ -24,7 +24,6 @@ from rankscope.agent.hang_report import (
 )
 from rankscope.agent.hangs import hang_finding
 from rankscope.bus.finding import Severity
-from rankscope.session.opening import start_recorder_thread
 from support.accidents import wait_until
 from support.ranks import RankError, run_ranks
 
@@ -78,12 +77,6 @@ def test_a_rank_that_has_not_entered_is_named():
     )
 
 
-def test_a_rank_that_was_in_no_collective_of_the_whole_job_has_not_entered():
-    nothing = read_dumps(1, [dump()])
-    found = hanging_collective({0: read_dumps(0, [WAITING]), 1: nothing})
-    assert found.absent == (1,)
-
-
 def test_another_shape_is_named():
     found = hanging_collective(known(WAITING, WAITING, dump(*DONE, call(9, ended=False))))
     assert (found.differs, found.blamed) == (True, (2,))
@@ -93,52 +86,12 @@ def test_another_shape_is_named():
     )
 
 
-def test_another_operation_is_named_though_it_has_ended_there():
-    """NCCL may end a collective that does not match, and hang in a later one."""
-    other = dump(*DONE, call(9, "broadcast", (7, 2)), call(10, ended=False))
-    found = hanging_collective(known(WAITING, other))
-    assert (found.number, found.differs, found.blamed) == (9, True, (0, 1))
-
-
 @pytest.mark.parametrize("operation", ["all_to_all", "gather", "all_gather"])
 def test_operations_of_uneven_shapes_may_differ(operation):
     dumps = [dump(call(1, operation, (size,), ended=False)) for size in (3, 4)]
     found = hanging_collective(known(*dumps))
     assert not found.differs
     assert str(found).endswith("does not end, and all its ranks have entered it")
-
-
-def test_without_a_collective_under_way_there_is_none():
-    sends = dump(*DONE, call(1, "send 0->1", ended=False, p2p=True))
-    assert hanging_collective(known(dump(*DONE), dump(*DONE, call(9)))) is None
-    assert hanging_collective(known(sends, sends)) is None
-    assert hanging_collective({}) is None
-
-
-def test_of_groups_that_wait_for_each_other_the_first_cause_is_named():
-    """Rank 1 waits for rank 2 in group 2; so it is absent from group 1, where rank 0 waits."""
-    groups = {"1": [0, 1], "2": [1, 2]}
-    dumps = [
-        dump(call(5, group="1", ended=False), groups={"1": [0, 1]}),
-        dump(call(4, group="1"), call(3, group="2", ended=False), groups=groups),
-        dump(call(2, group="2"), groups={"2": [1, 2]}),
-    ]
-    found = hanging_collective(known(*dumps))
-    assert (found.group, found.number, found.absent) == ("group 2", 3, (2,))
-
-
-def test_workers_are_members_by_their_global_ranks():
-    """With tensor parallelism, worker 1 of this run may be global rank 2."""
-    waiting = dump(call(5, group="1", ended=False), groups={"1": [0, 2]})
-    nothing = dump(groups={"1": [0, 2]})
-    one = {0: read_dumps(0, [waiting]), 1: read_dumps(2, [nothing]), 2: read_dumps(1, [nothing])}
-    assert hanging_collective(one).absent == (1,)
-
-
-def test_coalesced_calls_are_one():
-    together = [call(3, "_reduce_scatter_base", (size,), ended=False) for size in (8, 16)]
-    found = hanging_collective(known(dump(*together), dump(*together)))
-    assert str(found).startswith("_reduce_scatter_base 3 of default_pg, 8, 16 Float, does")
 
 
 # In a report ----------------------------------------------------------------------------------
@@ -167,36 +120,11 @@ def test_collectives_that_do_not_match_are_no_pause():
     assert finding.evidence["calls"] == {"all_reduce 7×2 Float": [0, 1], "all_reduce 4 Float": [2]}
 
 
-def test_a_rank_that_may_save_alone_is_not_accused():
-    assert judge_collectives(PAUSE, stacks(WAITING, dump(*DONE), WAITING)) == PAUSE
-
-
 @pytest.mark.parametrize(("before", "fate"), [(BACKWARD, Fate.STUCK), (BEHIND, Fate.AHEAD)])
 def test_the_rank_outside_of_the_collective_is_suspect(before, fate):
     report = judge_collectives(before, stacks(WAITING, dump(*DONE), WAITING))
     assert {one.rank: one.fate for one in report.suspects} == {1: fate}
     assert report.waiting == (0, 2)
-
-
-def test_a_rank_that_has_ended_stays_the_reason():
-    ended = HangReport(7, 125.0, (Standing(0, Fate.ENDED, CodePlace(7)),), (1, 2))
-    assert judge_collectives(ended, MISMATCH) == ended
-
-
-def test_how_to_switch_the_recorder_on_is_said_where_it_is_off():
-    off = {0: Stack(thread="", frames=["f (a.py:1)"], missing="")}
-    assert hang_finding(BACKWARD, off).explanation.endswith(
-        " With TORCH_FR_BUFFER_SIZE=2000 set at the start, the collective is named here."
-    )
-    silent = {0: off[0] | {"collectives": None}}
-    for on in (stacks(dump(*DONE)), silent):
-        assert "TORCH_FR" not in hang_finding(BACKWARD, on).explanation
-
-
-def test_a_rank_that_does_not_answer_is_not_accused():
-    known = stacks(WAITING, WAITING)
-    known[2] = Stack(thread="", frames=[], missing="", collectives=None)
-    assert judge_collectives(BACKWARD, known) == BACKWARD
 
 
 # Between two processes ------------------------------------------------------------------------
@@ -219,27 +147,6 @@ def test_entries_are_read_again_and_again_until_the_end():
     wait_until(lambda: not Path(f"/proc/self/fd/{thread.numbers.answer}").exists())
     assert ask(reader, 0.0) is None
     reader.close()
-
-
-def test_what_a_script_opens_in_place_of_the_descriptors_is_left_alone():
-    thread = RecorderThread(0, lambda: [WAITING])
-    with Path(os.devnull).open("w") as file:
-        for number in thread.numbers:
-            os.dup2(file.fileno(), number)
-    thread.close()
-    for number in thread.numbers:
-        os.close(number)  # they are still ours
-
-
-def test_what_is_no_recorder_thread_is_not_read(tmp_path):
-    with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="another file"):
-        Reader(os.getpid(), [file.fileno(), file.fileno()])
-
-
-def test_a_release_without_the_recorder_goes_without(monkeypatch):
-    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
-    monkeypatch.setattr("rankscope.session.opening._MODULE", "torch.no_such_module")
-    assert start_recorder_thread() is None
 
 
 # Real ranks -----------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Who holds up whom, from places, states and stacks made by hand."""
 
-from dataclasses import replace
-
 import pytest
 
 from rankscope.agent.hang_report import (
@@ -56,38 +54,6 @@ def test_a_rank_in_the_forward_pass_holds_up_those_in_the_backward_pass():
     )
 
 
-def test_the_rank_in_an_earlier_step_is_behind():
-    report = judge((7, FORWARD), (6, AFTER), (7, FORWARD))
-    assert fates(report) == {1: Fate.STUCK}
-    assert report.step == 6
-    assert "after the backward pass of step 6" in str(report)
-
-
-def test_within_a_step_the_number_of_passes_tells():
-    assert judge((7, (4, "backward")), (7, (2, "backward")), (7, (3, "forward"))).ranks == (1,)
-
-
-def test_where_only_steps_are_known_they_tell():
-    report = judge((8, (0, "")), (7, (0, "")), (8, (0, "")))
-    assert fates(report) == {1: Fate.STUCK}
-    assert str(report).endswith("rank 1 is alive and behind, in step 7")
-
-
-def test_ranks_that_are_level_are_not_accused():
-    for within in (FORWARD, AFTER, (0, "")):
-        report = judge(*[(7, within)] * 3)
-        assert report.is_pause
-        assert report.suspects == ()
-        assert "all ranks are equally far" in str(report)
-
-
-def test_all_ranks_in_one_backward_pass_are_no_pause():
-    report = judge(*[(7, BACKWARD)] * 3)
-    assert report.suspects == ()
-    assert not report.is_pause
-    assert str(report).endswith("all ranks are equally far, in the backward pass of step 7")
-
-
 @pytest.mark.parametrize(
     ("state", "fate"),
     [(ProcessState.ENDED, Fate.ENDED), (ProcessState.STOPPED, Fate.STOPPED)],
@@ -99,32 +65,11 @@ def test_an_ended_or_stopped_rank_accounts_for_the_hang_wherever_it_was(state, f
     assert report.waiting == (0, 2)
 
 
-def test_ended_and_stopped_ranks_are_told_apart():
-    states = {0: ProcessState.STOPPED, 2: ProcessState.ENDED}
-    report = judge(*[(7, FORWARD)] * 3, states=states)
-    assert fates(report) == {0: Fate.STOPPED, 2: Fate.ENDED}
-    assert [one.rank for one in report.with_fate(Fate.ENDED)] == [2]
-
-
-def test_a_job_that_is_suspended_as_a_whole_pauses():
-    suspended = dict.fromkeys(range(3), ProcessState.STOPPED)
-    assert judge(*[(7, FORWARD)] * 3, states=suspended).is_pause
-
-
-def test_a_rank_behind_of_which_nobody_knows_is_silent():
-    report = judge((7, BACKWARD), (7, FORWARD), states={1: ProcessState.UNKNOWN})
-    assert fates(report) == {1: Fate.SILENT}
-
-
 def test_a_rank_that_left_early_is_named_and_one_that_left_in_time_is_not():
     report = judge((7, FORWARD), (5, AFTER), (7, FORWARD), left=(1, 2))
     assert fates(report) == {1: Fate.LEFT}
     assert (report.step, report.waiting) == (7, (0,))
     assert "rank 1 is not watched any more, after the backward pass of step 5" in str(report)
-
-
-def test_a_process_that_ends_after_it_left_has_not_died():
-    assert judge(*[(7, AFTER)] * 2, states={1: ProcessState.ENDED}, left=(1,)).is_pause
 
 
 def test_a_rank_that_never_spoke_is_missing_in_the_first_step_only():
@@ -134,26 +79,9 @@ def test_a_rank_that_never_spoke_is_missing_in_the_first_step_only():
     assert judge((1, FORWARD), (1, FORWARD), num_workers=4).is_pause
 
 
-def test_many_ranks_are_counted_not_listed():
-    report = judge((7, FORWARD), *[(6, FORWARD)] * 11)
-    assert len(report.suspects) == 11
-    assert str(report).endswith("and 3 more")
-
-
-def test_recovery_is_told_in_one_sentence():
-    report = replace(judge((7, FORWARD), (6, FORWARD)), recovered=True)
-    assert str(report) == "step 6 has ended after 125 s; training goes on"
-
-
 # Stacks, where places tell nothing -----------------------------------------------------------
 
 LEVEL = HangReport(7, 125.0, waiting=(0, 1, 2))
-
-
-def test_by_stacks_the_rank_that_is_not_in_the_backward_pass_holds_up_the_others():
-    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BACKWARD})
-    assert fates(report) == {1: Fate.STUCK}
-    assert (report.waiting, report.phase) == ((0, 2), "backward")
 
 
 @pytest.mark.parametrize("waits", [IN_WRAPPER, IN_GATHERING])
@@ -162,35 +90,10 @@ def test_ranks_that_wait_in_the_wrapper_as_a_step_begins_are_held_up(waits):
     assert (report.ranks, report.phase) == ((1,), "forward")
 
 
-def test_ranks_that_wait_in_both_passes_have_no_phase_in_common():
-    report = judge_stacks(LEVEL, {0: IN_WRAPPER, 1: IN_LOCK, 2: IN_BACKWARD})
-    assert (report.ranks, report.phase) == ((1,), "")
-
-
-def test_a_rank_without_a_stack_is_not_accused():
-    unknown = Stack(thread="", frames=[], missing="no permission")
-    assert judge_stacks(LEVEL, {0: IN_BACKWARD, 1: unknown, 2: IN_BACKWARD}).is_pause
-
-
-def test_a_rank_that_waits_outside_of_the_backward_pass_is_not_accused():
-    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BARRIER})
-    assert report.ranks == (1,)
-
-
 def test_ranks_that_wait_for_one_that_saves_pause():
     assert judge_stacks(LEVEL, {0: IN_LOCK, 1: IN_BARRIER, 2: IN_BARRIER}) == LEVEL
     assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LOCK)) == LEVEL
     assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LAYER)) == LEVEL
-
-
-def test_all_in_the_backward_pass_by_their_stacks_is_no_pause():
-    report = judge_stacks(LEVEL, dict.fromkeys(range(3), IN_BACKWARD))
-    assert (report.suspects, report.phase) == ((), "backward")
-
-
-def test_stacks_do_not_overrule_places():
-    behind = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
-    assert judge_stacks(behind, {0: IN_LOCK, 1: IN_BACKWARD}) == behind
 
 
 def test_the_rank_that_went_on_without_a_collective_is_named():
@@ -215,8 +118,3 @@ def test_the_rank_that_went_on_without_a_collective_is_named():
 def test_who_is_ahead_is_not_accused_otherwise(stacks):
     behind = judge((7, FORWARD), (7, FORWARD), (7, BACKWARD), (7, FORWARD))
     assert judge_stacks(behind, stacks | {2: IN_BACKWARD}) == behind
-
-
-def test_one_rank_in_a_collective_of_its_own_is_behind():
-    behind = judge((7, BACKWARD), (7, FORWARD), (7, BACKWARD))
-    assert judge_stacks(behind, {0: IN_BACKWARD, 1: IN_GATHERING, 2: IN_BACKWARD}) == behind

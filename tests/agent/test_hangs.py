@@ -20,7 +20,7 @@ from rankscope.agent.hang_report import (
 from rankscope.agent.hangs import HangWatch, hang_finding
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.ranks import stacks_of
-from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding import Finding
 from support.ranks import run_ranks
 
 ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
@@ -92,35 +92,6 @@ def test_a_long_pause_of_all_ranks_accuses_nobody():
     assert hang_finding(job.reports[-1]) is None
 
 
-def test_a_rank_that_others_do_not_wait_for_is_no_hang():
-    job = Job()
-    job.deliver(0)
-    for step in range(1, 400):
-        job.wait(1)
-        job.deliver(step, ranks=(0, 1))
-    assert job.reports == []
-
-
-def test_a_training_of_slow_steps_has_time_for_twenty():
-    job = Job()
-    job.train(0, 10, 60)
-    job.wait(1199)
-    assert job.reports == []
-    job.wait(1)
-    assert len(job.reports) == 1
-
-
-def test_steps_that_were_not_delivered_count_for_the_pace():
-    job = Job()
-    for step in range(9, 99, 10):  # every tenth arrives, every 100 seconds
-        job.wait(100)
-        job.deliver(step)
-    job.wait(199)
-    assert job.reports == []
-    job.wait(1)
-    assert len(job.reports) == 1
-
-
 def test_a_first_step_may_take_long():
     job = Job()
     job.wait(10_000)
@@ -147,119 +118,12 @@ def test_all_in_the_first_backward_pass_but_one_is_a_hang():
     assert job.fates() == [{1: Fate.STUCK}]
 
 
-def test_places_inside_of_the_step_tell_who_is_behind():
-    job = Job()
-    job.train(0, 5, 1)
-    job.marks = {rank: CodePlace(5, 2, "backward") for rank in range(3)} | {
-        1: CodePlace(5, 1, "forward")
-    }
-    job.wait(121)
-    assert job.fates() == [{1: Fate.STUCK}]
-    assert job.reports[0].phase == "backward"
-
-
-def test_where_a_place_is_not_known_steps_alone_tell():
-    job = Job()
-    job.train(0, 5, 1)
-    job.marks = {0: CodePlace(5, 2, "backward"), 1: CodePlace(5, 1, "forward")}
-    job.wait(121)
-    assert job.reports[0].is_pause
-
-
-def test_a_stuck_rank_that_is_killed_later_is_told_again_and_once():
-    job = Job()
-    job.train(0, 5, 1)
-    job.deliver(5, ranks=(0, 1))
-    job.wait(200)
-    job.states[2] = STOPPED
-    job.wait(200)
-    job.states[2] = ENDED
-    job.wait(200)
-    assert job.fates() == [{2: Fate.STUCK}, {2: Fate.STOPPED}, {2: Fate.ENDED}]
-    assert [report.step for report in job.reports] == [5, 5, 5]
-    job.states = dict.fromkeys(range(3), ENDED)
-    job.wait(200)
-    assert len(job.reports) == 3
-
-
-def test_a_training_that_goes_on_without_a_dead_rank_has_recovered():
-    job = Job()
-    job.train(0, 5, 1)
-    job.states[2] = ENDED
-    job.wait(121)
-    job.deliver(5, ranks=(0, 1))
-    job.wait(1)
-    assert [report.recovered for report in job.reports] == [False, True]
-
-
-def test_the_end_of_a_run_is_no_hang():
-    job = Job()
-    job.train(0, 5, 1)
-    for rank in range(3):
-        job.watch.leave(rank)
-    job.wait(1000)
-    assert job.reports == []
-
-
-def test_those_that_left_in_time_are_not_waited_for():
-    job = Job()
-    job.train(0, 5, 1)
-    job.watch.leave(1)
-    job.states[1] = ENDED
-    job.wait(121)
-    assert job.reports[0].is_pause
-    job.deliver(5, ranks=(0, 2))
-    job.wait(1)
-    assert job.reports[1].recovered
-
-
-def test_an_agent_that_was_itself_held_up_accuses_nobody():
-    job = Job()
-    job.train(0, 5, 1)
-    job.deliver(5, ranks=(0, 1))
-    job.now += 3600
-    job.wait(100)
-    assert job.reports == []
-    job.wait(21)
-    assert len(job.reports) == 1
-
-
-def test_other_hosts_are_asked_in_time():
-    job = Job()
-    job.train(0, 5, 1)
-    job.wait(59)
-    assert not job.watch.wants_states(job.now)
-    job.wait(1)
-    assert job.watch.wants_states(job.now)
-
-
-def test_stacks_turn_a_pause_into_a_hang_whose_end_is_told_of_the_same_rank():
-    job = Job()
-    job.train(0, 5, 1)
-    assert job.watch.learn({0: BACKWARD}) is None
-    job.wait(121)
-    assert job.reports[0].is_pause
-    learned = job.watch.learn({0: BACKWARD, 1: LOCKED, 2: BACKWARD})
-    opened = hang_finding(learned, {1: LOCKED})
-    assert (opened.ranks, opened.severity) == ((1,), Severity.WARNING)
-    job.deliver(5)
-    job.wait(1)
-    closed = hang_finding(job.reports[-1])
-    assert (closed.id, closed.ranks, closed.status) == (opened.id, (1,), "closed")
-
-
 # The finding ----------------------------------------------------------------------------------
 
 
 def report(*fates, **more):
     suspects = [Standing(rank, fate, CodePlace(42, 1, "forward")) for rank, fate in fates]
     return HangReport(42, 130.4, tuple(suspects), (0, 1, 2), "backward", **more)
-
-
-@pytest.mark.parametrize("fate", list(Fate))
-def test_dead_and_stopped_ranks_are_errors_and_others_are_warnings(fate):
-    severity = Severity.ERROR if fate in (Fate.ENDED, Fate.STOPPED) else Severity.WARNING
-    assert hang_finding(report((3, fate))).severity == severity
 
 
 def test_a_finding_says_who_where_and_who_waits():
@@ -281,25 +145,6 @@ def test_a_finding_says_who_where_and_who_waits():
         "stack_of_rank_0": "_engine_run_backward (torch/autograd/graph.py:9)",
     }
     assert Finding.from_json(finding.to_json()) == finding
-
-
-def test_a_reduction_that_does_not_end_anywhere_names_nobody():
-    finding = hang_finding(report())
-    assert (finding.ranks, finding.severity) == ((), Severity.WARNING)
-    assert "all ranks are in its backward pass" in finding.explanation
-
-
-def test_why_there_is_no_stack_is_said_once():
-    reason = Stack(thread="", frames=[], missing="py-spy is not installed")
-    finding = hang_finding(report((3, Fate.STUCK)), dict.fromkeys(range(4), reason))
-    assert finding.explanation.count(" No Python stack: py-spy is not installed.") == 1
-    assert finding.evidence["stack_of_rank_3"] == "py-spy is not installed"
-
-
-def test_the_end_of_a_hang_closes_its_finding():
-    finding = hang_finding(report((3, Fate.STOPPED), recovered=True))
-    assert (finding.status, finding.severity) == ("closed", Severity.ERROR)
-    assert finding.explanation.startswith("Step 42 ended only after 130 s: rank 3 was stopped")
 
 
 def test_a_finding_about_many_ranks_stays_short():

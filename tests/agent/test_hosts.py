@@ -10,12 +10,8 @@ import zmq
 
 from rankscope.agent.hosts import (
     HOST,
-    VERSION,
     HostLink,
-    HostsError,
-    Invitation,
     RootLink,
-    candidate_addresses,
     tcp_endpoint,
 )
 from support.accidents import wait_until
@@ -53,43 +49,6 @@ def exchange(root, links, done):
     return at_root, at_hosts
 
 
-def test_frames_reach_the_root_in_order_and_its_answers_the_hosts(opened):
-    root = opened(RootLink("127.0.0.1"))
-    links = [opened(linked(root.invitation, host)) for host in (1, 2, 3)]
-    for step in range(50):
-        for host, link in enumerate(links, 1):
-            assert link.send(b"%d of %d" % (step, host))
-    at_root, _ = exchange(root, links, lambda at_root, _: len(at_root) == 150)
-    for host in (1, 2, 3):
-        expected = [b"%d of %d" % (step, host) for step in range(50)]
-        assert [payload for own, payload in at_root if own == host] == expected
-    assert root.hosts == (1, 2, 3)
-    for host in root.hosts:
-        assert root.send(host, b"to %d" % host)
-        assert root.send(host, b"and again")
-    _, at_hosts = exchange(root, links, lambda _, at_hosts: all(len(a) == 2 for a in at_hosts))
-    assert at_hosts == [[b"to %d" % host, b"and again"] for host in (1, 2, 3)]
-    assert all(root.silent_seconds(host) < LONG for host in root.hosts)
-    assert root.silent_seconds(9) == float("inf")
-    assert not root.send(9, b"nobody")
-
-
-def test_an_invitation_survives_the_store_and_hides_its_secret():
-    invitation = Invitation(("tcp://[::1]:5",), "public", "hidden")
-    assert Invitation.decode(invitation.encode()) == invitation
-    assert "hidden" not in repr(invitation)
-
-
-OTHER = b"[%d, [], 3, 4]" % (VERSION - 1)
-
-
-@pytest.mark.parametrize("content", [b"", b"[2]", OTHER, b"\xff", b"7", b"{}", b"[1]"])
-def test_another_invitation_is_refused(opened, content):
-    link = opened(HostLink(1))
-    with pytest.raises(HostsError, match="expected an invitation"):
-        link.open(content)
-
-
 def stranger_to(invitation, **keys):
     """Return a socket that says hello to the root as an agent would, with keys of its own."""
     place = zmq.Context.instance().socket(zmq.DEALER)
@@ -124,69 +83,6 @@ def test_nobody_without_the_secret_is_heard(opened, kind):
     assert root.hosts == (1,)
 
 
-def test_another_root_is_not_believed(opened):
-    root, other = opened(RootLink("127.0.0.1")), opened(RootLink("127.0.0.1"))
-    misled = replace(root.invitation, endpoints=other.invitation.endpoints)
-    link = opened(linked(misled, 1))
-    link.send(b"secret")
-    for _ in range(50):
-        assert other.poll() == []
-        assert link.poll() == []
-        time.sleep(0.01)
-    assert other.hosts == ()
-
-
-def test_the_address_that_answers_is_found_among_those_that_do_not(opened):
-    root, other = opened(RootLink("127.0.0.1")), opened(RootLink("127.0.0.1"))
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        dead = tcp_endpoint("127.0.0.1", closed.getsockname()[1])
-        # one that drops everything, one where nobody listens, one where somebody else does
-        addresses = (
-            "tcp://192.0.2.1:9",
-            dead,
-            *other.invitation.endpoints,
-            *root.invitation.endpoints,
-        )
-        link = opened(linked(replace(root.invitation, endpoints=addresses), 1))
-        link.send(b"found")
-        at_root, _ = exchange(root, [link], lambda at_root, _: bool(at_root))
-    assert at_root == [(1, b"found")]
-
-
-@pytest.mark.skipif(not socket.has_ipv6, reason="Python without IPv6")
-def test_ipv6(opened):
-    try:
-        root = opened(RootLink("::1"))
-    except HostsError as error:
-        pytest.skip(f"no IPv6 on this machine: {error}")
-    link = opened(linked(root.invitation, 1))
-    link.send(b"six")
-    assert exchange(root, [link], lambda at_root, _: bool(at_root))[0] == [(1, b"six")]
-    assert root.invitation.endpoints[0].startswith("tcp://[::1]:")
-
-
-def test_an_address_that_is_taken_is_said():
-    root = RootLink("127.0.0.1")
-    port = int(root.invitation.endpoints[0].rpartition(":")[2])
-    with pytest.raises(HostsError, match=f"cannot listen on tcp://127.0.0.1:{port}"):
-        RootLink("127.0.0.1", port)
-    root.close()
-    root.close()
-
-
-def test_nothing_blocks_without_a_root_and_a_line_has_an_end(opened):
-    root = RootLink("127.0.0.1")
-    invitation = root.invitation
-    root.close()
-    link = opened(linked(invitation, 1, most_bytes=10_000))
-    assert [link.send(b"x" * 1000) for _ in range(20)] == [True] * 10 + [False] * 10
-    assert link.send(b"x" * 1000, lasting=True)
-    assert link.poll() == []
-    assert link.backlog_bytes == 11_000
-    assert not link.close(0.1)
-
-
 def test_a_link_that_closes_delivers_first(opened):
     root = opened(RootLink("127.0.0.1"))
     arrived, stop = [], threading.Event()
@@ -206,22 +102,6 @@ def test_a_link_that_closes_delivers_first(opened):
     stop.set()
     thread.join()
     assert [payload for _, payload in arrived] == sent
-
-
-def test_the_root_waits_for_hosts_to_leave_once_they_have_its_last_frames(opened):
-    root = opened(RootLink("127.0.0.1"))
-    link = opened(linked(root.invitation, 1))
-    exchange(root, [link], lambda *_: bool(root.hosts))
-    assert root.send(1, b"the last word")
-    thread = threading.Thread(target=root.close, args=(LONG,))
-    thread.start()
-    arrived = []
-    wait_until(lambda: arrived.extend(link.poll()) or arrived)
-    assert arrived == [b"the last word"]
-    assert thread.is_alive()
-    link.close()
-    thread.join(LONG)
-    assert not thread.is_alive()
 
 
 def test_a_connection_that_breaks_comes_back_and_both_ends_go_on(opened):
@@ -248,13 +128,3 @@ def test_a_connection_that_breaks_comes_back_and_both_ends_go_on(opened):
         assert relay.num_dropped >= 3
     assert steps == sorted(set(steps))  # once and in order, but for what was under way
     assert len(steps) > 300
-
-
-def test_addresses_begin_with_the_one_by_which_the_store_is_reached():
-    assert candidate_addresses("127.0.0.1")[-1] == "127.0.0.1"
-    found = candidate_addresses("localhost")
-    assert len(set(found)) == len(found)
-    own = [address for address in found if not address.startswith(("127.", "::1"))]
-    for address in own:
-        assert candidate_addresses(address)[0] == address
-    assert candidate_addresses("no such host, really") == candidate_addresses(None)

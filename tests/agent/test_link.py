@@ -68,13 +68,6 @@ def send(link, *steps, size=1000):
 # The probe's end --------------------------------------------------------------------------------
 
 
-def test_an_agent_that_cannot_be_reached_is_told_by_the_first_call():
-    link = Link(lambda: launch.connect(""), b"")
-    with pytest.raises(LinkError, match="cannot be reached"):
-        link.poll()
-    link.close()
-
-
 def test_what_a_script_opens_in_place_of_the_connection_is_left_alone(agent):
     """A script may close all files that it does not know."""
     link = link_to(agent)
@@ -120,16 +113,6 @@ def test_an_agent_that_reads_nothing_is_noticed_though_there_is_room(agent, monk
         send(link, 1, size=10)
 
 
-def test_a_pause_of_the_training_is_no_silence_of_the_agent(agent, monkeypatch):
-    monkeypatch.setattr(link_module, "SILENT_SECONDS", 0.2)
-    agent.server.start()
-    link = link_to(agent)
-    for step in range(3):
-        send(link, step)
-        wait_until(lambda step=step: agent.steps() == list(range(step + 1)))
-        time.sleep(0.3)
-
-
 # The agent's end --------------------------------------------------------------------------------
 
 
@@ -168,19 +151,6 @@ def test_who_does_not_know_the_secret_is_turned_away(agent, monkeypatch):
     send(link, 0)
     wait_until(lambda: agent.steps() == [0])
     assert agent.server.ranks == (0,)
-
-
-def test_a_rank_that_reads_nothing_is_named_once(agent, monkeypatch, caplog):
-    monkeypatch.setattr(server, "MOST_OUT_BYTES", 1 << 20)
-    agent.server.start()
-    link = link_to(agent, rank=3)
-    wait_until(lambda: agent.server.ranks == (3,))
-    for _ in range(100):
-        agent.server.send(3, bytes(1 << 17))
-    assert 0 < agent.server.unread[3] < 100
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("rank 3 has read nothing for so long")
-    assert not link.has_room or link.traffic.received == 0
 
 
 def test_a_busy_agent_holds_no_more_than_it_may(agent, monkeypatch):

@@ -13,7 +13,6 @@ from rankscope import Run, files
 from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
 from rankscope.bus.evidence import Table
-from rankscope.errors import RunError
 from rankscope.record import RunWriter
 from record.run_files import make_finding
 from record.step_reports import make_report
@@ -148,22 +147,3 @@ def test_a_store_that_stays_away_ends_the_record_and_says_what_is_missing(
     assert [("ends before step 2" in line, "ends early" in line) for line in said] == [
         (False, False), (True, False), (False, True)
     ]  # fmt: skip
-
-
-def test_writes_are_not_tried_all_the_time(away, monkeypatch):
-    record, folder = away
-    monkeypatch.setattr(recorder, "FIRST_PAUSE", 3600.0)
-    record.add_many([make_report(0)])
-    assert not record.flush()
-    come_back(folder)
-    assert not record.flush_if_due()
-    assert recorded(folder) == []
-    record.close("complete")
-    assert recorded(folder) == [0]
-
-
-def test_a_store_that_is_away_at_the_end_is_an_error(away):
-    record, _ = away
-    record.add_many([make_report(0)])
-    with pytest.raises(RunError, match="cannot write"):
-        record.close("complete")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import Assembly, summarize
-from rankscope.agent.message import MessageError, StepMessage, pack_values
+from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summary import (
     HostsStep,
     HostSummary,
@@ -17,7 +17,6 @@ from rankscope.agent.summary import (
 )
 from rankscope.bus.measured import sizes_of
 from rankscope.bus.messages import Layout
-from rankscope.stats.consensus import in_turn, narrowing_for
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(
@@ -116,19 +115,6 @@ def test_a_worker_that_holds_another_result_is_named():
     assert (np.delete(found.residuals_WG[:, known_G], 33, axis=0) < 1e-6).all()
 
 
-def test_sections_have_their_turns():
-    counts = np.zeros(3)
-    for step in range(12):
-        found = by_hosts(messages_of(step))
-        known_G = np.isfinite(found.residuals_WG)
-        assert (known_G == known_G[0]).all()
-        chosen = in_turn(step, sum(COUNTS), narrowing_for(80).num_sections)
-        groups = set(np.repeat(range(3), COUNTS)[chosen])
-        assert set(np.flatnonzero(known_G[0])) == groups
-        counts += known_G[0]
-    assert (counts > 0).all()
-
-
 def test_a_sharded_result_is_put_together():
     layout = replace(LAYOUT, reduced_copies=1)
     found = by_hosts(messages_of(3, layout), layout)
@@ -146,26 +132,3 @@ def test_a_step_that_one_worker_did_not_measure_is_not_observed():
     assert not found.observed
     assert found.consensus is None
     np.testing.assert_array_equal(found.workers["loss"], whole(messages_of(3)).workers["loss"])
-
-
-def test_without_audit_and_without_groups():
-    layout = replace(LAYOUT, section_counts=(), audit_width=0, group_width=0, groups=("a",))
-    messages = messages_of(3, LAYOUT)
-    for message in messages.values():
-        total = message.sketches[: LAYOUT.sketch_width]
-        message.numbers = np.array([7.0, 1.0, 1.0, 2.0, 0.0, 0.0])
-        sizes = dict.fromkeys(("squares", "micro", "largest", "nonfinite", "carried"), 1)
-        message.numbers = np.array([7.0, 1.0, 2.0, 0.0, 0.0])
-        message.sizes = np.array(sizes_of(sizes, {"total": len(total)}, norm_estimated=False))
-        message.sketches = total
-    found = by_hosts(messages, layout)
-    assert found.residuals_WG is None
-    assert found.consensus.group_cosine_rest_Wg.shape == (80, 0)
-    assert np.isfinite(found.consensus.cosine_rest_W).all()
-
-
-@pytest.mark.parametrize("size", [0, 10, 500, -1])
-def test_a_summary_that_is_cut_short_is_said(size):
-    content = host_summary({r: m for r, m in messages_of(0).items() if r < 8}, LAYOUT)
-    with pytest.raises(MessageError, match="cut short"):
-        HostSummary.unpack(content[:size])

@@ -45,17 +45,3 @@ def test_a_training_that_fails_is_said(call, tmp_path, monkeypatch):
     assert code == 2
     assert "the training failed: worker" in err
     assert "ValueError" in (tmp_path / "demo" / "error.log").read_text()
-
-
-def test_a_run_keeps_its_own_report(call, tmp_path):
-    (tmp_path / "run.json").touch()
-    code, _, err = call("demo", "--output", tmp_path)
-    assert code == 2
-    assert "holds a run or a study, whose report.html would be replaced" in err
-
-
-def test_a_directory_that_cannot_be_made_is_said(call, tmp_path):
-    (tmp_path / "file").touch()
-    code, _, err = call("demo", "--output", tmp_path / "file" / "demo")
-    assert code == 2
-    assert "cannot be written" in err

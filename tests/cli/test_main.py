@@ -1,5 +1,3 @@
-import json
-import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,14 +7,9 @@ import typer
 
 from rankscope.cli import main
 from rankscope.errors import (
-    DataError,
     MissingExtraError,
-    RunError,
-    UnsupportedError,
     UsageError,
-    install_command,
 )
-from rankscope.lab.study.config import StudyConfig
 from rankscope.lab.study.launch import StudyInterrupted, WorkerFailedError
 
 STUDY = {
@@ -42,10 +35,6 @@ STUDY = {
 }
 REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
-COMMANDS = {
-    *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics"),
-    *("causes", "demo", "verify", "parity"),
-}
 
 
 def call(
@@ -85,63 +74,6 @@ def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
     assert options_of(command) - HELP == options
 
 
-def test_a_shell_completes_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("_RANKSCOPE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "rankscope re")
-    monkeypatch.setenv("COMP_CWORD", "1")
-    assert call(monkeypatch, capsys)[1].split() == ["report", "replay"]
-
-
-def test_the_commands_are_frozen() -> None:
-    assert set(typer.main.get_command(main.app).commands) == COMMANDS  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("command", "options"), [("study", STUDY), ("report", REPORT)])
-def test_help_names_every_option_and_the_exit_codes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    options: set[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    code, out, err = call(monkeypatch, capsys, command, "--help")
-    assert (code, err) == (0, "")
-    assert f"Usage: rankscope {command}" in out
-    assert all(option in out for option in options | {"--help"})
-    assert "Exit code: 0" in out
-
-
-@pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
-def test_help_of_the_command_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    code, out, err = call(monkeypatch, capsys, *words)
-    assert (code, err) == (0, "")
-    assert "Usage: rankscope [OPTIONS] COMMAND" in out
-    assert "study " in out
-    assert "report " in out
-
-
-def test_help_states_the_learning_rates_that_are_used(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = call(monkeypatch, capsys, "study", "--help")
-    words = re.search(r"\((\S+) for tiny, else (\S+)\)", " ".join(out.split()))
-    assert words
-    stated = [float(word) for word in words.groups()]
-    assert stated == [
-        StudyConfig().effective_learning_rate,
-        StudyConfig(model="other").effective_learning_rate,
-    ]
-
-
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = (0, f"rankscope {version('rankscope')}\n", "")
-    assert call(monkeypatch, capsys, "--version") == expected
-
-
 def test_as_a_module() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "rankscope", "--version"], capture_output=True, text=True, check=True
@@ -155,17 +87,8 @@ def test_as_a_module() -> None:
         (["studi"], "No such command 'studi'; did you mean 'study'? See rankscope --help"),
         (["study", "--stepz", "3"], "No such option: --stepz"),
         (["study", "--steps", "many"], "--steps expected a whole number, got 'many'; see"),
-        (["study", "--limit", "1.5"], "--limit expected a whole number, got '1.5'; see"),
-        (["study", "--learning-rate", "fast"], "--learning-rate expected a number, got 'fast'"),
-        (["serve", "x", "--port", "99999"], "--port expected a number of at most 65535, got"),
-        (["run"], "rankscope run expected a script and its arguments, got nothing; see"),
         (["study", "--reading", "both-of-them"], "Invalid value for '--reading'"),
-        (["study", "--precision", "fp8"], "Invalid value for '--precision': 'fp8' is not one of"),
         (["report"], "Missing argument"),
-        (
-            ["report", "x", "--fail-on", "never"],
-            "Invalid value for '--fail-on': 'never' is not one of",
-        ),
     ],
 )
 def test_a_command_line_that_cannot_be_read(
@@ -185,9 +108,6 @@ def test_a_command_line_that_cannot_be_read(
     ("error", "code"),
     [
         (UsageError("[bold]a\nb[/]"), 2),
-        (DataError("x"), 2),
-        (RunError("x"), 2),
-        (UnsupportedError("x"), 2),
         (MissingExtraError("rankscope study", "study"), 2),
         (WorkerFailedError("x"), 3),
         (StudyInterrupted("x"), 130),
@@ -217,20 +137,6 @@ def test_ctrl_c_outside_a_study_is_quiet(
     assert call(monkeypatch, capsys) == (130, "", "")
 
 
-def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        "rankscope.lab.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}]
-    )
-    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    code, out, err = call(monkeypatch, capsys, "study", "--json")
-    assert (code, json.loads(out)) == (0, [{"setting": "s1-1"}])
-    assert install_command("web") in err
-
-
 def test_a_defect_is_one_line_and_a_code_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -243,29 +149,3 @@ def test_a_defect_is_one_line_and_a_code_of_its_own(
     assert (code, out) == (main.DEFECT, "")
     assert err.count("\n") == 1
     assert "AttributeError: no such thing (at " in err
-
-
-def test_a_lack_of_memory_is_no_defect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    def fail(*_: object, **__: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(main, "app", fail)
-    code, _, err = call(monkeypatch, capsys, "report", "x")
-
-    assert code == main.BAD_INPUT
-    assert "not enough memory" in err
-
-
-@pytest.mark.parametrize(
-    ("name", "suggested"),
-    [("duplicate", "data.duplicate_batches"), ("state.paramters_differ", "state.parameters_differ"),
-     ("zzz", "")],
-)  # fmt: skip
-def test_the_nearest_causes_are_suggested(monkeypatch, capsys, name, suggested):
-    code, _, errors = call(monkeypatch, capsys, "causes", name)
-    assert code == 2
-    assert "rankscope causes lists all of them" in errors
-    assert ("did you mean" in errors) == bool(suggested)
-    assert suggested in errors

@@ -1,26 +1,16 @@
 """What a command does when its output is closed, full, narrow or of few characters."""
 
-import errno
 import io
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from rankscope.bus.packing import PlainBatch
-from rankscope.cli import main, study
-from rankscope.errors import UsageError
-from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
-from rankscope.lab.study.config import StudyConfig
-from rankscope.lab.study.launch import StudyInterrupted
-from rankscope.lab.study.worker import StudyProgress
+from rankscope.cli import main
 from report.recorded_runs import record_run
 
 Call = Callable[..., int]
@@ -97,7 +87,7 @@ def test_a_reader_that_has_gone_changes_nothing_in_other_commands(
     assert (tmp_path / "numbers" / "numerics.json").is_file()
 
 
-@pytest.mark.parametrize("how", [(), ("--json",)], ids=["verdict", "json"])
+@pytest.mark.parametrize("how", [("--json",)], ids=["json"])
 def test_an_output_without_room_is_one_line_and_no_finding(
     runs: Path,
     call: Call,
@@ -110,27 +100,6 @@ def test_an_output_without_room_is_one_line_and_no_finding(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("rankscope: cannot write to standard output (No space left on device)")
-
-
-def test_a_study_without_room_for_its_verdict_has_its_report(
-    call: Call, full: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written: list[Path] = []
-    monkeypatch.setattr(
-        "rankscope.lab.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}]
-    )
-    monkeypatch.setattr(study, "_write_report", lambda path: str(written.append(path)))
-    assert call(full, "study", "--json", "--output", "here") == 2
-    assert written == [Path("here")]
-
-
-def test_help_in_an_encoding_of_few_letters_is_guarded_too(
-    call: Call, closed: io.TextIOWrapper, full: io.TextIOWrapper
-) -> None:
-    closed.reconfigure(encoding="ascii")  # then typer writes bytes
-    full.reconfigure(encoding="ascii")
-    assert call(closed, "--help") == 0
-    assert call(full, "--help") == 2
 
 
 def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
@@ -149,138 +118,6 @@ def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
     assert len(written["ascii"].splitlines()) == len(written["utf-8"].splitlines())
 
 
-def test_a_name_in_an_encoding_without_its_letters_has_question_marks(
-    runs: Path, call: Call
-) -> None:
-    (runs / "copied").rename(runs / "läufe")
-    file = io.BytesIO()
-    stream = io.TextIOWrapper(file, encoding="ascii")
-    assert call(stream, "report", runs / "läufe", "--no-html") == 1
-    stream.flush()
-    assert b"# ERROR  l?ufe\n" in file.getvalue()
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_json_is_the_same_in_any_encoding(call: Call, tmp_path: Path, encoding: str) -> None:
-    gradients = tmp_path / "läufe.npy"
-    np.save(gradients, np.ones((2, 4), np.float32))
-    words = ("numerics", "--gradients", gradients, *NUMBERS[3:])
-    with (tmp_path / "printed").open("w+", encoding=encoding) as file:
-        assert call(file, *words, "--json", "--output", tmp_path / "out") == 0
-        file.seek(0)
-        printed = json.load(file)
-    assert printed["sums"]["source"]["name"] == "läufe.npy"
-    assert printed == json.loads((tmp_path / "out" / "numerics.json").read_text(encoding="utf-8"))
-
-
-def test_an_output_that_was_closed_before_the_start(runs: Path, call: Call) -> None:
-    assert call(None, "report", runs / "copied", "--no-html", "--json") == 1
-    assert call(None, "report", runs / "healthy", "--no-html") == 0
-
-
-def test_a_closed_error_stream_changes_no_exit_code(
-    tmp_path: Path, call: Call, closed: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", closed)
-    assert call(io.StringIO(), "report", tmp_path / "none") == 2
-
-
-def test_an_output_that_cannot_be_written_leaves_other_failures_their_code(
-    call: Call, full: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(**_: object) -> None:
-        print("printed")
-        sys.stdout.flush()
-        raise StudyInterrupted("stopped")
-
-    monkeypatch.setattr(main, "app", stop)
-    assert call(full) == 130
-
-
-def test_no_other_file_takes_the_number_of_a_closed_one(tmp_path: Path) -> None:
-    script = """
-import os
-from rankscope.cli.output import guarded_streams
-
-with guarded_streams(print), open("other", "w") as file:
-    file.write(str([os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in (0, 1, 2)]))
-    print("to nobody")
-    os.write(1, b"to nobody")
-"""
-    close = 'exec "$0" -c "$1" <&- >&- 2>&-'
-    done = subprocess.run(["sh", "-c", close, sys.executable, script], cwd=tmp_path, check=False)
-    assert done.returncode == 0
-    assert (tmp_path / "other").read_text() == "[True, True, True]"
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(errno.ENOSPC, "full")])
-def test_a_study_trains_on_when_nobody_reads_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    said: list[str] = []
-
-    class Failing(io.StringIO):
-        def write(self, text: str) -> int:
-            said.append(text)
-            raise error
-
-    monkeypatch.setattr(sys, "stderr", Failing())
-    progress = StudyProgress(StudyConfig(), enabled=True)
-    progress.print_line("s1-1: 3 steps")
-    progress.print_line("s1-2: 3 steps")
-    assert said[0] == "s1-1: 3 steps\n"
-
-
-@pytest.mark.parametrize(("columns", "as_if"), [("0", "80"), ("1", "20")])
-def test_too_few_columns_break_no_text(
-    runs: Path, call: Call, monkeypatch: pytest.MonkeyPatch, columns: str, as_if: str
-) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
-    printed = []
-    for given in (columns, as_if):
-        monkeypatch.setenv("COLUMNS", given)
-        printed.append(io.StringIO())
-        assert call(printed[-1], "report", runs / "copied", "--no-html") == 1
-    assert printed[0].getvalue() == printed[1].getvalue()
-    assert "◆ ERROR" in printed[0].getvalue()
-
-
-def test_a_message_cannot_control_the_terminal(
-    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(**_: object) -> None:
-        raise UsageError("no\x1b[2J\x07 run in \x9b1m[bold]x")
-
-    monkeypatch.setattr(main, "app", fail)
-    assert call(io.StringIO()) == 2
-    assert capsys.readouterr().err == "rankscope: no [2J run in 1m[bold]x\n"
-
-
-def test_names_of_gradients_cannot_control_the_terminal(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "a\x1b[2J[bold].npz"
-    rows: dict[str, Any] = {"layer\x1b]0;title\x07[red]": np.ones((2, 4), np.float32)}
-    np.savez(file, **rows)
-    printed = io.StringIO()
-    assert call(printed, "numerics", "--gradients", file, *NUMBERS[3:]) == 0
-    assert not {"\x1b", "\x07"} & set(printed.getvalue())
-    assert "a [2J[bold].npz" in printed.getvalue()
-    assert "layer ]0;title [red]" in printed.getvalue()
-
-
-def test_the_path_of_a_bundle_cannot_control_the_terminal(
-    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    array = np.zeros((2, 3), np.int64)
-    batch = PlainBatch(((0, None),), (array,), np.zeros(0, np.int64))
-    bundle = ReplayBundle("asked-for", 1, 0, 1, 2, 0, "", (batch, batch))
-    path = save_bundle(tmp_path / "a\x1b[2J[bold]", bundle)
-    printed = io.StringIO()
-    assert call(printed, "replay", path) == 0
-    assert "\x1b" not in printed.getvalue()
-    assert "a [2J[bold]" in printed.getvalue()
-
-
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
 FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
 
@@ -289,18 +126,10 @@ FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
     ("words", "environment", "told"),
     [
         (["report"], {"RANK": "1"}, True),
-        (["study", "--stepz", "3"], {"RANK": "1"}, True),  # no launcher has said so
-        (["run"], {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, True),  # a node's number
-        (["report"], TORCHRUN, True),
-        (["studi"], TORCHRUN, True),
         (["run"], FIRST, True),
-        (["run"], {**FIRST, "SLURM_PROCID": "1"}, True),  # torchrun on node 1
-        (["run"], {"SLURM_PROCID": "0"}, True),
+        (["run"], {**FIRST, "SLURM_PROCID": "1"}, True),
         (["run"], TORCHRUN, False),
-        (["study", "--stepz", "3"], TORCHRUN, False),
-        (["doctor", "--batches", "many"], {"OMPI_COMM_WORLD_RANK": "3"}, False),
         (["replay"], {"SLURM_PROCID": "2", "RANK": "2"}, False),
-        (["run"], {"PMI_RANK": "1"}, False),
     ],
 )
 def test_bad_usage_is_told_unless_rank_0_tells_it_and_always_fails(
@@ -320,16 +149,3 @@ def test_bad_usage_is_told_unless_rank_0_tells_it_and_always_fails(
     assert call(io.StringIO(), *words) == 2
     assert capsys.readouterr().err.startswith("rankscope: ") is told
     assert waited == ([] if told else [main.PATIENCE])  # rank 0 speaks before a launcher ends it
-
-
-def test_ctrl_c_while_rank_0_speaks_is_quiet(
-    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", interrupt)
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert call(io.StringIO(), "run") == 130
-    assert capsys.readouterr() == ("", "")

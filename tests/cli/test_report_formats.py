@@ -1,7 +1,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import typer
 from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
-from rankscope.errors import MissingExtraError, UsageError, install_command
 from report.recorded_runs import record_run, record_study, with_everything
 
 
@@ -50,17 +48,6 @@ def test_all_formats_of_a_run_and_where_they_go(run_dir: Path, tmp_path: Path):
     assert {**told, "report": None} == printed
 
 
-def test_a_single_format_goes_to_the_file_or_into_the_directory(run_dir: Path, tmp_path: Path):
-    assert call(run_dir, "--format", "md", "--output", tmp_path / "a" / "x.md").exit_code == 0
-    text = (tmp_path / "a" / "x.md").read_text()
-    assert text.startswith("## ")
-    assert call(run_dir, "--format", "md", "--output", tmp_path).exit_code == 0
-    assert (tmp_path / "report.md").read_text() == text
-    assert call(run_dir, "--format", "md").exit_code == 0
-    assert (run_dir / "report.md").read_text() == text
-    assert not (run_dir / "report.html").exists()
-
-
 def test_standard_output_holds_the_file_alone(run_dir: Path):
     assert call(run_dir, "--format", "md", "--output", "-").stdout == (
         call(run_dir, "--format", "md", "--no-html", "--output", "-").stdout
@@ -68,49 +55,6 @@ def test_standard_output_holds_the_file_alone(run_dir: Path):
     told = json.loads(call(run_dir, "--format", "json", "--output", "-").stdout)
     assert told["kind"] == "run"
     assert call(run_dir, "--format", "md", "--output", "-", "--fail-on", "note").exit_code == 1
-
-
-@pytest.mark.parametrize(
-    "words", [["--output", "-"], ["--format", "md,json", "--output", "-"],
-              ["--format", "json", "--json", "--output", "-"]],
-)  # fmt: skip
-def test_standard_output_takes_one_text(run_dir: Path, words: list[str]):
-    assert isinstance(call(run_dir, *words).exception, UsageError)
-
-
-def test_json_names_what_was_written(run_dir: Path, tmp_path: Path):
-    told = json.loads(call(run_dir, "--json", "--format", "md", "--output", tmp_path).stdout)
-    assert told["written"] == [str(tmp_path / "report.md")]
-    assert told["report"] is None
-
-
-def test_an_unknown_format_is_bad_usage(run_dir: Path):
-    result = call(run_dir, "--format", "md,pdf")
-    assert result.exit_code == 2
-    assert "'pdf' is not one of" in result.stderr
-    assert not (run_dir / "report.pdf").exists()
-
-
-def test_a_study(study: Path, tmp_path: Path):
-    result = call(study, "--format", "png,md", "--output", tmp_path)
-    assert result.exit_code in {0, 1}
-    names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert names == {"averaged-loss.png", "metrics.png", "cosine-heatmap.png"}
-    text = (tmp_path / "report.md").read_text()
-    assert "S1-3, sharded" in text
-    assert all(f"(<figures/{name}>)" in text for name in names)
-
-
-def test_markdown_needs_no_extra_and_pictures_say_which(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert call(run_dir, "--format", "md", "--output", tmp_path / "x.md").exit_code == 0
-    result = call(run_dir, "--format", "png", "--output", tmp_path)
-    assert isinstance(result.exception, MissingExtraError)
-    assert install_command("web") in str(result.exception)
 
 
 def test_a_run_whose_name_is_no_utf8(run_dir: Path, tmp_path: Path):

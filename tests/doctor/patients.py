@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
 SIZE = 96
@@ -50,46 +49,6 @@ def perturbed():
         with torch.no_grad():
             built[3].weight += 0.02
     return built
-
-
-def unseeded():
-    torch.manual_seed(rank())
-    return nn.Linear(4, 4)
-
-
-def fsdp1(*, spoiled=False):
-    """A model of which each rank holds parts, and a trained optimizer's state of it.
-
-    Unless ``spoiled``, it is healthy. Of its four layers one is in parts that are parameters, one
-    in a part that is flat, and one whole on every rank, all by FSDP1.
-    """
-    torch.manual_seed(7)
-    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2))
-    layers.register_buffer("table", torch.arange(4.0) + spoiled * rank())
-    for layer, options in (
-        (1, {"use_orig_params": True}),
-        (2, {"use_orig_params": False}),
-        (3, {"use_orig_params": True, "sharding_strategy": ShardingStrategy.NO_SHARD}),
-    ):
-        layers[layer] = FullyShardedDataParallel(
-            layers[layer], device_id=torch.device("cpu"), **options
-        )
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
-    layers(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    if spoiled and rank() == 1:
-        with torch.no_grad():
-            layers[0].weight += 1
-    return layers, optimizer
-
-
-def fsdp1_spoiled():
-    return fsdp1(spoiled=True)
-
-
-def fsdp1_all():
-    """All of it is in parts; it takes the batches of the loaders here."""
-    return FullyShardedDataParallel(repeats(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def optimizer(module):
@@ -162,12 +121,6 @@ def one_pass():
 def endless():
     while True:
         yield torch.rand(2, 2, generator=torch.Generator().manual_seed(time.time_ns() % 2**40))
-
-
-def raises_while_read():
-    yield torch.full((2, 2), rank())
-    if rank() == 1:
-        raise OSError("shard 7 is damaged")
 
 
 def unshuffled():

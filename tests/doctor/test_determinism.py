@@ -1,18 +1,13 @@
 """Repeated steps: what varies is named, what does not is left in peace, and nothing is changed."""
 
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from rankscope.tools.doctor import determinism
-from rankscope.tools.doctor.determinism import RepeatedOperators, same_bits
 from rankscope.tools.doctor.stage import Bench, Options, Status
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -57,29 +52,6 @@ def test_a_flag_that_helps_is_named_with_its_cost():
     assert "times as long" in result.advice
 
 
-def test_what_varies_outside_of_operators_is_said_so():
-    result, facts = examine(patients.clock())
-    assert result.status is Status.WARNING
-    assert facts["operators"] == {}
-    assert "no operator of torch did" in result.found
-    assert "outside of torch's operators" in result.advice
-
-
-def test_an_operator_without_a_deterministic_way_is_a_note():
-    result, facts = examine(patients.put())
-    assert result.status is Status.NOTE
-    assert facts["alerts"] == ["put_"]
-    assert "put_" in result.found
-
-
-def test_ranks_that_vary_are_named():
-    _, well = examine(patients.repeats())
-    _, varying = examine(patients.any_order())
-    [result] = determinism.judge([well, varying, well])
-    assert result.ranks == (1,)
-    assert "on rank 1" in result.found
-
-
 def test_nothing_is_changed():
     model = patients.any_order()
     model(**next(iter(DataLoader(patients.Numbers(), batch_size=4))))["loss"].backward()
@@ -103,96 +75,3 @@ def test_nothing_is_changed():
     assert torch.equal(before[1], after[1])
     assert (before[2][1] == after[2][1]).all()
     assert before[3] == after[3]
-
-
-@pytest.mark.parametrize(
-    ("batch", "inputs"),
-    [
-        (torch.ones(2, 4), 1),
-        ((torch.ones(2, 4), torch.zeros(2)), 1),  # the second belongs to a loss outside
-        ({"input": torch.ones(2, 4)}, 1),
-    ],
-    ids=["tensor", "pair", "mapping"],
-)
-def test_batches_of_several_kinds_enter(batch, inputs):
-    result, _ = examine(nn.Linear(4, 3), batch)
-    assert result.status is Status.OK
-
-
-def test_what_cannot_be_run_is_skipped_with_its_reason():
-    result, _ = examine(nn.Linear(4, 3), "text")
-    assert result.status is Status.SKIPPED
-    assert "batch of the kind str" in result.found
-    result, _ = examine(nn.Linear(4, 3), torch.ones(2, 5))
-    assert result.status is Status.SKIPPED
-    assert "one batch could not be run" in result.found
-
-
-class Timed(nn.Module):
-    """A model whose runs take a second each, by a clock of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-
-    def forward(self, values):
-        clock.now += 1.0
-        return self.layer(values)
-
-
-clock = SimpleNamespace(now=0.0)
-
-
-@pytest.fixture
-def timed(monkeypatch):
-    own = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=time.perf_counter)
-    monkeypatch.setattr(determinism, "time", own)
-    return Timed()
-
-
-@pytest.mark.parametrize(("seconds", "runs"), [(100.0, 4), (4.0, 2), (3.0, 2)])
-def test_little_time_means_fewer_runs(timed, seconds, runs):
-    result, facts = examine(timed, torch.ones(2, 4), seconds=seconds)
-    assert facts["runs"] == runs
-    assert (facts["operators_repeated"] > 0) == (seconds == 100.0)
-    assert result.status is Status.OK
-
-
-def test_no_time_to_repeat_is_said(timed):
-    result, _ = examine(timed, torch.ones(2, 4), seconds=2.0)
-    assert result.status is Status.SKIPPED
-    assert "a run of one batch takes 1 s: raise --seconds" in result.found
-
-
-def test_operators_in_place_and_random_ones_repeat():
-    with RepeatedOperators(torch.device("cpu")) as operators:
-        values = torch.zeros(5)
-        values.add_(1.0)
-        values.normal_()
-        nn.functional.dropout(values, 0.5)
-        values[1:3].mul_(2.0)
-        torch.sort(values, out=(torch.empty(0), torch.empty(0, dtype=torch.int64)))
-    assert operators.num_repeated >= 5
-    assert not operators.differing
-
-
-def test_repeating_leaves_results_and_generator_as_they_are():
-    def compute():
-        torch.manual_seed(3)
-        values = torch.randn(6)
-        values.mul_(2).add_(torch.rand(6))
-        return nn.functional.dropout(values, 0.5), torch.get_rng_state()
-
-    plain, state = compute()
-    with RepeatedOperators(torch.device("cpu")):
-        repeated, state_after = compute()
-    assert torch.equal(plain, repeated)
-    assert torch.equal(state, state_after)
-
-
-def test_same_bits():
-    nan = torch.tensor([float("nan"), 0.0])
-    assert same_bits(nan, nan.clone())
-    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert not same_bits(torch.ones(2), torch.ones(3))
-    assert same_bits(torch.tensor([True]), torch.tensor([True]))

@@ -1,14 +1,9 @@
 """What is made of the facts of all ranks."""
 
 import pytest
-import torch
-from torch import nn
 
 from rankscope.bus.replicas import minority_ranks
-from rankscope.errors import UsageError
 from rankscope.tools.doctor import Status, collectives, model, topology
-from rankscope.tools.doctor.meeting import RankPlace, find_place
-from rankscope.tools.doctor.stage import find_function, in_one_line
 
 
 def one(results, name):
@@ -51,23 +46,15 @@ def gpus(ids, **changes):
 @pytest.mark.parametrize(
     ("facts", "status", "words"),
     [
-        ([worker()] * 4, Status.OK, "4 ranks on a, CPU"),
         (gpus([0, 1, 2, 3]), Status.OK, "4 ranks on a, X"),
         (gpus([0, 1, 1, 3]), Status.ERROR, "ranks 1 and 2 share one device (cuda:1 of a)"),
         ([*gpus([0, 1, 2]), worker()], Status.ERROR, "different kinds of device: cpu and cuda"),
-        (gpus([0, 1, 2, 3], devices=8), Status.NOTE, "4 devices without a rank"),
         (
             [worker(num_local=3)] * 3 + [worker(host="b", num_local=1)],
             Status.WARNING,
             "hosts have different numbers of ranks, b only 1",
         ),
         ([*[worker()] * 3, worker(world_size=8)], Status.ERROR, "disagree on WORLD_SIZE: [4, 8]"),
-        ([worker(num_local=2)] * 4, Status.NOTE, "4 ranks on a, where LOCAL_WORLD_SIZE says 2"),
-        (
-            [worker(world_size=1, num_local=1, launched=False, tasks="8")],
-            Status.WARNING,
-            "the scheduler started 8 tasks",
-        ),
     ],
 )
 def test_topology(facts, status, words):
@@ -75,20 +62,6 @@ def test_topology(facts, status, words):
     assert result.status is status
     assert words in result.found
     assert bool(result.advice) == (status is not Status.OK)
-
-
-def test_places():
-    assert find_place({}) == RankPlace()
-    variables = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert find_place({**variables, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankPlace(
-        3, 4, 1, 2, launched=True
-    )
-    with pytest.raises(UsageError, match="MASTER_PORT not: the workers cannot find each other"):
-        find_place({**variables, "MASTER_PORT": ""})
-    with pytest.raises(UsageError, match="got RANK=3 and WORLD_SIZE=2"):
-        find_place({**variables, "WORLD_SIZE": "2"})
-    with pytest.raises(UsageError, match="whole number in RANK, got 'x'"):
-        find_place({**variables, "RANK": "x"})
 
 
 # Environment
@@ -100,12 +73,6 @@ def test_places():
         ({"LOCAL_RANK": "2", "CUDA_VISIBLE_DEVICES": "2"}, Status.OK, "alike"),
         ({"torch": "2.12"}, Status.WARNING, "torch 2.12 on rank 2"),
         ({"OMP_NUM_THREADS": "8"}, Status.NOTE, "OMP_NUM_THREADS"),
-        ({"NVIDIA_TF32_OVERRIDE": "0"}, Status.WARNING, "0 on rank 2"),
-        (
-            {"revision": "beef"},
-            Status.WARNING,
-            "source revision beef on rank 2",
-        ),
     ],
 )
 def test_environment(changes, status, words):
@@ -117,20 +84,6 @@ def test_environment(changes, status, words):
 
 
 # Collectives and sums
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8, 256, 257, 1000])
-def test_patterns_differ_by_rank_and_position_and_sum_to_what_they_say(num_ranks):
-    pattern = collectives.Pattern(num_ranks)
-    parts = torch.stack([pattern.of_rank(rank, 999) for rank in range(num_ranks)])
-    assert torch.equal(parts.sum(0), pattern.total(999))
-    assert 0 < int(pattern.total(999).max()) <= 256
-    assert len({tuple(part.tolist()) for part in parts}) >= min(num_ranks, 2)
-    as_bf16 = parts.to(torch.bfloat16)
-    total = torch.zeros(999, dtype=torch.bfloat16)
-    for part in as_bf16:
-        total += part
-    assert torch.equal(total.to(torch.int64), pattern.total(999))
 
 
 def case(wrong=0, digest="x", same=True):
@@ -145,7 +98,6 @@ def case(wrong=0, digest="x", same=True):
         (case(), Status.OK, ()),
         (case(wrong=1), Status.ERROR, (1,)),
         (case(digest="y"), Status.ERROR, (1,)),
-        (case(digest="y", same=False), Status.OK, ()),
     ],
 )
 def test_collectives(strange, status, ranks):
@@ -154,14 +106,6 @@ def test_collectives(strange, status, ranks):
     assert (result.status, result.ranks) == (status, ranks)
     words = {Status.OK: "not supported here: all-gather fp16", Status.ERROR: "rank 1, all-reduce"}
     assert words[status] in result.found
-
-
-def test_a_wrong_number_is_seen():
-    expected = torch.tensor([1, 2, 3])
-    came = torch.tensor([1.0, 5.0, float("nan")])
-    found = collectives._case("all-reduce", "fp32", came, expected, True)
-    assert found["wrong"] == 2
-    assert found["example"] == "2 of 3 numbers wrong, number 1 is 5 and not 2"
 
 
 def sums(digests="aaaaaaaaaa", error=1e-9):
@@ -174,27 +118,12 @@ def sums(digests="aaaaaaaaaa", error=1e-9):
         ([sums()] * 3, Status.OK, ()),
         ([sums("aaaabaaaaa")] * 3, Status.WARNING, ()),
         ([sums(), sums(), sums("bbbbbbbbbb")], Status.ERROR, (2,)),
-        ([sums(error=1e-3)] * 3, Status.ERROR, ()),
         ([sums(error=float("nan"))] * 3, Status.ERROR, ()),
     ],
 )
 def test_repeated_sums(facts, status, ranks):
     [result] = collectives.judge_repeats(facts)
     assert (result.status, result.ranks) == (status, ranks)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_bound_of_rounding_holds_in_any_order_and_the_sums_cancel(dtype):
-    terms = collectives.ill_conditioned(5, collectives.DTYPES[dtype])
-    exact = terms.double()
-    size = exact.abs().sum(0)
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3]):
-        total = torch.zeros_like(terms[0])
-        for rank in order:
-            total += terms[rank]
-        error = ((total.double() - exact.sum(0)).abs() / size).max()
-        assert 0 < error <= collectives._bound(dtype, 5)
-    assert float((exact.sum(0).abs() / size).median()) < 0.01
 
 
 def timing(compute=0.03, load=1.0):
@@ -236,13 +165,9 @@ def built(weight=1, bias=1, state=1, **changes):
     [
         ([built()] * 3, "parameters", Status.OK, ()),
         ([built(), built(bias=2), built()], "parameters", Status.ERROR, (1,)),
-        ([built(r, 5) for r in range(3)], "parameters", Status.WARNING, (0, 1, 2)),
         ([built(r, wrapped=True) for r in range(3)], "parameters", Status.ERROR, (0, 1, 2)),
-        ([built(parameters={}), built(), built()], "parameters", Status.ERROR, (0,)),
         ([built(None, None)] * 3, "parameters", Status.SKIPPED, ()),
         ([built(), built(state=2), built()], "optimizer", Status.ERROR, (1,)),
-        ([built(), built(), built(optimizer=None)], "optimizer", Status.ERROR, (2,)),
-        ([built(optimizer=None)] * 3, "optimizer", Status.SKIPPED, ()),
         ([built()] * 3, "random_numbers", Status.OK, ()),
         ([built(dropout=["drop"])] * 3, "random_numbers", Status.WARNING, (0, 1, 2)),
         (
@@ -251,13 +176,6 @@ def built(weight=1, bias=1, state=1, **changes):
             Status.WARNING,
             (0, 1),
         ),
-        (
-            [built(dropout=["drop"], rng={"torch": rank}) for rank in range(3)],
-            "random_numbers",
-            Status.OK,
-            (),
-        ),
-        ([built(batch_norms=["norm"])] * 3, "batch_norm", Status.NOTE, ()),
     ],
 )
 def test_models(facts, name, status, ranks):
@@ -265,42 +183,4 @@ def test_models(facts, name, status, ranks):
     assert (result.status, result.ranks) == (status, ranks)
 
 
-def test_modules_that_drop_at_random():
-    built_model = nn.ModuleDict(
-        {
-            "off": nn.Dropout(0.0),
-            "on": nn.Dropout(0.1),
-            "recurrent": nn.GRU(2, 2, num_layers=2, dropout=0.2),
-            "attention": nn.MultiheadAttention(2, 1, dropout=0.3),
-            "plain": nn.Linear(2, 2),
-        }
-    )
-    assert model.dropouts(built_model) == ["on", "recurrent", "attention"]
-
-
 # The user's functions
-
-
-def test_functions_are_found(tmp_path, monkeypatch):
-    (tmp_path / "some_training.py").write_text("class A:\n    def f():\n        return 3\n")
-    (tmp_path / "broken_training.py").write_text("import not_installed_anywhere\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_function("--model", "some_training:A.f")() == 3
-    with pytest.raises(UsageError, match=r"no function 'A\.g'"):
-        find_function("--model", "some_training:A.g")
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        find_function("--model", "broken_training:f")
-
-
-def test_an_error_in_one_line_names_the_users_line():
-    def fail():
-        torch.zeros(2) @ torch.zeros(3)
-
-    with pytest.raises(RuntimeError) as raised:
-        fail()
-    line = in_one_line(raised.value)
-    assert line.startswith("RuntimeError: ")
-    assert line.endswith(f"(test_doctor_judges.py:{fail.__code__.co_firstlineno + 1})")
-    assert "\n" not in line
-    assert in_one_line(KeyError()) == "KeyError"

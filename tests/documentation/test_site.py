@@ -1,7 +1,6 @@
 """The documentation site: builds without a warning, has all its pages, and loads nothing."""
 
 import html
-import json
 import os
 import re
 import subprocess
@@ -95,18 +94,3 @@ def test_every_column_of_the_record_is_explained_and_no_other(site, table):
     assert [name for name, _ in cells] == [s.name for s in columns_of(table)]
     for (_, cell), signal in zip(cells, columns_of(table), strict=True):
         assert html.escape(signal.meaning, quote=False) in cell
-
-
-def test_the_python_reference_has_every_public_name(site):
-    import rankscope
-
-    page = (site / "reference" / "python.html").read_text()
-    for name in set(rankscope.__all__) - {"__version__"}:
-        assert re.search(rf'id="rankscope\.[\w.]*{name}"', page), name
-
-
-def test_the_search_has_its_index_and_the_worker_that_reads_it(site):
-    index = json.loads((site / "search" / "search_index.json").read_text())
-    found = {entry["location"].split("#")[0] for entry in index["docs"]}
-    assert "causes/dataduplicate_batches.html" in found
-    assert list(site.glob("assets/javascripts/workers/search.*.js"))

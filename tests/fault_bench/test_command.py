@@ -1,28 +1,17 @@
 """The bench's command: its options, its verdict and files, and bad usage."""
 
 import json
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from benchmarks.faults.command import main
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "expected ids of faults or --all"),
-        (["D5", "--all"], "expected ids of faults or --all"),
         (["X1"], "got X1; see"),
         (["D5", "--workers", "1"], "at least 2 workers, got 1"),
-        (["D5", "--steps", "1"], "at least 2 steps, got 1"),
-        (["D5", "--seed", "-1"], "a seed of 0 or more, got -1"),
-        (["D5", "--resume"], "name it with --json"),
-        (["--all", "--full", "--seed", "3"], "--full chooses workers and seeds itself"),
     ],
 )
 def test_bad_usage_is_told(capsys, words, said):
@@ -60,31 +49,3 @@ def test_an_interrupted_bench_goes_on_where_it_stood(capsys, tmp_path):
     assert "D7 as expected" in out
     assert "D5" not in err
     assert [score["id"] for score in json.loads(file.read_text())] == ["D5", "D7"]
-
-
-@pytest.mark.ranks
-def test_ctrl_c_ends_with_what_is_scored(tmp_path):
-    words = ["D5", "H1", "--workers", "2", "--steps", "100"]
-    file, page = tmp_path / "f.json", tmp_path / "f.md"
-    files = ["--json", str(file), "--markdown", str(page)]
-    command = [sys.executable, "-m", "benchmarks.faults", *words, *files]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, cwd=ROOT) as bench:
-        first = bench.stderr.readline()
-        bench.send_signal(signal.SIGINT)  # the second has begun, and takes seconds
-        out, err = bench.communicate(timeout=60)
-    assert bench.returncode == 130
-    assert first.startswith("D5 as expected after 0 steps")
-    assert err == f"interrupted after 1 of 2 runs; --resume --json {file} goes on\n"
-    assert out.startswith(first)
-    assert [score["id"] for score in json.loads(file.read_text())] == ["D5"]
-    assert "1 of 2 runs are still to be made" in page.read_text()
-
-
-def test_a_file_without_scores_is_not_continued(capsys, tmp_path):
-    file = tmp_path / "f.json"
-    file.write_text("[{}]")
-    with pytest.raises(SystemExit) as ended:
-        main(["D5", "--json", str(file), "--resume"])
-    assert ended.value.code == 2
-    assert "--resume expected scores that --json has written" in capsys.readouterr().err
-    assert file.read_text() == "[{}]"

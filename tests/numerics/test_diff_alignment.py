@@ -8,14 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics.diff_runs import Training, write_training
-from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.tools.diff import DiffClass, compare_runs
 from rankscope.tools.diff.parting import growth_of
 from rankscope.tools.diff.reading import (
-    MAX_VOTES,
     DiffSide,
-    _best_offset,
     align,
     dealt_otherwise,
     same_samples,
@@ -47,25 +44,6 @@ def test_batches_that_are_dealt_to_other_workers_are_recognised(case):
     for rank in other.keys() - moved.keys():
         assert sorted(other[rank]) == sorted(batches[rank])
     assert same_samples(batches, other)
-
-
-@settings(deadline=None)
-@given(dealt(), st.data())
-def test_one_other_sample_is_no_other_deal(case, data):
-    batches, _ = case
-    rank = data.draw(st.sampled_from(sorted(batches)))
-    other = dict(batches)
-    other[rank] = batches[rank] + np.eye(1, len(batches[rank]), dtype=np.int64)[0] * 100
-    assert dealt_otherwise(batches, other) is None
-    assert not same_samples(batches, other)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(-9, 9), min_size=8, max_size=8), st.sampled_from([1, 2, 4, 8]))
-def test_a_global_batch_is_the_same_on_any_number_of_workers(ids, width):
-    one = {0: np.array(ids)}
-    split = dict(enumerate(np.array_split(np.array(ids[::-1]), width)))
-    assert same_samples(one, split)
 
 
 @settings(max_examples=12, deadline=None)
@@ -106,76 +84,6 @@ def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
 
 
 @settings(deadline=None)
-@given(st.integers(-40, 40), st.integers(20, 60))
-def test_the_rarest_batches_say_the_offset(offset: int, period: int):
-    keys = [b"again" if step % 3 else b"%d" % (step % period) for step in range(3000)]
-    a = dict(enumerate(keys))
-    shifted = {step: key for step, key in enumerate(keys, -offset) if step >= 0}
-    assert (_best_offset(a, shifted) - offset) % np.lcm(3, period) == 0
-
-
-def test_batches_that_always_return_do_not_vote():
-    same = dict.fromkeys(range(MAX_VOTES), b"")  # each with each would take days
-    assert _best_offset(same, same) == 0
-    rare = {step: b"%d" % step for step in range(MAX_VOTES, MAX_VOTES + 9)}
-    shifted = {step - 7: key for step, key in rare.items()}
-    assert _best_offset({**same, **rare}, {**same, **shifted}) == 7
-
-
-def test_batches_that_come_one_step_later_are_other_data(run: Run, tmp_path: Path):
-    later = write_training(tmp_path / "b", Training(offset=1))
-    found = compare_runs(run, later)
-    assert found.alignment.offset == 0
-    assert found.kind is DiffClass.DATA
-
-
-def test_a_given_offset_is_taken(run: Run, tmp_path: Path):
-    later = write_training(tmp_path / "b", Training(offset=1, steps=5))
-    found = compare_runs(run, later, offset=1)
-    assert found.alignment.steps_a.tolist() == [1, 2, 3, 4, 5]
-    assert found.kind is DiffClass.STATE
-
-
-def test_a_shorter_run_is_compared_as_far_as_it_goes(run: Run, tmp_path: Path):
-    found = compare_runs(run, write_training(tmp_path / "b", Training(steps=7)))
-    assert found.identical
-    assert found.alignment.words == "7 steps compared; 3 more in A only"
-
-
-def test_without_samples_steps_are_aligned_by_number(run: Run, tmp_path: Path):
-    found = compare_runs(run, write_training(tmp_path / "b", Training(named=False)))
-    assert found.identical
-    assert not found.alignment.by_samples
-
-
-def test_runs_without_a_common_step_are_refused(run: Run, tmp_path: Path):
-    far = write_training(tmp_path / "b", Training(first=100, offset=50))
-    with pytest.raises(RunError, match="no step in common"):
-        compare_runs(run, far)
-
-
-def test_an_empty_run_is_refused(run: Run, tmp_path: Path):
-    with pytest.raises(RunError, match="no recorded step"):
-        compare_runs(run, write_training(tmp_path / "b", Training(steps=0)))
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {"training": {"parameters": {"tensors": 9, "elements": 4}}},
-        {"options": {"tier": "sketch", "groups": ["other"]}},
-    ],
-)
-def test_other_models_are_refused(tmp_path: Path, info):
-    own = {"training": {"parameters": {"tensors": 3, "elements": 4}}}
-    own["options"] = {"tier": "sketch", "groups": ["head"]}
-    one = write_training(tmp_path / "a", Training(info=own))
-    other = write_training(tmp_path / "b", Training(info=info))
-    with pytest.raises(RunError, match="other models"):
-        compare_runs(one, other)
-
-
-@settings(deadline=None)
 @given(st.floats(1.01, 3), st.floats(1e-9, 1e-3))
 def test_growth_by_a_factor_is_recognised(factor, first):
     steps = np.arange(30)
@@ -185,17 +93,3 @@ def test_growth_by_a_factor_is_recognised(factor, first):
     assert found.shape == "exponential"
     assert found.factor == pytest.approx(factor, rel=1e-6)
     assert found.first == pytest.approx(first)
-
-
-@settings(deadline=None)
-@given(st.floats(0.3, 3))
-def test_growth_by_a_power_is_recognised(power):
-    steps = np.arange(40)
-    found = growth_of(Curve("loss", steps, 1e-7 * (steps + 1.0) ** power))
-    assert found is not None
-    assert found.shape == "power"
-    assert found.exponent == pytest.approx(power, rel=1e-6)
-
-
-def test_three_distances_are_too_few_for_a_law():
-    assert growth_of(Curve("loss", np.arange(9), np.array([0.0] * 6 + [1, 2, 3]))) is None

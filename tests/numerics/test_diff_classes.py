@@ -1,8 +1,5 @@
 """Each class of difference, in trainings that differ in one thing from one step on."""
 
-import json
-import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +8,10 @@ import numpy as np
 import pytest
 
 from numerics import diff_runs
-from numerics.diff_runs import Training, flip, initial, write_training
+from numerics.diff_runs import Training, flip, write_training
 from rankscope.bus.step import StepReport
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Moment, compare_runs
-from rankscope.tools.diff.classes import workers_in_words
 
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
@@ -55,7 +51,7 @@ def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Pa
     assert "order" in found.headline
 
 
-@pytest.mark.parametrize("workers", [1, 2, 8])
+@pytest.mark.parametrize("workers", [2])
 def test_other_workers_on_the_same_global_batch_are_rounding(
     base: Run, tmp_path: Path, workers: int
 ):
@@ -81,15 +77,6 @@ def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: boo
                for s in moved.explanation)  # fmt: skip
 
 
-def test_one_worker_with_other_samples_is_named(base: Run, tmp_path: Path):
-    found = compare(base, tmp_path, deal=lambda step, rank: 1 if step >= 3 and rank == 2 else rank)
-    assert found.kind is DiffClass.DATA
-    assert found.parting is not None
-    assert found.parting.ranks == (2,)
-    assert found.parting.step == 3
-    assert any(s.startswith("Other samples on worker 2.") for s in found.explanation)
-
-
 @TRACES
 def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, seed=1)
@@ -97,17 +84,8 @@ def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, tr
     assert where(found) == (0, Moment.BEFORE if traced else Moment.LOSS)
 
 
-@pytest.mark.parametrize("traced", [True, False])
-def test_random_generators_elsewhere_are_different_state(tmp_path: Path, traced: bool):
-    one = write_training(tmp_path / "a", Training(random="x", traced=traced))
-    other = write_training(tmp_path / "b", Training(random="y", traced=traced))
-    found = compare_runs(one, other)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Moment.RANDOM)
-
-
 @TRACES
-@pytest.mark.parametrize("first", [0, 6])
+@pytest.mark.parametrize("first", [6])
 def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool, first: int):
     found = compare(base, tmp_path, traced=traced, lr=lambda s: 0.06 if s >= first else 0.05)
     assert found.kind is DiffClass.CONFIGURATION
@@ -123,7 +101,7 @@ def flipped(name: str, index: int, bit: int, at: int, moment: str) -> Any:
     return touch
 
 
-@pytest.mark.parametrize("bit", [3, 12, 22, 27, 30])
+@pytest.mark.parametrize("bit", [3, 22, 30])
 @pytest.mark.parametrize("moment", ["reduced", "parameter"])
 def test_a_flipped_bit_is_found_with_its_tensor(base: Run, tmp_path: Path, bit: int, moment: str):
     touch = flipped("layers.0", 17, bit, 5, moment)
@@ -134,16 +112,6 @@ def test_a_flipped_bit_is_found_with_its_tensor(base: Run, tmp_path: Path, bit: 
     assert found.parting.step == 5
     assert found.parting.tensor == "layers.0"
     assert "layers.0" in found.headline
-
-
-def test_a_flip_after_rounding_is_a_jump_at_its_step(base: Run, tmp_path: Path):
-    touch = flipped("head", 5, 24, 7, "parameter")
-    found = compare(base, tmp_path, order=(3, 1, 0, 2), touch=touch)
-    assert found.kind is DiffClass.JUMP
-    assert found.jump is not None
-    assert (found.jump.step, found.jump.tensor) == (7, "head")
-    assert found.jump.after > 100 * found.jump.before
-    assert where(found) == (0, Moment.REDUCED)
 
 
 def write_diverging(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Run:
@@ -170,9 +138,7 @@ def flagged(which: Callable[[int, np.ndarray], Any]) -> Callable[..., StepReport
     return report
 
 
-@pytest.mark.parametrize(
-    "changes", [{"order": (3, 1, 0, 2)}, {"workers": 2}], ids=["order", "workers"]
-)
+@pytest.mark.parametrize("changes", [{"workers": 2}], ids=["workers"])
 def test_losses_of_one_run_that_become_nan_are_a_jump(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ):
@@ -188,25 +154,7 @@ def test_losses_of_one_run_that_become_nan_are_a_jump(
         assert "losses of run A alone" in " ".join(compare_runs(other, base).explanation)
 
 
-def test_settings_that_change_before_the_losses_become_nan_explain_it(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    changes = {"order": (3, 1, 0, 2), "lr": lambda step: 0.05 if step < 3 else 0.2}
-    found = compare_runs(base, write_diverging(tmp_path / "b", monkeypatch, **changes))
-    assert found.kind is DiffClass.CONFIGURATION
-
-
-def test_a_run_whose_losses_are_nan_from_the_start_is_not_rounding_or_identical(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    start = {name: np.full_like(value, np.nan) for name, value in initial(0).items()}
-    other = write_diverging(tmp_path / "b", monkeypatch, workers=2, start=start)
-    found = compare_runs(base, other)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Moment.LOSS)
-
-
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [2])
 def test_infinite_gradients_that_a_scaler_skips_are_no_jump(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ):
@@ -227,26 +175,6 @@ def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path
     assert found.parting.ranks == (1,)
 
 
-def test_workers_of_one_run_that_part_from_each_other_are_a_jump(tmp_path: Path, base: Run):
-    found = compare(
-        base,
-        tmp_path,
-        traced=False,
-        touch=flipped("head", 3, 8, 6, "parameter"),
-        disagreements={6: ("parameter", "head", 2)},
-    )
-    assert found.kind is DiffClass.JUMP
-    assert any("worker 2 holds another head (parameter)" in s for s in found.explanation)
-
-
-def test_a_resumed_run_without_its_state_is_different_state(base: Run, tmp_path: Path):
-    info = {"continues": "base", "first_step": 4}
-    found = compare(base, tmp_path, first=4, offset=4, steps=6, start=initial(3), info=info)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (4, Moment.BEFORE)
-    assert any("continues base" in cause for cause in found.causes)
-
-
 @pytest.mark.parametrize(
     ("changed", "kind"), [({"types": {"bfloat16": 3}}, DiffClass.ROUNDING), ({}, DiffClass.JUMP)]
 )
@@ -263,67 +191,3 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     found = compare_runs(one, other)
     assert found.kind is kind
     assert where(found) == (2, Moment.REDUCED)
-
-
-def test_named_settings_explain_what_rounding_does_not(tmp_path: Path):
-    def other_clip(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
-        if moment == "reduced":
-            for value in tensors.values():
-                np.multiply(value, np.float32(0.5), out=value)
-
-    one = write_training(tmp_path / "a", Training(info={"config": {"clip": 1.0, "seed": 3}}))
-    other = write_training(
-        tmp_path / "b", Training(touch=other_clip, info={"config": {"clip": 0.5, "seed": 3}})
-    )
-    found = compare_runs(one, other)
-    assert found.kind is DiffClass.CONFIGURATION
-    assert "config.clip: 1.0 in A, 0.5 in B" in found.causes
-
-
-def test_the_environment_is_listed_beside_rounding(tmp_path: Path):
-    runs = [
-        write_training(
-            tmp_path / version,
-            Training(order=order, info={"ranks": [{"environment": {"torch": version}}]}),
-        )
-        for version, order in (("2.12", (0, 1, 2, 3)), ("2.13", (2, 0, 1, 3)))
-    ]
-    found = compare_runs(*runs)
-    assert found.kind is DiffClass.ROUNDING
-    assert "environment.torch: 2.12 in A, 2.13 in B" in found.causes
-
-
-def test_json_holds_no_value_that_json_has_not(base: Run, tmp_path: Path):
-    with np.errstate(over="ignore", invalid="ignore"):
-        found = compare(base, tmp_path, touch=flipped("head", 5, 30, 5, "parameter"))
-    document = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    assert document["class"] == "bug-like jump"
-    assert document["parting"]["step"] == 5
-    assert document["alignment"]["steps_compared"] == 10
-
-
-def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):
-    found = compare(base, tmp_path, order=(3, 1, 0, 2))
-    assert "traces: step and tensor are exact" in found.explanation[-1]
-    shutil.rmtree(tmp_path / "other" / "traces")
-    bare = compare_runs(base, Run.open(tmp_path / "other"))
-    assert bare.kind is DiffClass.ROUNDING
-    assert "watch(trace=True)" in bare.explanation[-1]
-    assert bare.parting is not None
-    assert not bare.parting.tensor
-    assert not math.isnan(bare.parting.relative) or bare.parting.signal.endswith("digest")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [
-        ((2,), "worker 2"),
-        ((1, 0), "workers 0 and 1"),
-        ((3, 1, 2), "workers 1–3"),
-        ((0, 2, 5), "workers 0, 2 and 5"),
-        (tuple(range(0, 40, 2)), "and"),
-    ],
-    ids=["one", "two", "span", "several", "many"],
-)
-def test_workers_are_named_in_few_words(ranks: tuple[int, ...], words: str):
-    assert words in workers_in_words(ranks)

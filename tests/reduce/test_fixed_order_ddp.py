@@ -1,14 +1,11 @@
 """What ``fixed_order`` makes of DDP's gradients in every mode, and of passes that go wrong."""
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import rankscope
 from support.ddp import (
@@ -29,7 +26,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 4
 # In the first step of a static graph DDP numbers its buckets in another way.
 MANY_STATIC = Mode("static graph, small buckets", {"static_graph": True, "bucket_cap_mb": 0.001})
-ALL_MODES = [*MODES, MANY_STATIC]
+KEPT = {"plain", "bucket views zeroed in place", "no_sync", "used on one rank"}
+ALL_MODES = [*(mode for mode in MODES if mode.name in KEPT), MANY_STATIC]
 
 
 def train_in_mode(rank: int, mode: Mode) -> list[dict[str, Any]]:
@@ -48,9 +46,9 @@ def train_in_all_modes(rank: int) -> dict[str, list[dict[str, Any]]]:
     return {mode.name: train_in_mode(rank, mode) for mode in ALL_MODES}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def trained(request):
-    return run_ranks(train_in_all_modes, request.param)
+@pytest.fixture(scope="module")
+def trained():
+    return run_ranks(train_in_all_modes, 3)
 
 
 @pytest.mark.parametrize("mode", ALL_MODES, ids=lambda mode: mode.name)
@@ -113,46 +111,6 @@ def test_a_value_that_is_not_finite_stays_where_it_is():
         poisoned = ~np.isfinite(result["reduced"])
         assert poisoned.sum() == 1
         assert np.array_equal(result["reduced"][~poisoned], result["clean"][~poisoned])
-
-
-class TwoDtypes(nn.Module):
-    """A layer in fp32, then one in bf16 that is used twice, under activation checkpointing."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 9)
-        self.second = nn.Linear(9, 9).bfloat16()
-        self.reentrant = reentrant
-
-    def forward(self, values: Tensor) -> Tensor:
-        hidden = self.first(values).bfloat16()
-        for _ in range(2):
-            hidden = checkpoint(self.second, hidden, use_reentrant=self.reentrant)
-        return hidden.float().square().mean()
-
-
-def train_two_dtypes(rank: int, reentrant: bool) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model = TwoDtypes(reentrant=reentrant)
-    ddp = DistributedDataParallel(model, static_graph=True)
-    rankscope.fixed_order(ddp)
-    steps = []
-    for _ in range(STEPS):
-        values = torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
-        alone = copy.deepcopy(model)
-        alone(values).backward()
-        ddp(values).backward()
-        local_WP = gather_rows(flat_gradient(alone).double())
-        steps.append({"local": local_WP, "reduced": flat_gradient(model).numpy()})
-        model.zero_grad()
-    return steps
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_two_dtypes_and_activation_checkpointing(reentrant):
-    for step in run_ranks(train_two_dtypes, 2, reentrant)[0]:
-        mean_P = step["local"].mean(axis=0)
-        np.testing.assert_allclose(step["reduced"], mean_P, rtol=2**-8, atol=1e-12)
 
 
 class InterruptedPassError(Exception):

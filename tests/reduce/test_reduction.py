@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from rankscope.lab.reductions.reduction import OrderedMean
 from support.ranks import run_ranks
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = [1, 2, 5, 12, 300_007, 3]  # fewer than W, none left over, some, several blocks, small again
 
 
@@ -43,7 +42,7 @@ def as_bits(values: Tensor) -> bytes:
 
 
 # The second half is a broadcast per piece on CPUs, and an all-gather elsewhere.
-@pytest.fixture(scope="module", params=[(1, True), (4, True), (3, False)])
+@pytest.fixture(scope="module", params=[(4, True), (3, False)])
 def averaged(request):
     return run_ranks(average_all, *request.param)
 
@@ -84,28 +83,6 @@ def test_order_and_precision_are_visible():
         assert wide == [30000.0]
 
 
-def average_in_turns(rank: int) -> list[float]:
-    """Start each exchange before the mean of the one before has arrived."""
-    mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
-    buffers = [torch.full((1001 + 100 * i,), float(i * (rank + 1))) for i in range(20)]
-    under_way = []
-    for buffer in buffers:
-        exchange = mean.start(buffer)
-        mean.finish(exchange)
-        under_way.append(exchange)
-    mean.trim()
-    assert mean._memory.nbytes == 4 * 2900
-    average(mean, buffers[0])
-    mean.trim()
-    assert mean._memory.nbytes == 0
-    return [exchange.result.wait().unique().item() for exchange in under_way]
-
-
-@pytest.mark.ranks
-def test_many_buffers_one_after_the_other():
-    assert run_ranks(average_in_turns, 2) == [[1.5 * i for i in range(20)]] * 2
-
-
 def abandon_then_average(rank: int) -> list[float]:
     mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
     mean.start(torch.full((100_001,), 7.0 + rank)).abandon()
@@ -115,20 +92,3 @@ def abandon_then_average(rank: int) -> list[float]:
 @pytest.mark.ranks
 def test_an_abandoned_exchange_leaves_no_trace():
     assert run_ranks(abandon_then_average, 2) == [[0.5], [0.5]]
-
-
-def start_beside_a_stream(rank: int) -> bool:
-    """Start an exchange as on an accelerator, whose allocator must hear of the other stream."""
-    recorded: list[int] = []
-    mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
-    mean._stream = object()  # type: ignore[assignment]
-    mean._new_future = lambda device: Future()  # type: ignore[method-assign]
-    Tensor.record_stream = lambda tensor, stream: recorded.append(tensor.data_ptr())  # type: ignore[method-assign]
-    exchange = mean.start(torch.ones(7))
-    exchange.abandon()
-    return {exchange.ends_WE.data_ptr(), exchange.pieces_WN.data_ptr()} <= set(recorded)
-
-
-@pytest.mark.ranks
-def test_all_memory_that_another_stream_reads_is_recorded_for_it():
-    assert run_ranks(start_beside_a_stream, 2) == [True, True]

@@ -1,13 +1,10 @@
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from rankscope.record import Overview
 from rankscope.record.rollups import thinned
-from rankscope.report import series
-from rankscope.report.series import MAX_POINTS
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.just(np.nan))
 
@@ -38,6 +35,7 @@ def overview(values_TW: np.ndarray, width: int = 1) -> Overview:
     )
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     arrays(np.float64, array_shapes(min_dims=2, max_dims=2, max_side=30), elements=VALUES),
     st.integers(1, 12),
@@ -56,106 +54,3 @@ def test_merged_bins_keep_the_extremes_of_every_worker(values_TW, max_bins):
         part = overview(values_TW[first : last + 1], len(values_TW))
         np.testing.assert_array_equal(low_W, part.low_BW[0])
         np.testing.assert_array_equal(high_W, part.high_BW[0])
-
-
-def test_band_covers_every_worker_in_every_step():
-    values_TW = np.random.default_rng(0).normal(size=(100, 3))
-    rows = series.band(overview(values_TW, 10))
-
-    assert [row["step"] for row in rows] == [*range(0, 100, 10), 99]
-    for row, start in zip(rows, range(0, 100, 10), strict=False):
-        assert row["low"] == pytest.approx(values_TW[start : start + 10].min(), rel=1e-5)
-        assert row["high"] == pytest.approx(values_TW[start : start + 10].max(), rel=1e-5)
-
-
-def test_range_at_is_that_of_the_bin_that_holds_the_step():
-    view = series.known_bins(overview(np.array([[1.0, 2.0], [5.0, 3.0], [np.nan] * 2, [7.0, 8.0]])))
-
-    assert series.range_at(view, [0, 1, 2, 3]) == [(1, 2), (3, 5), (None, None), (7, 8)]
-    assert series.range_at(series.known_bins(overview(np.full((2, 2), np.nan))), [4]) == [
-        (None, None)
-    ]
-
-
-def test_lines_hold_the_lowest_and_highest_value_of_every_bin():
-    values_TW = np.zeros((2_000, 3))
-    values_TW[777, 1] = 9.0
-    rows = series.lines(overview(values_TW, 10), [0, 1])
-
-    assert {row["rank"] for row in rows} == {0, 1}
-    assert max(row["value"] for row in rows if row["rank"] == 1) == 9
-    assert max(row["value"] for row in rows if row["rank"] == 0) == 0
-    steps = [row["step"] for row in rows if row["rank"] == 1]
-    assert steps == sorted(steps)
-
-
-def test_robust_units_are_standard_deviations_of_normal_values():
-    values_BW = np.random.default_rng(1).normal(3.0, 0.25, (60, 400))
-    units_BW = series.robust_units(values_BW)
-
-    assert units_BW.std() == pytest.approx(1, rel=0.05)
-    assert np.median(units_BW) == pytest.approx(0, abs=0.02)
-
-
-def test_robust_units_of_copies_are_zero_and_one_that_differs_stands_out():
-    copies_BW = np.full((20, 8), 2.5)
-    assert not series.robust_units(copies_BW).any()
-    assert not series.robust_units(copies_BW * (1 + 1e-8 * np.arange(8))).any()
-
-    copies_BW[:, 3] += 0.1
-    units_BW = series.robust_units(copies_BW)
-    assert (units_BW[:, 3] > 5).all()
-    assert not np.delete(units_BW, 3, axis=1).any()
-
-
-def test_a_map_names_the_worker_and_keeps_the_spike_at_any_size():
-    values_TW = np.random.default_rng(2).normal(size=(1_200, 300))
-    values_TW[777, 123] = 40.0
-    rows = series.map_rows(overview(values_TW, 5))
-
-    assert len(rows) == 240
-    assert all(len(row["rank"]) == series.MAX_ROWS for row in rows)
-    row = next(row for row in rows if row["first"] <= 777 <= row["last"])
-    cell = int(np.nanargmax(row["deviation"]))
-    assert row["rank"][cell] == 123
-    assert row["value"][cell] == 40
-    assert row["deviation"][cell] > 20
-    edges = series.row_edges(300)
-    assert edges[cell] <= 123 < edges[cell + 1]
-
-
-def test_each_cell_holds_the_rank_that_is_farthest_in_it():
-    values_TW = np.random.default_rng(3).normal(size=(4, 130))
-    units_TW = series.robust_units(values_TW)
-    edges = series.row_edges(130)
-    for row, units_W in zip(series.map_rows(overview(values_TW)), units_TW, strict=True):
-        for cell, rank in enumerate(row["rank"]):
-            part = units_W[edges[cell] : edges[cell + 1]]
-            assert rank == edges[cell] + np.abs(part).argmax()
-            assert row["deviation"][cell] == pytest.approx(units_W[rank], abs=0.005)
-
-
-def test_a_map_without_values_in_some_steps_or_workers():
-    values_TW = np.full((6, 3), np.nan)
-    values_TW[::2, :2] = [[1.0, 2.0], [1.5, 2.5], [2.0, 4.0]]
-    rows = series.map_rows(overview(values_TW), 2)
-
-    assert [(row["first"], row["last"], row["until"]) for row in rows] == [
-        (0, 0, 2), (2, 2, 4), (4, 4, 6),
-    ]  # fmt: skip
-    assert [row["deviation"][2] for row in rows] == [None] * 3
-    assert series.map_rows(overview(np.full((3, 2), np.nan))) == []
-
-
-def test_a_long_gap_stays_blank():
-    values_TW = np.full((40, 2), np.nan)
-    values_TW[[0, 1, 2, 3, 30, 31]] = [1.0, 2.0]
-    rows = series.map_rows(overview(values_TW), 4)
-    assert [row["until"] for row in rows] == [1, 2, 3, 4, 31, 35]
-
-
-def test_lines_stay_within_the_budget_of_points():
-    values_TW = np.random.default_rng(3).normal(size=(1_500, 48))
-    rows = series.lines(overview(values_TW), range(48))
-    assert len(rows) <= MAX_POINTS + 4 * 48
-    assert {row["rank"] for row in rows} == set(range(48))

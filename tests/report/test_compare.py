@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import vl_convert
 
@@ -32,42 +30,3 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
         assert ">B<" in svg
         letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]
         assert [mark["clip"] for mark in letters] == [False, False]  # curves are cut when zoomed
-
-
-def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):
-    view = compare_view(Tables(), healthy_run, other)
-    assert [(side.letter, side.verdict.title) for side in view.sides] == [
-        ("A", "sft"),
-        ("B", "less"),
-    ]
-    assert "A has 8 workers and B 3" in view.notes[0]
-    assert "A has steps 0 to 29, B steps 0 to 19" in view.notes[1]
-
-    view = compare_view(Tables(), healthy_run, copied_run)
-    assert view.notes == []
-    assert [side.verdict.severity for side in view.sides] == ["early", "error"]
-    one, two = view.numbers[1]
-    assert (one["label"], two["label"]) == ("Loss dispersion",) * 2
-    assert one["value"] != two["value"]
-
-
-def test_curves_are_those_recorded(healthy_run: Run, copied_run: Run):
-    tables = Tables()
-    compare_view(tables, healthy_run, copied_run)
-    tables_of_lines = [rows for rows in tables.rows.values() if rows and "run" in rows[0]]
-    for run, letter in ((healthy_run, "A"), (copied_run, "B")):
-        from rankscope.bus.evidence import Table
-
-        for name in ("loss_mean", "cosine_mean"):
-            values = [float(f"{v:.6g}") for v in run.columns(Table.STEPS, name)[name]]
-            drawn = [
-                [row["value"] for row in rows if row["run"] == letter and "value" in row]
-                for rows in tables_of_lines
-            ]
-            assert values in drawn
-
-
-def test_a_run_without_steps(healthy_run: Run, tmp_path: Path):
-    empty = record_run(tmp_path / "empty", num_workers=2, num_steps=0)
-    assert set(compare_view(Tables(), healthy_run, empty).figures)
-    assert compare_view(Tables(), empty, empty).figures == {}

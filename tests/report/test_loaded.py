@@ -3,15 +3,12 @@
 import json
 from dataclasses import replace
 
-import polars
 import pyarrow as pa
 import pytest
 
 import rankscope
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
-from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from report.recorded_runs import record_run, with_everything
@@ -31,34 +28,6 @@ def test_every_table_is_there_with_all_of_its_columns(run: Run, table: Table):
     assert rows.column_names == [signal.name for signal in columns_of(table)]
     assert rows.equals(run.table(table))
     assert len(rows.to_pandas()) == len(rows)
-
-
-def test_tables_turn_into_those_of_polars(run: Run):
-    workers = polars.from_arrow(rankscope.load(run.path).workers)
-    assert isinstance(workers, polars.DataFrame)
-    assert workers.group_by("rank").len()["len"].to_list() == [16] * 4
-
-
-def test_findings_are_a_table(run: Run):
-    rows = rankscope.load(run.path).findings.to_pylist()
-    found = run.findings()
-    assert [row["id"] for row in rows] == [finding.id for finding in found]
-    assert [Severity[row["severity"].upper()] for row in rows] == [one.severity for one in found]
-    assert [json.loads(row["evidence"]) for row in rows] == [dict(one.evidence) for one in found]
-
-
-def test_a_notebook_shows_the_verdict_and_no_markup_of_names(run: Run):
-    loaded = rankscope.load(run.path)
-    shown = loaded._repr_html_()
-    assert loaded.assess().headline in repr(loaded)
-    assert "<b>run" not in shown
-    assert "&lt;b&gt;run" in shown
-    assert shown.count("<tr>") == len(run.findings())
-
-
-def test_what_is_no_run_is_said(tmp_path):
-    with pytest.raises(RunError, match="not a run"):
-        rankscope.load(tmp_path)
 
 
 def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from rankscope.report import page
-from rankscope.report.page import SHEETS
 from rankscope.verdict import words
 
 TEMPLATES = Path(page.__file__).parent / "templates"
@@ -15,8 +14,3 @@ def test_every_figure_has_a_title_and_a_place():
     placed = set(re.findall(r'\bfigure\([a-z_]+, "([a-z_-]+)"', text))
     placed |= set(re.findall(r'data-figure="\{\{ view\.key \}\}([a-z_-]+)"', text))
     assert placed == set(words.TITLES)
-
-
-def test_sheets_hold_figures_that_exist():
-    drawn = {name for sheet in SHEETS.values() for row in sheet for name in row}
-    assert drawn <= set(words.TITLES)

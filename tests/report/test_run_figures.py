@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +6,11 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.assembly import summarize
-from rankscope.bus.evidence import Table
-from rankscope.record import Run, RunWriter
-from rankscope.report import figures, series, write_report
+from rankscope.record import Run
+from rankscope.report import series, write_report
 from rankscope.report.document import VEGALITE
-from rankscope.report.page import run_view
-from rankscope.report.parts import Tables
-from rankscope.verdict.assessment import assess
 from report.html_reader import Page
 from report.recorded_runs import ODD, record_run
-from support.micro_jobs import Job
 
 ROLLOUTS = ("map-rollout_gap", "workers-rollout_gap", "apart-rollout_gap")
 NEW = {"timeline", "residual", "time", "interval", "group-norm", "group-cosine", *ROLLOUTS}
@@ -62,62 +55,6 @@ def test_the_maps_single_out_the_odd_worker(page: Page, rich_run: Run):
         np.testing.assert_allclose(rows[-1]["value"], known[rows[-1]["first"]], rtol=1e-3)
 
 
-def test_an_interval_leaves_no_stripes_in_the_maps(page: Page):
-    rows = rows_of(page, "map-grad_norm", "deviation")
-    assert [row["first"] for row in rows[-3:]] == [34, 36, 38]
-    assert [row["until"] for row in rows[-3:]] == [36, 38, 40]
-
-
-def test_curves_of_gradients_hold_observed_steps_only(page: Page):
-    rows = rows_of(page, "cosine_mean", "value")
-    assert [row["step"] for row in rows] == [*range(20), *range(20, 40, 2)]
-    assert all(row["value"] is not None for row in rows)
-
-
-@pytest.mark.parametrize("accumulates", [True, False])
-def test_the_cosine_has_its_null_where_micro_batches_tell_it(tmp_path: Path, accumulates: bool):
-    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(6):
-        job = Job(step, workers=4, micro=3 if accumulates else 1, gradients=True)
-        sketches_WK = job.rng.standard_normal((4, 31)).astype(np.float32)
-        writer.add(summarize(replace(job.step(step), sketches_WK=sketches_WK)))
-    writer.close()
-    run = Run.open(tmp_path / "run")
-    view = run_view(Tables(), run, assess(run))
-    styles = [layer["mark"].get("style") for layer in view.figures["cosine_mean"]["layer"]]
-    assert ("expected" in styles) == accumulates
-    assert bool(view.notes["null-cosine"]) == accumulates
-
-
-def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_run: Run):
-    found = series.last_groups(rich_run)
-    assert found is not None
-    assert found.names == ["embed", "layers.0", "head"]
-    assert (found.num_steps, found.last_step) == (30, 38)
-    table = rich_run.columns(Table.GROUPS)
-    for at, name in enumerate(found.names):
-        for rank in range(5):
-            mine = (table["group"] == name) & (table["rank"] == rank)
-            expected = table["grad_norm"][mine].mean()
-            assert found.norm_GW[at, rank] == pytest.approx(expected)
-            expected = table["cosine_rest"][mine].mean()
-            assert found.cosine_GW[at, rank] == pytest.approx(expected)
-
-    rows = rows_of(page, "group-norm", "deviation")
-    assert [row["group"] for row in rows] == found.names
-    assert rows[1]["deviation"][ODD] == pytest.approx(1, abs=0.15)
-    assert max(abs(v) for row in rows for v in np.delete(row["deviation"], ODD)) < 0.3
-
-
-def test_groups_shown_are_bounded(rich_run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(series, "MAX_GROUP_STEPS", 4)
-    found = series.last_groups(rich_run)
-    assert found is not None
-    assert (found.num_steps, found.last_step) == (4, 38)
-    monkeypatch.setattr(series, "MAX_GROUPS", 1)
-    assert [row["group"] for row in series.norm_rows(found)] == ["layers.0"]
-
-
 def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
     rows = rows_of(page, "timeline", "anchor")
     findings = {finding.id: finding for finding in rich_run.findings()}
@@ -131,37 +68,6 @@ def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
     assert outlier["severity"] == str(first.severity)
     selections = [p["name"] for p in page.specs["timeline"]["params"] if "select" in p]
     assert selections == ["finding"]
-
-
-def test_residual_interval_and_times_are_those_recorded(page: Page, rich_run: Run):
-    residuals = rows_of(page, "residual", "value")
-    assert [row["step"] for row in residuals] == list(range(0, 40, 4))
-    assert all(row["value"] == pytest.approx(3e-7) for row in residuals)
-    assert {row["value"] for row in rows_of(page, "interval", "value")} == {1, 2}
-    slowest_T = rich_run.per_worker("step_seconds")[1].max(axis=1)
-    tables = page.specs["time"]["datasets"].values()
-    drawn = [[row["value"] for row in rows] for rows in tables if len(rows) == 40]
-    assert any(np.allclose(values, 1e3 * slowest_T, rtol=1e-4) for values in drawn)
-    assert any(np.allclose(values, 4.0) for values in drawn)
-
-
-def test_no_step_is_written_twice_below_an_axis():
-    tables = Tables()
-    rows = [{"step": step, "value": 1e-7} for step in (0, 1)]
-    spec = {**figures.residual(tables, rows), "width": 240, "datasets": tables.rows}
-    svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
-    assert (svg.count(">0<"), svg.count(">1<")) == (1, 1)
-
-
-def test_the_band_says_over_how_many_steps_it_reaches(rich_run: Run, tmp_path: Path):
-    def caption(run: Run) -> str:
-        words = Page(write_report(run, tmp_path / "band.html").read_text(encoding="utf-8")).words
-        return words.partition("to the highest worker ")[2].partition(".")[0]
-
-    assert caption(record_run(tmp_path / "short", num_workers=2, num_steps=20)) == "in each step"
-    assert caption(record_run(tmp_path / "long", num_workers=2, num_steps=600)).startswith(
-        "within "
-    )
 
 
 def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):

@@ -6,15 +6,13 @@ import os
 import shlex
 import signal
 import subprocess
-import tempfile
 import time
 
 import pytest
 
-from rankscope.bus.finding import Severity
 from rankscope.sinks.base import plain_finding
 from rankscope.sinks.command import CommandSink
-from sinks.findings import FINDING, finding, run_info
+from sinks.findings import FINDING, run_info
 
 
 @pytest.fixture
@@ -52,39 +50,6 @@ def test_a_command_gets_the_finding_on_its_input_and_in_its_environment(tmp_path
     assert told() == []
 
 
-def test_a_command_gets_the_finding_without_a_disk_to_write_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(FileNotFoundError), tempfile.TemporaryFile():
-        pass
-    out = tmp_path / "out"
-    opened(tmp_path, f"cat > {shlex.quote(str(out))}").finding(FINDING)
-    assert json.loads(out.read_text()) == plain_finding(FINDING)
-
-
-def test_a_command_gets_the_finding_where_no_file_is_made_in_memory(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    out = tmp_path / "out"
-    opened(tmp_path, f"cat > {shlex.quote(str(out))}").finding(FINDING)
-    assert json.loads(out.read_text()) == plain_finding(FINDING)
-
-
-def test_nothing_of_a_finding_is_run(tmp_path):
-    sink = opened(tmp_path, "cat > /dev/null")
-    path = tmp_path / "made"
-    sink.finding(finding(explanation=f"$(touch {path}); `touch {path}`", id=f"; touch {path}"))
-    assert not path.exists()
-
-
-def test_one_that_fails_or_reads_nothing_is_said_once_and_run_again(tmp_path, told):
-    sink = opened(tmp_path, "exit 3")
-    for name in ("a", "b"):
-        sink.finding(finding(id=name))
-    [message] = told()
-    assert "ended with exit code 3" in message
-    assert opened(tmp_path, "true").finding(FINDING) is None
-    assert len(told()) == 1
-
-
 def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
     tmp_path, told, monkeypatch
 ):
@@ -111,11 +76,6 @@ def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
             os.waitpid(pid, 0)
     assert len(forks) == 1
     assert json.loads((tmp_path / "out").read_text()) == plain_finding(FINDING)
-    assert told() == []
-
-
-def test_below_the_severity_nothing_is_run(tmp_path, told):
-    opened(tmp_path, "exit 1", severity=Severity.ERROR).finding(FINDING)
     assert told() == []
 
 

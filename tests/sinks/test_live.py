@@ -193,19 +193,3 @@ def test_everything_that_the_dashboard_asks_for_is_served(ranks):
     assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {
         label for _, label, _ in labels
     }
-
-
-def test_the_dashboard_fits_together():
-    document = json.loads(dashboard())
-    panels = document["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    cells = [
-        (x, y)
-        for place in (panel["gridPos"] for panel in panels)
-        for x in range(place["x"], place["x"] + place["w"])
-        for y in range(place["y"], place["y"] + place["h"])
-    ]
-    assert len(cells) == len(set(cells))  # no panel lies on another
-    assert max(x for x, _ in cells) < 24
-    variables = {variable["name"] for variable in document["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", dashboard())) <= variables

@@ -1,66 +1,31 @@
 """Sinks as users name them."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.errors import MissingExtraError, UsageError, install_command
-from rankscope.sinks import plan_sinks, specs
+from rankscope.errors import UsageError
+from rankscope.sinks import plan_sinks
 from rankscope.sinks.command import CommandSink
 from rankscope.sinks.jsonl import JsonLinesSink
-from rankscope.sinks.webhook import WebhookSink
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
         ("tensorbord", "one of tensorboard"),
-        ("", "one of tensorboard"),
-        ("prometheus", "prometheus:PORT"),
         ("prometheus:", "prometheus:PORT"),
-        ("prometheus:http", "prometheus:PORT"),
-        ("prometheus:70000", "from 0 to 65535"),
-        ("webhook", "webhook:URL"),
         ("webhook:file:///secret", "http://"),
-        ("webhook:https:///secret", "a host"),
         ("webhook:https://example.org/secret?severity=bad", "severity=note, warning, error"),
         ("webhook:https://example.org/T0 /secret", "a blank .* as %20"),
-        ("webhook:https://example.org/secret\n", "a blank .* as %20"),
-        ("webhook:https://example.org/é/secret", "a blank .* as %20"),
-        ("webhook:https://hooks..example.org/secret", "a host"),
-        ("webhook:https://[secret/T0", "a host"),
-        ("webhook:https://example.org:secret/T0", "a port up to 65535"),
-        ("webhook:https://example.org:70000/secret", "a port up to 65535"),
         ("webhook:https://me:secret@example.org/T0", "name and password"),
-        ("webhok:https://example.org/secret", "one of tensorboard.*'webhok'"),
         ("command", "command:COMMAND"),
-        ("command:  ", "command:COMMAND"),
-        (3, "list of strings"),
         ([3], "open, step, finding and close"),
-        ([WebhookSink], "open, step, finding and close"),
     ],
 )
 def test_what_cannot_work_is_said(spec, says):
     with pytest.raises(UsageError, match=says) as raised:
         plan_sinks(spec)
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "prometheus:0"])
-def test_a_package_that_is_missing_is_said_with_what_to_install(monkeypatch, kind):
-    extra = kind.partition(":")[0]
-    assert plan_sinks(kind)[0].name == extra
-    monkeypatch.setattr(specs, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=re.escape(install_command(extra))):
-        plan_sinks(kind)
-
-
-def test_every_extra_that_is_named_exists():
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    for kind in ("tensorboard", "wandb", "mlflow", "prometheus"):
-        assert f"\n{kind} = [" in text
 
 
 def test_strings_and_objects_can_be_mixed_and_one_needs_no_list(tmp_path):
@@ -84,13 +49,3 @@ def test_the_severity_is_taken_off_the_url_and_the_url_is_not_in_the_name():
     assert sink._severity is Severity.ERROR
     [planned] = plan_sinks("webhook:http://localhost:80/x?b=%20c")
     assert planned.make()._url == "http://localhost:80/x?b=%20c"
-
-
-def test_an_address_of_any_kind_can_be_listened_at():
-    for spec, host, port in (
-        ("prometheus:9500", "127.0.0.1", 9500),
-        ("prometheus:0.0.0.0:80", "0.0.0.0", 80),
-        ("prometheus:[::1]:0", "::1", 0),
-    ):
-        sink = plan_sinks(spec)[0].make()
-        assert (sink.host, sink.port) == (host, port)

@@ -1,13 +1,11 @@
 import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from rankscope.errors import DataError, MissingExtraError, UsageError, install_command
+from rankscope.errors import DataError
 from rankscope.lab.study.data import Record, load_records
 
 
@@ -24,32 +22,9 @@ def _indices(records: tuple[Record, ...]) -> list[int]:
     return [record.index for record in records]
 
 
-def test_builtin_by_default() -> None:
-    loaded = load_records(None, seed=3)
-    assert loaded == load_records("builtin", seed=3)
-    assert loaded.total == 6000
-    assert _indices(loaded.records) == list(range(5400))
-    assert _indices(loaded.held_out) == list(range(5400, 6000))
-    assert loaded.name == "built-in data (seed 3)"
-    assert loaded.digest != load_records(None, seed=4).digest
-
-
-def test_held_out_records_come_from_beyond_the_limit() -> None:
-    loaded = load_records(None, limit=4096)
-    assert _indices(loaded.records) == list(range(4096))
-    assert _indices(loaded.held_out) == list(range(5400, 6000))
-
-
 @pytest.mark.parametrize(
     ("total", "limit", "selected", "first_held"),
-    [
-        (1000, None, 900, 900),
-        (1000, 744, 744, 900),  # 256 lie beyond
-        (1000, 745, 671, 671),  # 255 lie beyond: the last tenth of 745
-        (1000, 5000, 900, 900),
-        (7, None, 6, 6),
-        (1, None, 1, 1),
-    ],
+    [(1000, None, 900, 900), (1000, 744, 744, 900), (1000, 745, 671, 671), (7, None, 6, 6)],
 )
 def test_split(
     tmp_path: Path, total: int, limit: int | None, selected: int, first_held: int
@@ -91,14 +66,6 @@ def test_lines_and_lists_hold_the_same_records(tmp_path: Path) -> None:
     assert load_records(str(lines)).digest == expected.digest
 
 
-def test_the_digest_follows_the_content(tmp_path: Path) -> None:
-    rows = _rows(20)
-    first = load_records(_write(tmp_path / "a.json", rows)).digest
-    assert load_records(_write(tmp_path / "b.json", rows)).digest == first
-    rows[3]["input"] = "."
-    assert load_records(_write(tmp_path / "c.json", rows)).digest != first
-
-
 GOOD = '{"instruction": "a", "input": "", "output": "b"}'
 
 
@@ -106,21 +73,10 @@ GOOD = '{"instruction": "a", "input": "", "output": "b"}'
     ("name", "content", "message"),
     [
         ("d.json", b"[\n" + GOOD.encode() + b",\n{oops}\n]", "d.json, line 3: not valid JSON"),
-        ("d.json", f"{GOOD}\n{GOOD}".encode(), "end the file's name in .jsonl"),
-        ("d.json", b"", "line 1: not valid JSON"),
-        ("d.json", b"{}", "expected a list of records, got a JSON object"),
-        ("d.json", b"[]", "none of its 0 records can be used"),
         ("d.json", b"[" * 200_000, "JSON that cannot be read"),
-        ("d.json", b'["a"]', "record 0 (counted from 0): expected an object"),
-        ("d.json", f'[{GOOD}, {{"instruction": "a"}}]'.encode(), "record 1 (counted from 0)"),
         ("d.json", GOOD.replace('""', "7").join("[]").encode(), "'input' must be a string"),
-        ("d.json", GOOD.replace('""', "null").join("[]").encode(), "got a JSON null"),
         ("d.json", GOOD.replace('""', '"\\ud800"').join("[]").encode(), "surrogate"),
-        ("d.json", GOOD.replace('"b"', '""').join("[]").encode(), "none of its 1 records"),
-        ("d.json", b"[\n\xff]", "line 2: not UTF-8 text"),
         ("d.jsonl", f"{GOOD}\n\n{GOOD[:-1]}\n".encode(), "d.jsonl, line 3: not valid JSON"),
-        ("d.jsonl", b"\n", "none of its 0 records can be used"),
-        ("d.csv", b"a,b", "expected a .json or .jsonl file"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -130,28 +86,6 @@ def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, messa
         load_records(str(path))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_missing_key_is_named(tmp_path: Path) -> None:
-    rows = _rows(4)
-    del rows[2]["output"]
-    with pytest.raises(DataError, match=r"record 2 .*'output' is missing .*instruction, input"):
-        load_records(_write(tmp_path / "d.json", rows))
-
-
-def test_missing_file_and_directory(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no data file .*none\.json: check the path"):
-        load_records(str(tmp_path / "none.json"))
-    (tmp_path / "d.json").mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        load_records(str(tmp_path / "d.json"))
-    with pytest.raises(DataError, match=r"expected a \.json or \.jsonl file"):
-        load_records(str(tmp_path / "nothing"))
-
-
-def test_limit_must_be_positive() -> None:
-    with pytest.raises(UsageError, match="at least 1, got 0"):
-        load_records(None, limit=0)
 
 
 def test_data_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,18 +99,3 @@ def test_data_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_records("someone/instructions")
     assert loaded.name == "someone/instructions"
     assert loaded.records[5] == Record(5, "Do 5.", "", "Done 5.")
-
-
-def test_unknown_data_set_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_dataset(name: str, split: str) -> None:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(DataError, match=r"'someone/nothing' cannot be loaded .*no route to host"):
-        load_records("someone/nothing")
-
-
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingExtraError, match=re.escape(install_command("study"))):
-        load_records("someone/instructions")

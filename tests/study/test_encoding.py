@@ -1,12 +1,10 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rankscope.errors import DataError, UsageError
-from rankscope.lab.study.base import train_tokenizer
-from rankscope.lab.study.data import Record, load_records, prompt
+from rankscope.errors import DataError
+from rankscope.lab.study.data import Record, prompt
 from rankscope.lab.study.encoding import encode
 
 
@@ -44,14 +42,6 @@ def test_prompt_response_and_end_token() -> None:
     assert encoded.lengths.tolist() == [len(sample.input_ids) for sample in encoded]
 
 
-def test_begin_token_where_the_tokenizer_puts_one() -> None:
-    tokenizer = Bytes()
-    tokenizer.bos_token_id = 1
-    sample = encode(RECORDS, tokenizer, 1000)[0]
-    assert sample.input_ids.tolist() == [1, *_ids(prompt(RECORDS[0]) + "yes"), 2]
-    assert sample.prompt_length == 1 + len(prompt(RECORDS[0]))
-
-
 def test_maximum_length() -> None:
     head = len(prompt(RECORDS[0]))
     full = head + len("yes") + 1
@@ -79,40 +69,3 @@ def test_collate_pads_on_the_right_and_labels_the_response_only() -> None:
         assert inputs["attention_mask"][row].tolist() == [1] * len(text) + [0] * fill
         assert inputs["labels"][row].tolist() == labels
     assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
-
-
-def test_positions() -> None:
-    encoded = encode(RECORDS, Bytes(), 1000)
-    assert encoded[-1].index == 7
-    with pytest.raises(IndexError, match="position 2 in a set of 2"):
-        encoded[2]
-    with pytest.raises(UsageError, match="at least one sample"):
-        encoded.collate([])
-
-
-def test_tokenizer_without_padding_or_end() -> None:
-    tokenizer = Bytes()
-    tokenizer.pad_token_id = None
-    assert encode(RECORDS, tokenizer, 1000).pad_token_id == 2
-    tokenizer.eos_token_id = None
-    with pytest.raises(UsageError, match="no end token"):
-        encode(RECORDS, tokenizer, 1000)
-
-
-def test_maximum_length_must_make_sense() -> None:
-    with pytest.raises(UsageError, match="at least 2 tokens, got 1"):
-        encode(RECORDS, Bytes(), 1)
-
-
-def test_labels_decode_to_the_answers_of_a_real_file(alpaca_file: Path) -> None:
-    loaded = load_records(str(alpaca_file), limit=600)
-    tokenizer = train_tokenizer(loaded.held_out)
-    encoded = encode(loaded.records, tokenizer, 1024)
-    answers = {record.index: record.output for record in loaded.records}
-    assert len(encoded) + encoded.skipped_truncated == len(loaded.records)
-    inputs, indices = encoded.collate(range(len(encoded)))
-    for row, index in enumerate(indices):
-        labels = inputs["labels"][row]
-        *answer, end = labels[labels != -100].tolist()
-        cut = encoded.lengths[row] == 1024
-        assert cut or (tokenizer.decode(answer) == answers[index] and end == 2)

@@ -141,18 +141,6 @@ def test_a_signal_to_the_launcher_alone(
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0
 
 
-def test_ctrl_c_while_the_workers_start(study: StudyCommand, folder: Path) -> None:
-    path = folder / "early"
-    process = study.start(path, **LONG)
-    wait_until((path / "study.json").exists, process)
-    os.killpg(process.pid, signal.SIGINT)
-    done = Done(path, finish(process))
-    assert done.code == 130
-    assert says_how_to_go_on(done), done.err
-    assert len(done.err.splitlines()) == 1
-    wait_until_gone(process.pid)
-
-
 def test_a_killed_worker_ends_the_study(
     study: StudyCommand, folder: Path, resumed: tuple[Done, dict[str, tuple[int, int]]]
 ) -> None:

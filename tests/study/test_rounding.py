@@ -1,15 +1,12 @@
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from rankscope.errors import UsageError
 from rankscope.lab.study.rounding import (
     Reducer,
     StudiedReduction,
-    draw_positions,
     prepare_growth,
     relative_distance,
     run_growth,
@@ -21,7 +18,6 @@ from rankscope.lab.study.rounding_result import (
     FLOAT16,
     FLOAT16_SCALED,
     ORDER,
-    TITLES,
     WORKERS,
     GrowthOptions,
     GrowthResult,
@@ -91,68 +87,6 @@ def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(
     assert data.gradient_distance[0] > 0.1
 
 
-def test_the_first_gradient_of_two_world_sizes_is_that_of_the_same_batch(result: GrowthResult):
-    assert pair_of(result, WORKERS).loss_difference[0] == 0.0
-    assert pair_of(result, DATA).loss_difference[0] != 0.0
-
-
-def test_result_is_plain_json_and_its_words_hold_the_numbers(result: GrowthResult):
-    values = json.loads(json.dumps(result.to_json(), allow_nan=False))
-    sentences = result.sentences()
-
-    assert [pair["name"] for pair in values["pairs"]] == list(TITLES)
-    assert values["evaluated"] == [2, 4, 5]
-    assert all(len(pair["evaluation"]) == 3 for pair in values["pairs"])
-    assert all(len(pair["distance"]) == STEPS for pair in values["pairs"])
-    assert values["facts"]["samples_per_step"] == 8
-    assert values["sentences"] == sentences
-    assert len(sentences) == len(TITLES) + 1
-    assert "all 5 steps gave the same bits" in sentences[0]
-    assert f"{pair_of(result, ORDER).distance[-1]:.1e}" in sentences[1]
-    assert sentences[-1] == values["summary"]
-    assert f"{result.evaluation[-1]:.4f}" in values["summary"]
-
-
-def test_sgd_parts_by_rounding_as_well_and_steps_are_told():
-    told = []
-    options = GrowthOptions(
-        steps=2, workers=2, base_steps=0, optimizer="sgd", pairs=(CONTROL, ORDER, BFLOAT16)
-    )
-    result = run_growth(options, lambda *what: told.append(what))
-
-    assert pair_of(result, CONTROL).identical
-    # two workers have one order: a + b has the bits of b + a
-    assert pair_of(result, ORDER).identical
-    assert "the bits are the same in all 2 steps" in result.sentences()[1]
-    assert pair_of(result, BFLOAT16).distance[-1] > 0
-    assert result.summary() == ""
-    assert told[-1] == ("trainings", 2, 2)
-
-
-def test_reductions_are_the_mean_up_to_the_rounding_of_their_type():
-    gradients = random_gradients()
-    truth = gradients.double().mean(0)
-    for workers in (4, 8, 16):
-        for dtype, roundoff in (("float32", 2.0**-24), ("bfloat16", 2.0**-8)):
-            mean = reduce_once(gradients, StudiedReduction(workers, dtype=dtype))
-            assert mean.dtype == torch.float32
-            assert roundoff / 10 < relative_distance(truth, mean) < 3 * roundoff
-
-
-def test_arrival_order_is_another_one_in_each_bucket_and_step():
-    gradients = random_gradients()
-    fixed = reduce_once(gradients, StudiedReduction(8))
-    reducer = Reducer(StudiedReduction(8, arrival=True), 1000, seed=3)
-    first, second = reducer.reduce(gradients), reducer.reduce(gradients)
-
-    assert not torch.equal(first, second)
-    differs = (first != fixed).view(5, 1000).float().mean(1)
-    assert (differs > 0).all()
-    assert len(differs.unique()) > 1
-    assert torch.equal(first, reduce_once(gradients, StudiedReduction(8, arrival=True), seed=3))
-    assert torch.equal(fixed, reduce_once(gradients, StudiedReduction(8), bucket=7))
-
-
 def test_loss_scale_saves_small_gradients_from_a_16_bit_buffer():
     tiny = random_gradients() * 1e-8
     plain = reduce_once(tiny, StudiedReduction(8, dtype="float16"))
@@ -160,18 +94,6 @@ def test_loss_scale_saves_small_gradients_from_a_16_bit_buffer():
 
     assert relative_distance(tiny.double().mean(0), plain) > 0.5
     assert relative_distance(tiny.double().mean(0), scaled) < 0.01
-
-
-def test_a_scale_that_overflows_is_halved_and_its_step_left_out():
-    reducer = Reducer(StudiedReduction(8, dtype="float16", loss_scale=2.0**20), 1000, 0)
-    gradients = random_gradients()
-    skipped = 0
-    while (mean := reducer.reduce(gradients)) is None:
-        skipped += 1
-        assert skipped < 20
-
-    assert skipped == reducer.num_skipped > 0
-    assert relative_distance(gradients.double().mean(0), mean) < 2e-3
 
 
 def test_growth_is_fitted_by_the_law_that_made_it():
@@ -193,31 +115,6 @@ def test_growth_is_fitted_by_the_law_that_made_it():
     assert fit_growth([1e-8, 2e-8]).laws == ()
     assert "less than threefold" in fit_growth([1e-8, 1.1e-8, 1.2e-8, 1.3e-8, 1.2e-8]).words
     assert "in jumps" in fit_growth([1e-8, 1e-8, 1e-8, 1e-8, 1e-3, 1e-3, 1e-3, 1.1e-3]).words
-
-
-def test_batches_do_not_repeat_within_an_epoch_and_follow_the_seed():
-    drawn = draw_positions(20, 6, seed=1)
-    epoch = [position for _ in range(3) for position in next(drawn)]
-
-    assert len(set(epoch)) == 18
-    assert next(draw_positions(20, 6, seed=1)) == epoch[:6]
-    assert next(draw_positions(20, 6, seed=2)) != epoch[:6]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"steps": 0}, "steps must be at least 1"),
-        ({"workers": 1}, "workers must be at least 2"),
-        ({"pairs": ("order", "dice")}, "'dice'"),
-        ({"optimizer": "lion"}, "adamw or sgd"),
-        ({"loss_scale": 1000.0}, "power of two"),
-        ({"learning_rate": -1.0}, "learning rate"),
-    ],
-)
-def test_options_that_cannot_be_are_told(wrong, words):
-    with pytest.raises(UsageError, match=words):
-        GrowthOptions(**wrong)
 
 
 def _two_bucket_sizes(rank: int) -> tuple[list[float], list[float]]:

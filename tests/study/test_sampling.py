@@ -1,12 +1,11 @@
 from collections import Counter
-from itertools import combinations, islice
+from itertools import islice
 
 import numpy as np
 import pytest
 
-from rankscope.errors import UsageError
 from rankscope.lab.study.config import Combination, Setting, ShardReading
-from rankscope.lab.study.encoding import check_enough_samples, draw_batches
+from rankscope.lab.study.encoding import draw_batches
 
 W, STEPS, BATCH, N = 8, 30, 4, 4096
 DRAWN = STEPS * BATCH
@@ -61,13 +60,6 @@ def test_who_draws_the_same(reading: str, setting: str, sizes: list[int]) -> Non
     assert groups(draw(reading, setting)) == sizes
 
 
-def test_the_odd_worker_is_worker_0() -> None:
-    workers = draw("replicated", "s1-2")
-    assert all(batches == workers[1] for batches in workers[1:])
-    assert workers[0] != workers[1]
-    assert workers[1] == draw("replicated", "s1-1")[0]
-
-
 @pytest.mark.parametrize("reading", ["replicated", "sharded"])
 @pytest.mark.parametrize("setting", ["s1-1", "s1-2", "s1-3"])
 def test_a_worker_never_repeats_a_sample_within_an_epoch(reading: str, setting: str) -> None:
@@ -76,18 +68,6 @@ def test_a_worker_never_repeats_a_sample_within_an_epoch(reading: str, setting: 
         assert {len(batch) for batch in batches} == {BATCH}
         assert len(set(flat(batches))) == DRAWN
         assert set(flat(batches)) <= set(range(N))
-
-
-def test_equal_seeds_give_every_worker_the_same_or_every_worker_its_own() -> None:
-    assert distinct(draw("replicated", "s1-1")) == DRAWN
-    assert distinct(draw("sharded", "s1-1")) == W * DRAWN
-
-
-def test_shards_of_one_shuffle_are_disjoint() -> None:
-    workers = draw("sharded", "s1-2")
-    for one, other in combinations(workers[1:], 2):
-        assert not set(flat(one)) & set(flat(other))
-    assert distinct(workers[1:]) == (W - 1) * DRAWN
 
 
 CHANCE = DRAWN / N
@@ -110,52 +90,3 @@ def test_different_seeds_draw_as_many_distinct_samples_as_chance_gives(
     error = np.std(counts, ddof=1) / np.sqrt(len(counts))
     assert abs(np.mean(counts) - expected) < 4 * error
     assert max(counts) < W * DRAWN
-
-
-@pytest.mark.parametrize("reading", ["replicated", "sharded"])
-def test_the_seed_decides_what_is_drawn(reading: str) -> None:
-    assert draw(reading, "s1-3") == draw(reading, "s1-3")
-    assert draw(reading, "s1-3") != draw(reading, "s1-3", seed=1)
-
-
-def test_an_epoch_covers_all_shards_and_the_next_one_is_shuffled_anew() -> None:
-    total = W * BATCH * 3
-    workers = draw("sharded", "s1-1", steps=6, total=total)
-    first = [batches[:3] for batches in workers]
-    second = [batches[3:] for batches in workers]
-    assert distinct(first) == distinct(second) == total
-    assert sorted(flat(first[0])) != sorted(flat(second[0]))
-
-
-def test_epochs_of_the_replicated_reading_cover_everything() -> None:
-    first, second = (draw("replicated", "s1-1", steps=10, total=20)[0][i : i + 5] for i in (0, 5))
-    assert sorted(flat(first)) == sorted(flat(second)) == list(range(20))
-    assert first != second
-
-
-def test_what_does_not_fill_a_batch_is_dropped() -> None:
-    batches = draw("replicated", "s1-1", steps=4, total=11)[0]
-    assert [len(batch) for batch in batches] == [4] * 4
-    assert len(set(flat(batches[:2]))) == 8
-    assert len(set(flat(batches[2:]))) == 8
-
-
-def test_fewer_samples_than_workers() -> None:
-    for reading in ShardReading:
-        with pytest.raises(UsageError, match="got 7 samples for 8 workers; use fewer --workers"):
-            check_enough_samples(reading, 7, 1, 8)
-        check_enough_samples(reading, 8, 1, 8)
-
-
-def test_a_share_smaller_than_a_batch() -> None:
-    with pytest.raises(UsageError, match="one batch of 4 per worker, got 3 samples each"):
-        check_enough_samples(ShardReading.SHARDED, 31, 4, 8)
-    check_enough_samples(ShardReading.SHARDED, 32, 4, 8)
-    check_enough_samples(ShardReading.REPLICATED, 8, 4, 8)
-    with pytest.raises(UsageError, match="got 3 samples each"):
-        check_enough_samples(ShardReading.REPLICATED, 3, 4, 2)
-
-
-def test_drawing_checks_the_share_itself() -> None:
-    with pytest.raises(UsageError, match="per worker"):
-        draw("sharded", "s1-1", total=16)

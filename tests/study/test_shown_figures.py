@@ -67,17 +67,6 @@ def test_the_terminals_table_has_means_over_the_run(shown):
     assert "3 workers · 7 steps · batch 2 each" in told
 
 
-def test_progress_has_one_step_and_says_which(shown):
-    for name, run in shown.runs.items():
-        step = int(re.search(rf"{name}: 7 steps; step (\d): ", shown.err)[1])
-        last = {metric: values[step] for metric, values in run.by_step.items()}
-        assert (
-            f"{name}: 7 steps; step {step}: loss {last['loss_mean']:.3f}, loss std "
-            f"{last['loss_std']:.3f}, norm std {last['grad_norm_std']:.3f}, cosine "
-            f"{last['cosine_mean']:+.3f}"
-        ) in shown.err
-
-
 def test_sentences_on_the_readings_have_the_same_numbers(shown):
     told = " ".join(shown.out.split())
     for reading in ("sharded", "replicated"):
@@ -90,26 +79,6 @@ def test_sentences_on_the_readings_have_the_same_numbers(shown):
         )
         for words in (told, shown.page.words, shown.markdown):
             assert sentence in words
-
-
-def test_the_pages_table(shown):
-    for name, run in shown.runs.items():
-        cells = (
-            f"{run.mean['loss_std']:.3f} {run.ratio:.2f} × {run.mean['grad_norm_std']:.3f} "
-            f"{run.mean['cosine_mean']:.3f} {run.distinct} of {run.drawn} {run.different:.1f} of "
-            f"{run.batch:.0f} {run.first:.2f} → {run.last:.2f}"
-        )
-        assert cells in re.sub(r"(?<=\d)(?=of )|(?<=\d)(?=\d\.\d\d ×)", " ", shown.page.words), name
-
-
-def test_the_models_cards(shown):
-    for name, card in shown.cards.items():
-        run = shown.runs[name]
-        assert f"| Loss dispersion (std over workers) | {run.mean['loss_std']:.3f} |" in card
-        assert f"| Gradient-norm dispersion | {run.mean['grad_norm_std']:.3f} |" in card
-        assert f"(mean cosine) | {run.mean['cosine_mean']:.3f} |" in card
-        assert f"| {np.ptp(run.losses_TW, axis=1).mean():.3f} |" in card
-        assert f"first 5 → last 5 steps | {run.first:.3f} → {run.last:.3f} |" in card
 
 
 def test_the_comparing_figures(shown):
@@ -172,13 +141,6 @@ def test_the_figures_of_each_run(shown, index):
     assert [row["distinct"] for row in covered] == run.distinct_so_far
     frames = data("heatmap")
     np.testing.assert_allclose(frames[0]["cosines"], run.matrix().ravel(), atol=6e-4)
-
-
-def test_the_tiles_of_each_run(shown):
-    text = re.sub(r"(?<=[a-z])(?=\d)|(?<=\d)(?=of |std )", " ", shown.page.words)
-    for name, run in shown.runs.items():
-        for tile in run.tiles():
-            assert tile in text, (name, tile)
 
 
 def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):

@@ -94,10 +94,10 @@ class StudyCommand:
                 words.append(str(value))
         return words
 
-    def start(self, output: Path, *, launcher: tuple[str, ...] = (), **options: Any) -> Started:
+    def start(self, output: Path, **options: Any) -> Started:
         """Start a study in a process group of its own."""
         return subprocess.Popen(
-            [sys.executable, "-m", *launcher, "rankscope", *self.arguments(output, options)],
+            [sys.executable, "-m", "rankscope", *self.arguments(output, options)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,10 +105,6 @@ class StudyCommand:
             env=self.environment,
             start_new_session=True,
         )
-
-    def run(self, output: Path, *, launcher: tuple[str, ...] = (), **options: Any) -> Ended:
-        """Run a study to its end."""
-        return finish(self.start(output, launcher=launcher, **options))
 
     def call(self, output: Path, *, report: bool = False, **options: Any) -> Ended:
         """Run a study to its end in the process that all calls share; draw figures if asked."""

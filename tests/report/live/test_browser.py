@@ -108,15 +108,6 @@ def test_all_runs_at_a_glance(page: Page, site: Site):
     expect(page.locator("h1")).to_contain_text("train on the same batches")
 
 
-def test_every_figure_is_drawn_when_it_comes_into_view(page: Page, site: Site):
-    opened(page, site, "run/sft/forgotten-sampler")
-    names = page.locator("[data-figure]").evaluate_all("all => all.map((e) => e.dataset.figure)")
-    assert {"timeline", "loss", "loss_std", "workers-loss", "heatmap", "coverage"} <= set(names)
-    assert page.locator("[data-drawn]").count() < len(names)
-    for name in names:
-        figure(page, name)
-
-
 def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page: Page, site: Site):
     site.live.steps(1)
     first = site.live.step
@@ -166,60 +157,6 @@ def test_a_fault_that_begins_is_found_in_the_open_page(page: Page, site: Site):
     expect(details).to_have_attribute("open", "")
 
 
-def test_the_slider_and_the_player_move_the_matrix(page: Page, site: Site):
-    opened(page, site, "run/sft/healthy")
-    figure(page, "heatmap")
-    expect(page.locator("output")).to_have_text("mean of 40 steps")
-    page.keyboard.press("]")
-    expect(page.locator("output")).to_have_text("step 0")
-    page.keyboard.press("[")
-    expect(page.locator("output")).to_have_text("mean of 40 steps")
-    page.locator("[data-play]").click()
-    expect(page.locator("[data-play]")).to_have_text("❚❚")
-    expect(page.locator("output")).not_to_have_text("mean of 40 steps")
-    page.locator("[data-play]").click()
-    expect(page.locator("[data-play]")).to_have_text("▶")
-
-
-def test_shift_and_the_wheel_zoom_a_curve_and_a_double_click_shows_it_whole(page: Page, site: Site):
-    opened(page, site, "run/sft/healthy")
-    place = figure(page, "loss")
-    labels = place.locator(".role-axis-label").first.locator("text")
-    steps = set(labels.all_text_contents())
-    box = place.bounding_box()
-    assert box is not None
-    middle = box["x"] + box["width"] / 2, box["y"] + 90
-    page.mouse.move(*middle)
-    page.mouse.wheel(0, 60)
-    page.wait_for_timeout(300)
-    assert set(labels.all_text_contents()) == steps
-    page.mouse.wheel(0, -60)
-    page.keyboard.down("Shift")
-    for _ in range(4):
-        page.mouse.wheel(0, -200)
-    page.keyboard.up("Shift")
-    expect(labels.filter(has_text="0").first).not_to_have_text("0")
-    page.mouse.dblclick(*middle)
-    expect(labels.get_by_text("0", exact=True)).to_have_count(1)
-    assert set(labels.all_text_contents()) == steps
-
-
-def test_smoothing_keeps_the_measured_curve_in_sight(page: Page, site: Site):
-    opened(page, site, "run/sft/healthy")
-    drawn = figure(page, "loss")
-    lines = drawn.locator(".stage:not(.next) .mark-line path")
-    expect(lines).to_have_count(1)
-    measured = lines.get_attribute("d")
-    slider = page.locator("[data-smoothing]").first
-    slider.fill("0.9")
-    expect(lines).to_have_count(2)
-    assert lines.nth(0).get_attribute("d") == measured
-    assert lines.nth(1).get_attribute("d") != measured
-    slider.fill("0")
-    expect(lines).to_have_count(1)
-    assert lines.get_attribute("d") == measured
-
-
 def test_print_has_every_figure(page: Page, site: Site):
     opened(page, site, "run/sft/forgotten-sampler")
     figures = page.locator("[data-figure]")
@@ -232,7 +169,7 @@ def test_print_has_every_figure(page: Page, site: Site):
     assert pdf.count(b"/Type /Page\n") > 1
 
 
-@pytest.mark.parametrize("path", ["", "run/sft/forgotten-sampler"])
+@pytest.mark.parametrize("path", ["run/sft/forgotten-sampler"])
 def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, path: str):
     page.set_viewport_size({"width": 400, "height": 800})
     opened(page, site, path)
@@ -245,29 +182,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, pa
         if page.locator(f'[data-figure="{name}"]').count():
             figure(page, name)
     assert page.evaluate(CUT_OFF) == []
-
-
-def test_a_finding_on_the_timeline_leads_to_its_article(page: Page, site: Site):
-    opened(page, site, "run/sft/forgotten-sampler")
-    place = figure(page, "timeline")
-    box = place.bounding_box()
-    assert box is not None
-    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 16)
-    article = page.locator("article.finding").first
-    expect(article).to_be_focused()
-    expect(article).to_be_in_viewport()
-
-
-def test_two_runs_are_chosen_and_compared(page: Page, site: Site):
-    opened(page, site, "")
-    page.get_by_label("Compare sft/healthy").check()
-    expect(page.locator("#pick")).to_contain_text("with other runs")
-    page.get_by_label("Compare sft/forgotten-sampler").check()
-    page.get_by_role("link", name="Compare the two").click()
-    expect(page.locator("h2").first).to_contain_text("A · healthy")
-    figure(page, "compare-loss")
-    page.locator("select[name=b]").select_option("pretrain/live")
-    expect(page.locator("h2").nth(1)).to_contain_text("B · live")
 
 
 def names(page: Page) -> list[str]:
@@ -313,38 +227,6 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site
     expect(page.locator("#order")).to_have_text("by optimizer.lr")
 
 
-def test_any_number_of_runs_lies_over_each_other(page: Page, site: Site):
-    opened(page, site, "")
-    for name in ("sft/healthy", "sft/forgotten-sampler", "pretrain/live"):
-        page.get_by_label(f"Compare {name}").check()
-    page.get_by_role("link", name="Lay the 3 over each other").click()
-    expect(page.locator("h1")).to_have_text("3 runs over each other")
-    expect(page.locator("tbody tr")).to_have_count(3)
-    drawn = figure(page, "compare-loss")
-    expect(drawn.locator("text", has_text="C").first).to_be_visible()
-    row = page.locator("tbody tr", has_text="live")
-    before = row.locator("td").nth(3).inner_text()
-    site.live.steps(3)
-    expect(row.locator("td").nth(3)).not_to_have_text(before)  # the averaged loss
-
-
-def test_dark_mode_by_choice_and_by_system(page: Page, site: Site):
-    opened(page, site, "run/sft/healthy")
-    place = figure(page, "loss")
-    expect(page.locator("html")).to_have_attribute("data-mode", "light")
-    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    page.keyboard.press("d")
-    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
-    expect(place.locator(".stage")).to_have_count(1)
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
-    page.reload()
-    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
-    page.locator("#mode").click()
-    expect(page.locator("#mode-name")).to_have_text("Auto")
-    page.emulate_media(color_scheme="dark")
-    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
-
-
 def test_a_name_that_is_a_script_is_only_a_name(page: Page, site: Site):
     opened(page, site, "")
     page.locator("tbody a", has_text="<script>").click()
@@ -375,14 +257,6 @@ def test_everything_is_reached_with_the_keyboard(page: Page, site: Site):
         page.keyboard.press("Tab")
         outlines.append(page.evaluate("getComputedStyle(document.activeElement).outlineStyle"))
     assert "none" not in outlines
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_no_page_is_wider_than_its_window(page: Page, site: Site, width: int):
-    page.set_viewport_size({"width": width, "height": 800})
-    for path in ("", "run/sft/forgotten-sampler", "compare?a=sft/healthy&b=sft/forgotten-sampler"):
-        opened(page, site, path)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
 
 
 @pytest.mark.parametrize(

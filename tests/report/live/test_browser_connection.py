@@ -25,37 +25,9 @@ def test_a_link_with_the_token_works_on_another_site(browser: Browser, tmp_path:
         assert page.url == elsewhere  # the address with the token is not in the history
 
 
-SEEN = """seen => {
-  const value = seen ? "visible" : "hidden";
-  Object.defineProperty(document, "visibilityState", { value, configurable: true });
-  document.dispatchEvent(new Event("visibilitychange"));
-}"""
 """What a browser with a window does when a tab goes into the background, or comes back."""
 
 LINK, STEPS = "#link", "tbody td:nth-child(7)"
-
-
-def test_tabs_in_the_background_take_nothing_from_those_that_are_seen(
-    browser: Browser, tmp_path: Path
-):
-    training = Training(tmp_path / "run")
-    training.steps(3)
-    with serving(tmp_path) as server, browser.new_context() as context:
-        pages = []
-        for _ in range(7):  # a browser makes six connections to a server
-            pages.append(context.new_page())
-            pages[-1].goto(server.url)
-            expect(pages[-1].locator(LINK)).to_have_text("Live")
-            pages[-1].evaluate(SEEN, False)
-            expect(pages[-1].locator(LINK)).to_have_text("Paused")
-        training.steps(2)
-        pages[-1].evaluate(SEEN, True)
-        expect(pages[-1].locator(STEPS)).to_have_text("5")
-        expect(pages[0].locator(STEPS)).to_have_text("3")
-        expect(pages[0].locator(LINK)).to_have_text("Paused")
-        pages[0].evaluate(SEEN, True)
-        expect(pages[0].locator(STEPS)).to_have_text("5")
-        expect(pages[0].locator(LINK)).to_have_text("Live")
 
 
 def test_numbers_that_are_late_are_not_called_live(browser: Browser, tmp_path: Path):

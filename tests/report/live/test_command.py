@@ -8,7 +8,6 @@ import pytest
 
 from rankscope.errors import MissingExtraError, install_command
 from rankscope.report.live import live_server
-from report.live.serving import serving
 
 SERVE = [sys.executable, "-m", "rankscope", "serve"]
 
@@ -40,19 +39,6 @@ import sys, urllib.request
 stream = urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/events?topic=runs", timeout=60)
 print(stream.readline().decode().partition(": ")[2].strip())
 """
-
-
-def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
-    with serving(tmp_path) as server:
-        ended = subprocess.run(
-            [*SERVE, str(tmp_path), "--port", str(server.port)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert ended.returncode == 2
-    assert "name another port" in ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
