@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
+from rankscope.errors import UsageError
 from report.recorded_runs import record_run, record_study, with_everything
 
 
