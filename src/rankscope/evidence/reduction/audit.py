@@ -69,8 +69,8 @@ class _Step:
 _ANOTHER = 0.5  # of the mean's norm: from here on it is another gradient, on purpose or not
 _WHY_HOOK = "The communication hook {} compresses gradients."
 _WHY_LOOP = (
-    "The training's own loop reduces, and gives the optimizer another gradient: as with clipping by "
-    "sample, added noise, or a method of its own."
+    "The training's own loop reduces, and gives the optimizer another gradient: as with clipping "
+    "by sample, added noise, or a method of its own."
 )
 
 
