@@ -12,6 +12,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.errors import UnsupportedError
+from support.accidents import wait_until
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
@@ -95,7 +96,7 @@ def test_samples_and_losses_that_are_given_belong_to_their_step(tmp_path):
 
 
 def interrupted_in_a_step(rank, run_dir):
-    loop = Loop(rank, run_dir)
+    loop = Loop(rank, run_dir, agent="process")  # which goes on when the ranks have ended
     with contextlib.suppress(KeyboardInterrupt), loop.scope:
         for step in range(5):
             loop.forward(step).backward()
@@ -110,9 +111,9 @@ def interrupted_in_a_step(rank, run_dir):
 def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path):
     """One worker's parameters are updated, the other's are not, and nothing is wrong."""
     assert run_ranks(interrupted_in_a_step, 2, str(tmp_path / "run")) == [[], []]
-    run = Run.open(tmp_path / "run")
-    assert run.table(Table.STEPS).num_rows == 5
-    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
+    wait_until(lambda: Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 5)
+    found = Run.open(tmp_path / "run").findings()
+    assert [f.cause for f in found if f.severity > Severity.NOTE] == []
 
 
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
