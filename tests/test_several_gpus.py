@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 def test_a_dry_run_finds_every_fault_and_the_hang_and_prints_one_block():
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks/gpu.py", "--dry-run", "--parts", "nccl", "--seconds=1"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANKSCOPE_AGENT": "process"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "RANKSCOPE_AGENT": "thread"},
         text=True, stdout=subprocess.PIPE, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0
