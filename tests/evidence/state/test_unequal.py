@@ -8,6 +8,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateDigests, StateKind
 from rankscope.bus.step import StepReport
+from rankscope.evidence.state.roles import Role
 from rankscope.evidence.state.unequal import AVERAGES, UnequalState
 from support.stepping import describe, evidence_of
 from support.streams import gathered
@@ -170,3 +171,10 @@ class TestDifferences:
 
     def test_items_have_a_digest_of_their_own(self):
         assert self.digests("parameter").items != self.digests("buffer").items
+
+
+def test_roles_that_differ_in_nothing_a_sentence_could_name_are_no_finding():
+    """ZeroRedundancyOptimizer and the optimizer in it hold a share of the parameters twice."""
+    assert watch(step(0, difference("role", [3 | Role.TWICE, 3, 3, 3]))) == []
+    [found] = watch(step(0, difference("role", [int(Role.OWNED), 3, 3, 3])))
+    assert found.key == "roles-differ"

@@ -164,8 +164,8 @@ class UnequalState(Detector):
             yield from _layouts(step)
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
         differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
-        if differ:
-            words = role_words(differ)
+        words = role_words(differ)
+        if words:
             yield _Seen("state.parameters_differ", _odd_of(differ), _names(differ), words, _ROLES)
         if self._local_steps:
             yield from self._after_averages(step)
