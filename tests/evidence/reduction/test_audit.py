@@ -165,22 +165,3 @@ def test_compression_by_a_hook_of_torchs_is_a_note():
     _, evidence = told["reduction-lossy"][-1]
     assert evidence.severity is Severity.NOTE
     assert "The communication hook powerSGD_hook compresses" in describe(evidence)[0]
-
-
-@pytest.mark.parametrize(
-    ("noise", "by_loop", "severity"),
-    [(3.0, True, Severity.NOTE), (3.0, False, Severity.WARNING), (0.05, True, Severity.WARNING)],
-    ids=["another gradient", "under a wrapper", "nearly the mean"],
-)
-def test_a_loop_may_mean_another_gradient_than_the_mean(noise, by_loop, severity):
-    def make(t, rng):
-        local, results_W = healthy()(t, rng)
-        disturbed = {
-            name: (mean + noise * rng.standard_normal(mean.shape)).astype(np.float32)
-            for name, mean in results_W[0].items()
-        }
-        return local, [disturbed] * 4
-
-    told = watch(40, make, detector=ReductionAudit(4, by_loop=by_loop))
-    (key,) = told
-    assert (key, told[key][-1][1].severity) == ("reduction-lossy", severity)

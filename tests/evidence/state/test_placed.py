@@ -53,6 +53,24 @@ def test_other_differences_are_errors(parameters, gradients, by_loop):
     assert found["state.parameters_differ"] is Severity.ERROR
 
 
+@pytest.mark.parametrize(
+    ("weights_W", "noise", "known"),
+    [([1, 1, 8, 1], 0.0, True), ([1, 1, 1, 1], 3.0, False)],
+    ids=["one worker counts more", "noise is added"],
+)
+def test_a_loop_may_mean_another_gradient_than_a_sum_of_the_workers_own(weights_W, noise, known):
+    rng = np.random.default_rng(0)
+    local_WSK = rng.standard_normal((WORKERS, 3, 31)).astype(np.float32)
+    given_SK = np.einsum("w,wsk->sk", weights_W, local_WSK) / WORKERS
+    given_SK += noise * rng.standard_normal(given_SK.shape)
+    given_WSK = np.stack([given_SK.astype(np.float32)] * WORKERS)
+    squares_WS = np.square(given_WSK).sum(axis=2)
+    parts = [AuditPart(*each) for each in zip(local_WSK, given_WSK, squares_WS, strict=True)]
+    found = normalise_user_reduction(parts).parts_W[0]
+    assert np.isfinite(found.reduced_SK).all() == known
+    assert np.isfinite(found.reduced_squares_S).all()
+
+
 def test_their_gradients_are_not_held_against_the_mean_of_all():
     rng = np.random.default_rng(0)
     local_WSK = rng.standard_normal((WORKERS, 3, 31)).astype(np.float32)

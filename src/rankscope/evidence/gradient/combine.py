@@ -32,6 +32,7 @@ _SAME = 1e-5
 _OWN_FACTOR = 1e-3
 """Relative spread of a section's factor around that of most, inside which it counts."""
 
+_MOST_WEIGHTED = 64  # workers; a sum of more explains a sketch by chance
 _ONE_DIRECTION = 0.5
 """Largest relative distance from the mean at which a factor is undone."""
 
@@ -80,19 +81,14 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
     all_WS = unreduced_WS | ~own_WS
     unreduced_W: NDArray[np.bool_] = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
     if kept_WS.any() or unreduced_W.any():
-        hidden = [
-            replace(
-                part,
-                reduced_SK=np.full_like(part.reduced_SK, np.nan),
-                reduced_squares_S=np.full_like(part.reduced_squares_S, np.nan),
-            )
-            for part in parts_W
-        ]
+        hidden = [_hidden(part) for part in parts_W]
         return UserReduction(tuple(hidden), float("nan"), unreduced_W)
     factor = _plain(_common_factor(given_WSK[0], mean_SK), len(parts_W))
     distance = np.linalg.norm(given_WSK[0] - factor * mean_SK)
     if not factor or not distance <= _ONE_DIRECTION * np.linalg.norm(given_WSK[0]):
-        return UserReduction(tuple(parts_W), float("nan"), none_W)
+        weighted = _is_weighted_sum(given_WSK[0], local_WSK)
+        kept_W = parts_W if weighted else [_hidden(part, norms=False) for part in parts_W]
+        return UserReduction(tuple(kept_W), float("nan"), none_W)
     undone = tuple(
         replace(
             part,
@@ -102,6 +98,30 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
         for part, given_SK in zip(parts_W, given_WSK, strict=True)
     )
     return UserReduction(undone, factor, none_W)
+
+
+def _hidden(part: AuditPart, *, norms: bool = True) -> AuditPart:
+    """Return a part whose reduced gradient is unknown, and its norms, too."""
+    squares_S = part.reduced_squares_S
+    return replace(
+        part,
+        reduced_SK=np.full_like(part.reduced_SK, np.nan),
+        reduced_squares_S=np.full_like(squares_S, np.nan) if norms else squares_S,
+    )
+
+
+def _is_weighted_sum(given_SK: Floats, local_WSK: Floats) -> bool:
+    """Return whether a gradient is any weighted sum of the workers' own.
+
+    Otherwise the training has another gradient in mind, as with clipping by sample and noise.
+    """
+    if len(local_WSK) > _MOST_WEIGHTED:
+        return True
+    given_N = given_SK.reshape(-1)
+    local_NW = local_WSK.reshape(len(local_WSK), -1).T
+    weights_W = np.linalg.lstsq(local_NW, given_N, rcond=None)[0]
+    far = float(np.linalg.norm(given_N - local_NW @ weights_W))
+    return far <= _OWN_FACTOR * float(np.linalg.norm(given_N))
 
 
 def _by_place(given_WSK: Floats) -> NDArray[np.bool_]:

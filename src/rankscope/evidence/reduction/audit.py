@@ -66,14 +66,6 @@ class _Step:
     lasting_G: Floats
 
 
-_ANOTHER = 0.5  # of the mean's norm: from here on it is another gradient, on purpose or not
-_WHY_HOOK = "The communication hook {} compresses gradients."
-_WHY_LOOP = (
-    "The training's own loop reduces, and gives the optimizer another gradient: as with clipping "
-    "by sample, added noise, or a method of its own."
-)
-
-
 class ReductionAudit(Detector):
     """Corrupted elements, single workers that differ, and reductions in too narrow a type.
 
@@ -85,7 +77,7 @@ class ReductionAudit(Detector):
     ``hook``: name of the communication hook that reduces, which may compress from some step on; a
     lasting error is a note where it is one of torch's that do.
     ``by_loop``: whether the training's own loop reduces: over some workers alone, where the others
-    share the work on their samples; or it may mean another gradient than the mean.
+    share the work on their samples.
     """
 
     SETTINGS = ("_num_workers", "_expected", "_hook", "_by_loop")
@@ -320,11 +312,8 @@ class ReductionAudit(Detector):
         fault = self._found[key]
         types = sorted({self._expected.type_of(group) for group in fault.groups})
         severity = Severity.ERROR
-        by_hook = any(name in self._hook for name in _COMPRESSING)
-        another = self._by_loop and 2 * len(fault.groups) > len(self._groups)
-        another &= fault.residual >= _ANOTHER
         if key in (LOW_PRECISION, LOSSY):
-            meant = by_hook or (another and key == LOSSY)
+            meant = any(name in self._hook for name in _COMPRESSING)
             severity = Severity.NOTE if meant else Severity.WARNING
         return FaultEvidence(
             cause="numerics.reduction_error",
@@ -343,7 +332,6 @@ class ReductionAudit(Detector):
                 "fits": fault.fits,
                 "meant": " or ".join(types),
                 "hook": self._hook.rpartition(".")[2],
-                "why": _WHY_HOOK.format(self._hook.rpartition(".")[2]) if by_hook else _WHY_LOOP,
             },
             numbers={
                 "residual": fault.residual,
