@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.evidence.environment.training import training_facts
 from rankscope.files import to_plain
+from rankscope.wrappers.optimizers import JointOptimizer
 from support.ranks import run_ranks
 
 
@@ -51,6 +52,14 @@ def test_every_setting_of_the_optimizer_has_its_name():
     assert (first["lr"], second["lr"]) == (0.5, 0.25)
     assert (second["betas"], second["weight_decay"], second["tensors"]) == ([0.8, 0.99], 0.125, 1)
     assert (first["max_norm"], "params" in second) == ("inf", False)
+
+
+def test_parameters_that_an_optimizer_inside_of_another_repeats_count_once():
+    model = make_model()
+    outer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.optim.SGD([model[0].weight], lr=0.1)  # as ZeroRedundancyOptimizer has one
+    facts = facts_of(model, JointOptimizer([outer, inner]))["optimizer"]
+    assert [group["tensors"] for group in facts["groups"]] == [4]
 
 
 class Odd:

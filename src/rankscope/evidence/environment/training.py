@@ -10,7 +10,7 @@ import contextlib
 import gc
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -132,12 +132,24 @@ def _hook(wrapper: DistributedDataParallel) -> str | None:
 
 
 def _optimizer(optimizer: Any) -> Facts:
-    groups = list(optimizer.param_groups)
+    groups = _own_groups(optimizer.param_groups)
     return {
         "class": ", ".join(map(_class_of, all_of(optimizer))),
         "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
         "num_groups": len(groups),
     }
+
+
+def _own_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the groups without those that an optimizer inside of another repeats."""
+    seen: set[int] = set()
+    own = []
+    for group in groups:
+        held = set(map(id, group["params"]))
+        if not held or held - seen:
+            own.append(group)
+        seen |= held
+    return own
 
 
 def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
