@@ -40,7 +40,8 @@ def test_no_delivered_step_is_lost_when_ranks_are_killed(tmp_path, victims):
         assert recorded == list(range(len(recorded)))
         assert min(job.done) - 1 <= len(recorded) <= max(job.done)
         endings = run.info["ended"]
-        assert {ending["rank"] for ending in endings} == {0, 1}
+        # Where the survivor has delivered a step more, the run ends before the survivor does.
+        assert {*victims} <= {ending["rank"] for ending in endings}
         assert endings[0]["rank"] in victims or endings[0]["last_step"] == endings[1]["last_step"]
         assert min(ending["last_step"] for ending in endings) == recorded[-1]
         assert all(killed - 1 <= ending["time"] <= ended for ending in endings)
