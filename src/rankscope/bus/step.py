@@ -193,13 +193,18 @@ def has_micro_batches(step: GatheredStep) -> bool:
 def trains_alone(step: GatheredStep) -> bool | None:
     """Return whether each worker's optimizer gets its own gradients; None where it is not known.
 
-    No reduction has seen them, or one has left them as they were, as torch's for local SGD does.
+    No reduction has seen them, or one has left them as they were, as torch's for local SGD does. In
+    a step that compares no trained parameter, nothing is known.
     """
-    if (step.workers["param_digest"] == MISSING_INT).any():
+    workers = step.workers
+    if (workers["param_digest"] == MISSING_INT).any():
         return None
     reduced = [one for one in step.differences if one.kind is StateKind.REDUCED]
-    if (step.workers["unreduced"] == 1).all():
-        return bool(reduced) or any(d.kind is StateKind.APPLIED for d in step.differences)
+    if (workers["unreduced"] == 1).all():
+        own = reduced or any(one.kind is StateKind.APPLIED for one in step.differences)
+        return True if own else None
+    if not reduced and (workers["reduced_digest"] == MISSING_INT).any():
+        return None
     return bool(reduced) and all(one.unchanged_W.all() for one in reduced)
 
 
