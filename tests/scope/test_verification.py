@@ -32,6 +32,8 @@ SAYS = {
     "accumulates": ("verify.agrees", "note", "each with 4 micro-batches"),
     "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
     "clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
+    "clips by value": ("verify.agrees", "note", "clipped by value after the reduction"),
+    "two passes apart": ("verify.declined", "note", "made of several reductions"),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
@@ -127,6 +129,9 @@ class Loop:
             self.scope.close()
 
     def _step(self, step: int, *, ask: bool = False) -> None:
+        if self.kind == "two passes apart":
+            self._step_apart(step)
+            return
         count = 4 if self.kind in ACCUMULATES else 1
         for micro in range(count):
             last = micro == count - 1
@@ -139,6 +144,19 @@ class Loop:
                 self.scope.verify()
         with torch.no_grad():
             self._change()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _step_apart(self, step: int) -> None:
+        """Take each pass's reduced gradient away; apply what both make together, as in PCGrad."""
+        apart = []
+        for number in range(2):
+            self._loss(make_batch(self.rank, 2 * step + number), 1).backward()
+            apart.append([p.grad.clone() for p in self.wrapped.parameters()])
+            self.optimizer.zero_grad()
+        for parameter, one, other in zip(self.wrapped.parameters(), *apart, strict=True):
+            product = min((one * other).sum(), 0.0)
+            parameter.grad = one + other - product / other.square().sum().clamp(1e-9) * other
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -157,6 +175,8 @@ class Loop:
     def _change(self) -> None:
         if self.kind == "clips":
             nn.utils.clip_grad_norm_(self.wrapped.parameters(), 0.01)
+        if self.kind == "clips by value":
+            nn.utils.clip_grad_value_(self.wrapped.parameters(), 0.001)
         if self.kind == "changed":
             self.model.head.weight.grad[3] *= 1.5
 
@@ -222,9 +242,9 @@ def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in state.items()}
 
 
-def verifications(run_dir: Path) -> list[dict[str, Any]]:
+def findings(run_dir: Path, family: str) -> list[dict[str, Any]]:
     events = map(json.loads, (run_dir / "findings.jsonl").read_text().splitlines())
-    return [event for event in events if event["cause"].startswith("verify.")]
+    return [event for event in events if event["cause"].startswith(family)]
 
 
 @pytest.mark.ranks
@@ -233,10 +253,12 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path):
     prepare = deepspeed_modes.import_deepspeed
     told = run_ranks(train_each, 2, str(tmp_path), timeout=300, prepare=prepare)
     for kind, (cause, severity, sentence) in SAYS.items():
-        (finding,) = verifications(tmp_path / kind)
+        (finding,) = findings(tmp_path / kind, "verify.")
         assert (finding["cause"], finding["severity"]) == (cause, severity), finding["explanation"]
         assert sentence in finding["explanation"]
         assert finding["first_step"] == AT
+        if severity == "note":
+            assert findings(tmp_path / kind, "sync.changed_later") == []
         for warnings, same in (of_rank[kind] for of_rank in told):
             assert warnings == []
             assert same

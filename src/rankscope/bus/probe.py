@@ -69,6 +69,9 @@ class StepEnd:
     unreduced: bool = False
     # whether the step's first backward pass added to a gradient applied before
     left_over: bool = False
+    # whether a gradient was reduced and taken away in a step before, since the last update: the
+    # optimizer may get it with this step's
+    set_aside: bool = False
     # by what pipeline schedules multiplied gradients after the backward passes; NaN without one
     schedule_scale: float = math.nan
     step_seconds: float = math.nan  # wall time since the step before

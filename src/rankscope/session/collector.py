@@ -496,7 +496,9 @@ class StepCollector:
         self, gradient: GradientTransfer | None, now: float, busy: float, *, comparable: bool
     ) -> StepEnd:
         num_passes = self._passes.current + 1
+        set_aside = False
         if self._accumulation is not None:
+            set_aside = self._accumulation.set_aside
             self._accumulation.end_step(num_passes, updated=self._updated)
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
@@ -509,6 +511,7 @@ class StepCollector:
             summed_workers=self._tap.summed_workers,
             unreduced=self._unreduced,
             left_over=bool(self._left_over),
+            set_aside=set_aside,
             schedule_scale=self._schedule.collect(),
             step_seconds=now - self._last_time,
             busy_seconds=busy,

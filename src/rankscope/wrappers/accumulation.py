@@ -62,6 +62,8 @@ class Accumulation:
         self._waiting_passes = 0  # of those of them whose gradients still wait for an update
         self._dropped_passes = 0  # of the step, whose gradients were reduced and taken away
         self._reduced = False  # in this step
+        self.set_aside = False
+        """Whether a gradient was reduced and taken away in a step since the last update."""
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
@@ -101,6 +103,7 @@ class Accumulation:
             self._fewest_passes = min(self._fewest_passes or taken, taken)
             self._earlier_passes = 0
         waits = not updated and self._waits()
+        self.set_aside = not updated and (self.set_aside or (self._reduced and not waits))
         self._waiting_passes = self._waiting_passes + num_passes if waits else 0
         self._dropped_passes = 0
         self._reduced = False

@@ -1,4 +1,4 @@
-"""The training's calls of torch's functions that clip gradients by their norm.
+"""The training's calls of torch's functions that clip gradients, by their norm or by value.
 
 ``clip_grad_norm_``, the frameworks that call it, and loops that take the norm in one call and scale
 by it in another all use two functions. Scripts import them by name before anything is watched, so
@@ -81,6 +81,10 @@ NORM = _ClippingRelay("torch.nn.utils.clip_grad._get_total_norm")
 
 CLIP = _ClippingRelay("torch.nn.utils.clip_grad._clip_grads_with_norm_")
 """Calls that scale gradients down, given their norm."""
+
+
+VALUE = _ClippingRelay("torch.nn.utils.clip_grad.clip_grad_value_")
+"""Calls that clip each element of gradients."""
 
 
 def rounding_of(parameters: Sequence[Tensor]) -> float:

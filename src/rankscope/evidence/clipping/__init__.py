@@ -11,6 +11,7 @@ COLUMNS = (
         ("clip_factor", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "factor by which that call scaled, from the norm that it was given; null if that is no plain number"),
         ("clip_whole", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether all gradients that count in that norm are measured here: none of other stages, or of parts that are not compared"),
         ("clip_left_out", DType.INT, "gradients", Source.LOCAL, Tail.NONE, "gradients that it scaled, less those whose norm torch computed"),
+        ("clip_value", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "clip_value of the step's call of clip_grad_value_ on any of these gradients, the smallest; null without one"),
         ("clips_between", DType.INT, "", Source.LOCAL, Tail.NONE, "micro-batches of the step after which gradients were clipped and added to later"),
         ("clip_rounding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "relative error of a norm and a factor by rounding, at most, by the types and sizes of these gradients"),
     ),

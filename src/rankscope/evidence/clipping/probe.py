@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
-from rankscope.wrappers.clipping import CLIP, NORM, rounding_of
+from rankscope.wrappers.clipping import CLIP, NORM, VALUE, rounding_of
 from rankscope.wrappers.labels import is_spread, own
 from rankscope.wrappers.tap import Guarded, guarded
 
@@ -75,12 +75,17 @@ class ClippingProbe(Probe):
         self._clear()
         self._stops: list[Callable[[], object]] = [
             relay.subscribe(before=listener)
-            for relay, listener in ((NORM, self._see_norm), (CLIP, self._see_clip))
+            for relay, listener in (
+                (NORM, self._see_norm),
+                (CLIP, self._see_clip),
+                (VALUE, self._see_value),
+            )
             if relay.exists
         ]
 
     def _clear(self) -> None:
         self._updated = False
+        self._value = math.nan  # the smallest limit of elements
         self._orders: set[float] = set()
         self._num_normed = 0
         self._calls: list[_Call] = []
@@ -112,6 +117,14 @@ class ClippingProbe(Probe):
         several = [parameters] if isinstance(parameters, Tensor) else parameters
         self._calls.append(_Call(self._listed(several), limit, total_norm, given))
 
+    @guarded
+    def _see_value(self, parameters: Any, clip_value: Any, *args: Any, **more: Any) -> None:
+        if self._updated or not isinstance(clip_value, Real):
+            return
+        several = [parameters] if isinstance(parameters, Tensor) else parameters
+        if self._listed(several).all & self._measured:
+            self._value = min(float(clip_value), self._value)  # the first argument if it is NaN
+
     def _listed(self, parameters: Sequence[Tensor]) -> _Listed:
         """Return which parameters a list holds; a list like an earlier one is not read again."""
         ends = (id(parameters[0]), id(parameters[-1])) if parameters else (0, 0)
@@ -126,8 +139,10 @@ class ClippingProbe(Probe):
     def collect(self, end: StepEnd) -> PendingClipping:
         """Return the step's clipping."""
         calls, orders, num_normed = self._calls, self._orders, self._num_normed
+        value = self._value
         self._clear()
         values = {
+            "clip_value": value,
             "clip_rounding": self._rounding,
             "clips_between": float(self._num_between),
             "summed_workers": end.summed_workers,

@@ -12,6 +12,7 @@ COLUMNS = (
     *declare(
         Table.WORKERS,
         ("grad_left_over", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the step's first backward pass added to a gradient that the optimizer had applied before"),
+        ("grad_set_aside", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether a gradient was reduced and taken away in a step before, since the last update: the optimizer may get a gradient made of both, as in PCGrad"),
         ("accumulator_change", DType.FLOAT, "", Source.LOCAL, Tail.HIGH, "relative change of the accumulated gradient's norm from the end of one micro-batch's backward pass to the beginning of the next, the largest of the step; DDP with no_sync, FSDP2 (of this rank's shards where each pass reduces), DeepSpeed (of shards under ZeRO 2 and 3), no wrapper"),
         ("accumulator_scale", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "that norm at the beginning over that at the end: 1 if nothing happened, 0 if it was reset"),
         ("accumulator_micro", DType.INT, "", Source.LOCAL, Tail.NONE, "the first micro-batch before which it changed most, from 0"),

@@ -174,7 +174,7 @@ class ChangedLater(Detector):
     are reported: as a note, since clipping by value or by layer does that, as does a layer that is
     held back, with 0. It is a warning where the factor is the same in three readings (to 0.1 %) or
     above 1. That proves nothing where the job has other ranks beside the workers: gradients may be
-    summed over these.
+    summed over these. Where torch clips by value, smaller norms are that.
     """
 
     SETTINGS = ("_other_axes",)
@@ -191,7 +191,8 @@ class ChangedLater(Detector):
         known_W = np.isfinite(factors_W)
         if not known_W.any():
             return ()
-        ranks = np.flatnonzero(known_W & (factors_W != 1)).tolist()
+        by_value_W = (factors_W < 1) & np.isfinite(step.gathered.workers["clip_value"])
+        ranks = np.flatnonzero(known_W & (factors_W != 1) & ~by_value_W).tolist()
         if ranks:
             self._factors = [*self._factors, float(factors_W[ranks[0]])][-ERROR_FROM:]
             found = [d.name for d in step.gathered.differences if d.kind is StateKind.CHANGED]

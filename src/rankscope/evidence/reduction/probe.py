@@ -11,6 +11,7 @@ class ReductionProbe(Probe):
         values = {
             "unreduced": end.unreduced,
             "grad_left_over": end.left_over,
+            "grad_set_aside": end.set_aside,
             "schedule_scale": end.schedule_scale,
         }
         return Ready(MessagePart(values))

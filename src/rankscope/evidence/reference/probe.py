@@ -35,7 +35,7 @@ from rankscope.evidence.reference.models import (
 from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.private import Patch, lacking
-from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import Wrapped, is_compiled
 from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE
@@ -89,7 +89,7 @@ class ReferenceProbe(Probe):
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
-        self._num_clips = 0  # before the step
+        self._num_clips = self._num_value_clips = 0  # before the step
         self._spent = 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
@@ -148,6 +148,7 @@ class ReferenceProbe(Probe):
                 self._due = step
                 self._declined = self._why_not
                 self._num_clips = CLIP.num_calls
+                self._num_value_clips = VALUE.num_calls
                 if self._derivative is None:
                     self._declined = self._why_not or self._why_no_copy
                 if not self._declined:
@@ -218,7 +219,14 @@ class ReferenceProbe(Probe):
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
         part = self._reference.compute(trained).without(self._channel.shared_weights)
-        return replace(part, clips=CLIP.num_calls > self._num_clips)
+        return replace(
+            part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value
+        )
+
+    @property
+    def _clips_value(self) -> bool:
+        """Whether torch has clipped elements of gradients in the step."""
+        return VALUE.num_calls > self._num_value_clips
 
     def _derive(self, step: int, *, kept: bool, alone: bool) -> ReferenceShare:
         """Measure directional derivatives, together with all ranks of the job.
@@ -229,6 +237,8 @@ class ReferenceProbe(Probe):
         trained = [micro for micro in self._passes if micro.trained]
         if not problem and (self._derivative is None or not kept or not trained):
             problem = "directional derivatives are measured under DDP, FSDP2 and without a wrapper"
+        if not problem and self._clips_value:
+            problem = "gradients are clipped by value"
         if not problem:
             assert self._derivative is not None
             try:

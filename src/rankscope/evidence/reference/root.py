@@ -30,6 +30,10 @@ _UNKNOWN_FACTOR = (
 _NO_ONE_MODEL = (
     "the workers hold different values of {}, so that it is the gradient of no one model"
 )
+_SET_ASIDE = (
+    "the optimizer may get a gradient made of several reductions, of which this step has the last"
+)
+_PROVE = ("verify.agrees", "verify.declined")  # whatever the optimizer got before
 _MOST_NAMED = 3
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
@@ -71,7 +75,10 @@ class Verifications(Director):
     ) -> Iterable[Request]:
         """Judge the step's gradient, if it was computed again."""
         if step.step in self._parts:
-            self._conclude(step.step, self._judge(step, self._parts[step.step]))
+            finding = self._judge(step, self._parts[step.step])
+            if step.workers["grad_set_aside"].any() and finding.cause not in _PROVE:
+                finding = declined(_SET_ASIDE, (), step.step)
+            self._conclude(step.step, finding)
         return ()
 
     def _conclude(self, step: int, finding: Finding) -> None:

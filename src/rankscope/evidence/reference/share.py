@@ -65,6 +65,7 @@ class ReferenceShare:
     summed_workers: float = 1.0  # 1 for a mean, W for a sum
     axis: str = ""  # along which ranks share the parameters; empty without
     clips: bool = False  # torch clipped gradients in the step, before the optimizer's call
+    clips_value: bool = False  # each element of theirs
     declined: str = ""  # the reason why all of this is missing; empty if it is not
     slopes: Slopes | None = None  # which all ranks have measured instead; None without
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
@@ -79,6 +80,7 @@ class ReferenceShare:
             "summed_workers": self.summed_workers,
             "axis": self.axis,
             "clips": self.clips,
+            "clips_value": self.clips_value,
             "declined": self.declined,
             "slopes": None if self.slopes is None else self.slopes.to_json(),
             "digests": dict(self.digests),
@@ -102,6 +104,7 @@ class ReferenceShare:
                 summed_workers=float(header["summed_workers"]),
                 axis=str(header["axis"]),
                 clips=bool(header["clips"]),
+                clips_value=bool(header["clips_value"]),
                 declined=str(header["declined"]),
                 slopes=None if header["slopes"] is None else Slopes.from_json(header["slopes"]),
                 digests={str(name): int(one) for name, one in header["digests"].items()},

@@ -44,6 +44,7 @@ Bools = NDArray[np.bool_]
 _CLEAR = 100.0  # a gradient so many times its bound has a direction beyond rounding
 _VISIBLE = 2.0  # the same, if no gradient is so clear
 _EQUAL = 0.02  # relative: weights this close are the same
+_MOST_GROWN = 1.25  # a norm, by its estimate alone
 _FACTORS = 3  # different ones show that each parameter has its own
 _UNCLEAR = 0.25  # standard error beyond which a weight is unknown
 
@@ -112,6 +113,7 @@ class Verification:
     blur: float = 0.0  # bound of rounding over the norm, for most parameters
     held: tuple[str, ...] = ()  # parameters without a gradient after a sound reduction
     shrunk: tuple[float, ...] = ()  # factors of others after it, where each has its own
+    by_value: bool = False  # elements were clipped after a sound reduction
 
     @property
     def ulps(self) -> float:
@@ -346,7 +348,7 @@ def _find_held(reference: _Reference) -> Verification | None:
     """Return an answer where the reduced gradient agrees, and some of it was taken back after that.
 
     A layer may be held back, on all workers. And each parameter may be clipped by its own norm: no
-    two such factors are the same.
+    two such factors are the same. Where torch clips by value, no norm may grow.
     """
     step = reference.step
     if step.changes is None:
@@ -358,6 +360,9 @@ def _find_held(reference: _Reference) -> Verification | None:
         return None
     ratios_P = _ratios(given_PK, reduced.given_W[0])
     size_P = _norms(reduced.given_W[0])
+    if all(part.clips_value for part in step.parts_W):
+        is_smaller = bool((_norms(given_PK) <= _MOST_GROWN * size_P).all())
+        return replace(sound, by_value=True) if is_smaller else None
     far_P = _norms(given_PK - np.nan_to_num(ratios_P)[:, None] * reduced.given_W[0])
     rounding_P = 8 * (step.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
     if (far_P > rounding_P).any() or (ratios_P > 1 + _EQUAL).any() or (ratios_P < 0).any():

@@ -216,6 +216,8 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
     if found.shrunk:
         least, most = f"{min(found.shrunk):.2g}", f"{max(found.shrunk):.2g}"
         clipped += f", times {least} to {most} of each parameter's own after the reduction"
+    if found.by_value:
+        clipped += ", clipped by value after the reduction"
     if found.held:
         clipped += f", without {shortened(list(found.held), _MOST_NAMED)}, held back after it"
     place = "it became so in the reduction, or after it"

@@ -272,7 +272,7 @@ class StateMeter:
             cached.state.learn(reading, tensors)
         return self._begin(reading)
 
-    def collect(self) -> PendingState:
+    def collect(self, *, set_aside: bool = False) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
         slot = self._slot
         seen = self._seen
@@ -287,6 +287,7 @@ class StateMeter:
             finds_changed=not self._sums_by_hand,
             replicated=self._replicated,
             summed=self._summed,
+            set_aside=set_aside,
         )
         self._clear()
         return pending

@@ -196,7 +196,7 @@ class StateProbe(Probe):
         self._begin(end.step)
         if not self._is_read:
             self._meter.see_state()
-        return self._meter.collect()
+        return self._meter.collect(set_aside=end.set_aside)
 
     def _begin(self, step: int) -> None:
         if self._meter is not None and self._step != step:

@@ -204,6 +204,7 @@ class PendingState:
     finds_changed: bool  # look for gradients that were changed after the reduction
     replicated: bool  # else digests of gradients would only differ, and are left out
     summed: Container[str]  # over other ranks after the reduction, which is no change
+    set_aside: bool  # an earlier gradient was: one that is no multiple of the last may hold both
     changed: tuple[str, ...] = ()  # gradients changed otherwise than most; known once read
 
     @property
@@ -279,8 +280,11 @@ class PendingState:
                 self._fill_unchanged(unchanged, parts)
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
+            spread = spread_of_factors(*each)
+            if self.set_aside and not spread <= _SAME_FACTOR:
+                return
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
-            values["applied_spread"] = spread_of_factors(*each)
+            values["applied_spread"] = spread
             if not self.finds_changed:
                 return
             factor, odd = odd_factors(*each)
