@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class Watching:
 
     scope: Scope
     losses: BackwardLoss
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
 
     def close(self, error: BaseException | None) -> None:
         """Finish the run; one that ``error`` has ended is incomplete."""
@@ -58,7 +60,24 @@ class Watching:
         self.scope.__exit__(None if error is None else type(error), error, None)
 
 
-def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) -> Watching | None:
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A training of the script that was watched before; the new one does not continue it."""
+
+    since: Sequence[nn.Module]  # wrappers that were made since it began
+    optimizers: Sequence[Optimizer]  # its own
+
+
+_begun: Counter[str] = Counter()
+"""How often the ranks of a group have agreed to begin."""
+
+
+def begin(
+    model: nn.Module,
+    job: ScriptJob,
+    called: Sequence[Optimizer] = (),
+    earlier: Earlier | None = None,
+) -> Watching | None:
     """Watch a model from now on, unless the script does so itself: then return None.
 
     Every rank of the model's data-parallel group calls it before its first training step; the ranks
@@ -68,7 +87,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
     log_to_stderr()
     wrapped = find_wrapper(model)
     alone = wrapped.kind is LOOP
-    context = CallerContext(model, called)
+    context = CallerContext(model, called, earlier)
     patience = _PATIENCE_ALONE if alone else BEGIN_SECONDS
     problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "", patience)
     if problem == _WATCHED_ALREADY:
@@ -87,7 +106,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
             run_dir=job.run_dir,
             config={"script": job.script},
             process_group=find_worker_group(model) if alone else None,
-            **job.options,
+            **{"resume": earlier is None, **job.options},
         )
     losses = BackwardLoss(scope, models)
     try:
@@ -96,13 +115,15 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
     follow_calling_trainer(scope)
     _log_unwatched(context, models, found=bool(optimizers))
-    return Watching(scope, losses)
+    return Watching(scope, losses, models, optimizers)
 
 
 def _agree(group: dist.ProcessGroup, problem: str, patience: float) -> str:
     ranks = dist.get_process_group_ranks(group)
     c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore(f"rankscope-run/{ranks[0]}/{len(ranks)}", default_store())
+    place = f"rankscope-run/{ranks[0]}/{len(ranks)}"
+    store = c10d.PrefixStore(f"{place}/{_begun[place]}", default_store())
+    _begun[place] += 1
     late = (
         "after {seconds:.0f} s, {ready} of {num_ranks} ranks had begun to train under rankscope "
         "run; start all ranks with it"
@@ -113,13 +134,21 @@ def _agree(group: dist.ProcessGroup, problem: str, patience: float) -> str:
 class CallerContext:
     """The optimizers, wrappers and scopes that exist beside a model when its training begins."""
 
-    def __init__(self, model: nn.Module, called: Sequence[Optimizer] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        called: Sequence[Optimizer] = (),
+        earlier: Earlier | None = None,
+    ) -> None:
         self._model = model
+        self._earlier = earlier
         engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
         wrappers = [DistributedDataParallel, FSDPModule, *([engine] if engine else [])]
         found = live_objects(Optimizer, Scope, *wrappers)
         self._optimizers = _each_once([*found[Optimizer], *called])
-        self._wrappers = [wrapper for kind in wrappers for wrapper in found[kind]]
+        living = (wrapper for kind in wrappers for wrapper in found[kind])
+        since = None if earlier is None else set(map(id, earlier.since))
+        self._wrappers = [one for one in living if since is None or id(one) in since]
         self.is_watched = any(not scope._closed for scope in found[Scope])
         """Whether the script watches itself."""
 
@@ -139,7 +168,11 @@ class CallerContext:
                 elements = sum(parameters[number].numel() for number in own)
                 ranked.append((-elements, min(own), type(optimizer).__name__, optimizer))
         ranked.sort(key=lambda entry: entry[:3])
-        return [entry[-1] for entry in ranked]
+        found = [entry[-1] for entry in ranked]
+        if self._earlier is None:
+            return found
+        new = [each for each in found if not any(each is old for old in self._earlier.optimizers)]
+        return new if _held(new, place) == _held(found, place) else found
 
     def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
         """Return the optimizer of tensors that have the shapes of all trained parameters of models.
@@ -197,6 +230,12 @@ class CallerContext:
         ]
         inner = {id(part) for other in others for part in other.modules() if part is not other}
         return [other for other in others if id(other) not in inner]
+
+
+def _held(optimizers: Iterable[Optimizer], known: Container[int]) -> set[int]:
+    """Return the ids of those known parameters that optimizers hold."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(p) for group in groups for p in group["params"] if id(p) in known}
 
 
 def _content(model: nn.Module) -> tuple[Any, ...]:

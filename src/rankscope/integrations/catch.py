@@ -9,6 +9,9 @@ shows which parameters are trained; the first module that is called after it and
 the model, or the smallest one where the training calls methods of it. It is watched from the end of
 that step on, the second one: no rank waits for another there, as stages of a pipeline do in a step.
 
+A script may train one model after the other, or wrap a model anew. A DDP wrapper that is made while
+another is watched, and then trains without it, gets a run of its own; that of the other ends.
+
 This module imports nothing heavy: it is loaded with torch in every process of the job, data loader
 workers among them. None of its frames is on the stack when the script's own code runs, so no
 traceback shows it.
@@ -51,6 +54,11 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _AUTOGRAD = "torch.autograd"
 _OPTIMIZER = "torch.optim.optimizer"
 
+_DDP = "torch.nn.parallel.distributed"
+_ALONE_FROM = 3
+"""Forward passes of a later model, none of the watched one between, that take its place."""
+_MOST_RUNS = 32
+
 NOTHING = (
     "nothing was watched: the script trained no model under DistributedDataParallel, replicate or "
     "fully_shard, no DeepSpeed engine, and none without wrapper on several ranks"
@@ -86,6 +94,10 @@ class Catch:
         self._called: Any = None  # the first of them that a training step called
         self._after_step: Any = None
         self._ending = Ending()
+        self._watched: Any = weakref.WeakSet()  # models of the present run
+        self._optimizers: Any = weakref.WeakSet()  # of the present run
+        self._later: Any = weakref.WeakSet()  # DDP wrappers that were made since it began
+        self._num_runs = self._num_alone = 0
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
         wanted[_COLLECTIVES] = self._patch_destroy
         wanted[_OPTIMIZER] = self._await_optimizer
@@ -182,6 +194,7 @@ class Catch:
             self._stop_waiting()
             for hook in self._hooks:
                 hook.remove()
+            self._hooks = []
             self._begin(model)
         except Exception as error:
             self._fail(error)
@@ -214,12 +227,60 @@ class Catch:
         self._waiting.clear()
 
     def _begin(self, model: Any) -> None:
-        from rankscope.integrations.beginning import begin
+        from rankscope.integrations.beginning import Earlier, begin
 
-        watching = begin(model, self._job, list(self._calls))
+        again = self._num_runs > 0
+        earlier = Earlier(list(self._later), list(self._optimizers)) if again else None
+        watching = begin(model, self._job, list(self._calls), earlier)
         self._job.mark_reported()
-        if watching is not None:
-            self._ending.attach(watching)
+        if watching is None:
+            return
+        self._ending.attach(watching)
+        self._num_runs += 1
+        self._watched = weakref.WeakSet(watching.models)
+        self._optimizers = weakref.WeakSet(watching.optimizers)
+        self._later.clear()
+        self._num_alone = 0
+        wrappers: Any = sys.modules.get(_DDP)
+        if wrappers is not None and not again:
+            self._ending.replace(wrappers.DistributedDataParallel, "__init__", self._noting)
+
+    def _noting(self, make: Callable[..., None]) -> Callable[..., None]:
+        """Return an ``__init__`` of DDP's that notes the object."""
+
+        @functools.wraps(make)
+        def init(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            make(wrapper, *args, **kwargs)
+            self._later.add(wrapper)
+            if not self._hooks and self._num_runs < _MOST_RUNS:
+                kind = sys.modules[_DDP].DistributedDataParallel
+                self._hooks = [CallHook(kind, self._before_later_call)]
+
+        return init
+
+    def _before_later_call(self, model: Any) -> None:
+        """Watch a later model in place of the present one, if it trains without that."""
+        try:
+            if not _may_train(model) or not model.training:
+                return
+            if model in self._watched:
+                self._num_alone = 0
+                return
+            if model not in self._later:
+                return
+            self._num_alone += 1
+            if self._num_alone < _ALONE_FROM and not self._takes_over(model):
+                return
+        except Exception as error:
+            self._fail(error)
+            return
+        self._ending.end_run()
+        self._watch(model)
+
+    def _takes_over(self, model: Any) -> bool:
+        """Return whether a model trains parameters of the watched one."""
+        own = {id(parameter) for parameter in model.parameters()}
+        return any(id(p) in own for each in self._watched for p in each.parameters())
 
 
 class SingleProcessRun:
@@ -315,9 +376,17 @@ class Ending:
 
     def attach(self, watching: "Watching") -> None:
         """Close the run when the process ends, or its process group before."""
+        if not self._pid:
+            at_end(self, self._finish)
         self._watching = watching
         self._pid = os.getpid()
-        at_end(self, self._finish)
+
+    def end_run(self) -> None:
+        """Close the present run: another begins."""
+        watching, self._watching = self._watching, None
+        if watching is not None and self._pid == os.getpid():
+            with contextlib.suppress(Exception):
+                watching.close(None)
 
     def notice_exit_codes(self) -> None:
         """Remember the exit code of the script: a run that fails is incomplete.

@@ -219,9 +219,7 @@ class ReferenceProbe(Probe):
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
         part = self._reference.compute(trained).without(self._channel.shared_weights)
-        return replace(
-            part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value
-        )
+        return replace(part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value)
 
     @property
     def _clips_value(self) -> bool:
