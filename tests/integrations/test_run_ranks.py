@@ -56,6 +56,11 @@ def by_hand(rank, folder):
     return digests
 
 
+def train_in_phases(rank):
+    neighbour()
+    return importlib.import_module("train_in_phases").train_all(rank)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run ranks")
@@ -195,3 +200,16 @@ def test_a_script_that_raises_in_torch_has_the_same_traceback(tmp_path):
     assert "".join(lines) == plain.stderr
     assert recorded.startswith("rankscope: the run is recorded in")
     assert Run.open(run_dir).status == "incomplete"
+
+
+def test_one_training_after_the_other_in_a_run_of_its_own(tmp_path):
+    """A new model is watched from its third step on; one in a new wrapper from its first."""
+    script, run_dir = SCRIPTS / "train_in_phases.py", tmp_path / "run"
+    ended = start_on_ranks(run_dir, script, str(tmp_path / "watched"))
+    assert ended.returncode == 0, ended.stderr
+    assert [told(tmp_path, "watched", rank) for rank in range(2)] == run_ranks(train_in_phases, 2)
+    runs = [Run.open(tmp_path / name) for name in ("run", "run-2", "run-3")]
+    assert [len(run.columns(Table.STEPS, "step")["step"]) for run in runs] == [6, 4, 5]
+    assert [run.status for run in runs] == ["complete"] * 3
+    assert not any("continues" in run.info for run in runs)
+    assert ended.stderr.count("of 2 workers: no fault found") == 3, ended.stderr
