@@ -109,7 +109,7 @@ def test_a_factor_of_some_parameters_is_told_and_they_are_named():
         "num_names": 1,
         "factor": 0.5,
     }
-    assert "the gradients of block.weight were multiplied by 0.5" in words(found[-1])
+    assert "the norms of the gradients of block.weight changed by 0.5" in words(found[-1])
 
 
 def test_clipping_by_value_or_layer_is_a_note_and_by_norm_nothing():

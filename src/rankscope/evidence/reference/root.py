@@ -76,7 +76,7 @@ class Verifications(Director):
         """Judge the step's gradient, if it was computed again."""
         if step.step in self._parts:
             finding = self._judge(step, self._parts[step.step])
-            if step.workers["grad_set_aside"].any() and finding.cause not in _PROVE:
+            if step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0 and finding.cause not in _PROVE:
                 finding = declined(_SET_ASIDE, (), step.step)
             self._conclude(step.step, finding)
         return ()
