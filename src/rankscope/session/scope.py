@@ -39,10 +39,10 @@ from rankscope.session.meetings import JoinedMesh
 from rankscope.session.opening import RunHandle, start_recorder_thread
 from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
-from rankscope.wrappers.call_hooks import ForeignHook, ModuleHook
-from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
+from rankscope.wrappers.calls import ForeignHook, ModuleHook
+from rankscope.wrappers.find import is_compiled, is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
 
