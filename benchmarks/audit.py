@@ -26,11 +26,10 @@ from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import StepBatch
 from rankscope.evidence.reduction.audit import ReductionAudit
 from rankscope.evidence.reduction.levels import ExpectedResiduals
-from rankscope.gradients.fold import fold
-from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import Sketcher
-from rankscope.gradients.totals import GradientTotals
+from rankscope.gradients.totals import GradientTotals, fold
 from rankscope.lab.study.rounding import record_gradients
 from rankscope.stats.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gpu_processes import context_of_ranks, end_with_parent
 from harness import median_interval
 
-from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import Sketcher
 

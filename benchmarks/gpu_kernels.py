@@ -256,7 +256,7 @@ def _handed_over(setup: Setup) -> Values:
     if not hasattr(fused, "hand_over"):
         raise NotPossibleError("this version has no such kernel")
     handover: Any = importlib.import_module("rankscope.wrappers.transfer")
-    folding_of: Any = importlib.import_module("rankscope.gradients.fold").Folding
+    folding_of: Any = importlib.import_module("rankscope.gradients.totals").Folding
     tap: Any = importlib.import_module("rankscope.wrappers.tap")
     equal = []
     for rows, audit in setup.pick(((1, 0), (5, 13), (40, 251)), ((2, 13),)):

@@ -19,7 +19,8 @@ from harness import median_interval
 from rich.console import Console
 from torch import Tensor
 
-from rankscope.gradients.kernels import Kernel, ParameterSigns, choose_kernel, period_signs
+from rankscope.gradients.kernels import choose_kernel
+from rankscope.gradients.kernels.interface import Kernel, ParameterSigns, period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.totals import GradientTotals
 

@@ -307,14 +307,8 @@ def _pretend(training: _Training) -> None:
     from rankscope.evidence.loss import probe as loss
     from rankscope.evidence.samples import probe as samples
     from rankscope.evidence.state import readings
-    from rankscope.gradients.kernels import (
-        fused,
-        many,
-        period_signs,
-        triton,
-        triton_digest,
-        triton_handover,
-    )
+    from rankscope.gradients.kernels import fused, many, triton, triton_digest
+    from rankscope.gradients.kernels.interface import period_signs
     from rankscope.wrappers import labels
     from rankscope.wrappers import transfer as handover
 
@@ -323,7 +317,7 @@ def _pretend(training: _Training) -> None:
         (triton, "measure_tiles"),
         (triton, "combine"),
         (triton_digest, "digest_chunks"),
-        (triton_handover, "gather"),
+        (triton, "gather"),
     ):
         setattr(replaced, name, _Counted(getattr(replaced, name), training.counting))
     cpu = torch.device("cpu")

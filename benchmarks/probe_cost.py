@@ -38,7 +38,7 @@ from rankscope.session.instruments import choose_instruments
 from rankscope.session.options import WatchOptions
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers import ddp, passes, transfer
-from rankscope.wrappers.call_hooks import ModuleHook
+from rankscope.wrappers.calls import ModuleHook
 from rankscope.wrappers.find import find_wrapper
 from rankscope.wrappers.guard import Guard
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.groups import group_parameters
-from rankscope.gradients.fold import fold
 from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import fold
 
 WIDTH = 4093
 NARROW = 251

@@ -165,7 +165,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_post_accumulate_grad_hooks",
-        "wrappers.ddp_step",
+        "wrappers.hooked",
         "the local gradient of a model without wrapper, before hooks of the training's reduce it",
         "such hooks run before the local gradient is read",
     ),
@@ -217,7 +217,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_accumulated wrappers.loop"
+        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
         " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
         " lab.reductions.order_free",
@@ -426,7 +426,7 @@ USES = (
     Use(
         "torch._C._dynamo.eval_frame",
         "get_eval_frame_callback",
-        "wrappers.call_hooks",
+        "wrappers.calls",
         "whether a hook is about to be traced",
         "hooks are always called past the compiler, which takes longer",
     ),
@@ -434,7 +434,7 @@ USES = (
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
         "wrappers.labels gradients.names integrations.catch lab.reductions.fixed_order"
-        " wrappers.find wrappers.call_hooks evidence.canary.alone lab.study.demo"
+        " wrappers.find wrappers.calls evidence.canary.alone lab.study.demo"
         " lab.study.preloaded integrations.parity",
         "the model inside of a compiled one, and its calls; what the compiler logs is kept out of"
         " the output",
@@ -443,7 +443,7 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find wrappers.call_hooks evidence.canary.program evidence.environment.facts"
+        "wrappers.find wrappers.calls evidence.canary.program evidence.environment.facts"
         " evidence.parity.probe",
         "whether Module.compile was called, for hooks would break the graph of such a module: they"
         " run around the compiled call",
@@ -504,7 +504,7 @@ USES = (
     Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "wrappers.find integrations.torchtitan evidence.update.audit",
+        "wrappers.optimizers integrations.torchtitan evidence.update.audit",
         "which of several wrapped optimizers takes hooks, and which hooks change an update",
         "no settings and no time of the optimizer are recorded",
     ),
@@ -519,7 +519,7 @@ USES = (
     Use(
         _DDP,
         "_comm_hooks _get_ddp_logging_data",
-        "evidence.environment.training wrappers.ddp_step lab.reductions.fixed_order"
+        "evidence.environment.training wrappers.ddp lab.reductions.fixed_order"
         " lab.reductions.order_free",
         "whether, and in which hook, something else reduces",
         "the run's facts name no hook; fixed_order and order_free refuse",
@@ -527,7 +527,7 @@ USES = (
     Use(
         _DDP,
         "_join_config _divide_by_initial_world_size",
-        "wrappers.ddp_step lab.reductions.fixed_order",
+        "wrappers.ddp lab.reductions.fixed_order",
         "over how many workers a mean is taken in model.join()",
         "fixed_order and order_free refuse, or divide by the initial number",
     ),
@@ -548,7 +548,7 @@ USES = (
     Use(
         _DDP,
         "_sync_buffers _match_all_reduce_for_bwd_pass",
-        "wrappers.ddp_step",
+        "wrappers.ddp",
         "when DDP broadcasts buffers, and which steps a worker without data only shadows",
         "the wait for a broadcast is part of the forward pass; shadowed steps are not observed",
     ),
@@ -630,7 +630,7 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "wrappers.fsdp2_model wrappers.fsdp2_lookup",
+        "wrappers.fsdp2_model",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),

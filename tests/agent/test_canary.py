@@ -27,8 +27,7 @@ from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
 from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
-from rankscope.wrappers.find import Wrapped
-from rankscope.wrappers.kinds import DDP
+from rankscope.wrappers.find import DDP, Wrapped
 from support.models import make_batch, make_model
 from support.stepping import evidence_of
 from support.streams import gathered

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
 from support.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random

@@ -4,7 +4,9 @@ import logging
 
 import pytest
 
-from rankscope.gradients.kernels import choose, choose_kernel, period_signs
+from rankscope.gradients import kernels
+from rankscope.gradients.kernels import choose_kernel
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.totals import GradientTotals
@@ -39,7 +41,7 @@ def test_a_kernel_that_errs_is_not_used(caplog, monkeypatch):
             if signs is None:
                 into.squared_norms[group] *= 1 + 1e-5
 
-    monkeypatch.setattr(choose, "NativeKernel", Wrong)
+    monkeypatch.setattr(kernels, "NativeKernel", Wrong)
     assert chosen(caplog) == "torch"
     assert "errs on torch.float32" in caplog.text
 
@@ -54,9 +56,9 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
     broken = Broken(CPU, WIDTH, period_signs(SEED))
     gradient = random(3 * WIDTH)
     with caplog.at_level(logging.INFO, logger="rankscope"):
-        safe = choose.SafeKernel(broken, plain)
+        safe = kernels.SafeKernel(broken, plain)
         expect(measured(safe, gradient, gradient), truth("weight", SEED, gradient.repeat(2), WIDTH))
-        safe = choose.SafeKernel(broken, plain)
+        safe = kernels.SafeKernel(broken, plain)
         totals = GradientTotals.zeros(1, WIDTH, CPU)
         safe.measure(gradient, None, 0, totals, 0)
     assert float(totals.squared_norms) == pytest.approx(float(gradient.double().square().sum()))

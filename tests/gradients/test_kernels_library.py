@@ -5,21 +5,21 @@ import logging
 import pytest
 import torch
 
-from rankscope.gradients.kernels import bits, choose_kernel, inputs, library, period_signs
+from rankscope.gradients.kernels import bits, choose_kernel, native
 from rankscope.gradients.kernels.bits import native_sum
 from rankscope.gradients.kernels.build import FOLDER, LEVELS
-from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.gradients.kernels.library import StaleLibraryError, load
-from rankscope.gradients.kernels.native import NativeKernel
+from rankscope.gradients.kernels.interface import period_signs
+from rankscope.gradients.kernels.native import NativeKernel, StaleLibraryError, load
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.lab.reductions import accumulator
 from rankscope.wrappers import transfer
+from rankscope.wrappers.reduced_product import NativeDot, check_dot, choose_dot, plain_dot
 from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
 from support.sketch_oracle import truth
 
-CACHED = (library.load_once, native_sum, accumulator.native_functions, transfer._is_compiled,
-          inputs._function)  # fmt: skip
-USED = library.library_path().stem.removeprefix("kernels-")
+CACHED = (native.load_once, native_sum, accumulator.native_functions, transfer._is_compiled,
+          native._function)  # fmt: skip
+USED = native.library_path().stem.removeprefix("kernels-")
 RUNNABLE = list(LEVELS)[: list(LEVELS).index(USED) + 1]
 
 
@@ -41,7 +41,7 @@ def fresh():
 def use_level(level, monkeypatch):
     """Use the library for one level, and return its kernel."""
     opened = load(FOLDER / f"kernels-{level}.so")
-    monkeypatch.setattr(library, "load_once", lambda: opened)
+    monkeypatch.setattr(native, "load_once", lambda: opened)
     return NativeKernel(WIDTH, period_signs(SEED))
 
 
@@ -69,13 +69,13 @@ def everything_in_plain_torch():
     assert native_sum() is None
     assert accumulator.native_functions() is None
     assert not transfer._is_compiled()
-    assert inputs.count_labels(torch.zeros(4, dtype=torch.int64), -100, first=0) is None
+    assert native.count_labels(torch.zeros(4, dtype=torch.int64), -100, first=0) is None
 
 
 def test_without_a_library_plain_torch_does_all_and_one_line_says_so(
     fresh, monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(library, "library_path", lambda: tmp_path / "kernels-none.so")
+    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "kernels-none.so")
     with caplog.at_level(logging.INFO, logger="rankscope"):
         everything_in_plain_torch()
     [record] = caplog.records
@@ -87,11 +87,11 @@ def test_without_a_library_plain_torch_does_all_and_one_line_says_so(
 def test_a_library_of_other_sources_is_not_used_and_one_warning_says_what_helps(
     fresh, monkeypatch, caplog
 ):
-    monkeypatch.setattr(library, "hash_sources", lambda: "those of another day")
+    monkeypatch.setattr(native, "hash_sources", lambda: "those of another day")
     with caplog.at_level(logging.INFO, logger="rankscope"):
         everything_in_plain_torch()
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"run `python {FOLDER}/build.py`" in record.message
     with pytest.raises(StaleLibraryError):
-        library.compiled("dot")
+        native.compiled("dot")

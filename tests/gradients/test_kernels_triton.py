@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rankscope.gradients.kernels import triton as reading, triton_handover
-from rankscope.gradients.kernels import triton_digest, triton_inputs
+from rankscope.gradients.kernels import triton as reading, triton_digest
 
 pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
                 sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",
@@ -36,8 +35,8 @@ kinds = {
     "digest_chunks": dict(SQUARES=True),
     "digest_rows": dict(MASKED=True),
 }
-modules = {"measure_tiles": reading, "combine": reading, "gather": triton_handover,
-           "digest_chunks": triton_digest, "digest_rows": triton_inputs}
+modules = {"measure_tiles": reading, "combine": reading, "gather": reading,
+           "digest_chunks": triton_digest, "digest_rows": triton_digest}
 pointers |= dict(table="i64", local="fp32", reduced="fp32", signs="fp32", squares="fp64",
                  reduced_squares="fp64", numbers="fp64")
 integers = ("num_sketches", "num_rows", "largest_at", "length", "row", "step", "rows", "first")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankscope.bus.groups import cut_sections, group_parameters
-from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals

@@ -6,7 +6,7 @@ import torch
 
 from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.fsdp2_shard import ShardPlace, measure_shards
+from rankscope.wrappers.fsdp2_model import ShardPlace, measure_shards
 
 SHAPES = {"a.w": (40, 25), "a.b": (30,), "b.w": (10, 7)}
 WIDTH = 61

@@ -10,10 +10,9 @@ from torch import nn
 
 from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.gradients.fold import fold
 from rankscope.gradients.kernels.flat import flat_parts
 from rankscope.gradients.sketch import NormMeter, Sketcher
-from rankscope.gradients.totals import GradientTotals
+from rankscope.gradients.totals import GradientTotals, fold
 from support.sketch_oracle import first_position, truth
 from support.structures import (
     STRUCTURES,

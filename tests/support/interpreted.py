@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.groups import Groups, Sections
-from rankscope.gradients.fold import Folding
-from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.sketch import Sketcher
-from rankscope.gradients.totals import GradientTotals
+from rankscope.gradients.totals import Folding, GradientTotals
 from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import launch
 from support.kernel_checks import CPU

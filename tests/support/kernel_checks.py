@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.gradients.kernels import Kernel, ParameterSigns
+from rankscope.gradients.kernels.interface import Kernel, ParameterSigns
 from rankscope.gradients.totals import GradientTotals
 from support.sketch_oracle import Truth
 

@@ -9,7 +9,7 @@ import torch
 from rankscope.bus.groups import group_parameters
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.calls import Relay
-from rankscope.wrappers.fsdp2_shard import ShardPlace, measure_shards
+from rankscope.wrappers.fsdp2_model import ShardPlace, measure_shards
 
 SHAPES = [(13,), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
 

@@ -11,9 +11,9 @@ import torch
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.bus.groups import group_parameters
 from rankscope.bus.measured import measured_of
-from rankscope.gradients.fold import fold
-from rankscope.gradients.kernels.fallback import Launching
+from rankscope.gradients.kernels.launch import Launching
 from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import fold
 from rankscope.wrappers import transfer
 from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import GradientTransfer

@@ -17,7 +17,7 @@ from torch import nn
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.wrappers.megatron_model import (
+from rankscope.wrappers.megatron import (
     is_megatron,
 )
 from support.megatron_training import (

@@ -5,9 +5,8 @@ import pytest
 import torch
 from torch.autograd import Variable
 
-from rankscope.gradients.kernels.dot import NativeDot, plain_dot
 from rankscope.wrappers.guard import Guard
-from rankscope.wrappers.reduced_product import ReducedProduct
+from rankscope.wrappers.reduced_product import NativeDot, ReducedProduct, plain_dot
 from support.kernel_checks import needs_compiler
 
 CPU = torch.device("cpu")

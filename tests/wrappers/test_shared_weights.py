@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rankscope.wrappers.shared_weights import find_ties, held_by
+from rankscope.wrappers.fsdp2_mesh import find_ties, held_by
 
 
 class Managed:

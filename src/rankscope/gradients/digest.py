@@ -31,11 +31,9 @@ _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 @dataclass(slots=True)
 class PendingDigest:
-    """A digest modulo 2^64, part of which may still be computed on a device.
+    """A digest modulo 2^64: the part that the host knows, and tensors that a device still computes.
 
-    Attributes:
-        known: The part that the host knows.
-        pending: Factors and int64 tensors ``[]`` whose products are to be added.
+    Those are int64 ``[]``; the products with their factors are to be added.
     """
 
     known: int = 0
@@ -51,17 +49,11 @@ class PendingDigest:
 def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) -> Tensor:
     """Return a digest of the bits of elements ``[start, stop)``, in row-major order.
 
-    Args:
-        tensor: Any dtype, layout and strides. Of a DTensor the local part counts. A sparse tensor
-            is always digested as a whole, its indices and its values; so are the parts of a
-            subclass that lists them. Any other tensor without bits in reach (meta
-            tensors, freed storage, opaque layouts) is digested by its type, shape and dtype.
-        start: First element.
-        stop: The element after the last; None for all. Both are clipped to the tensor.
-
-    Returns:
-        int64 ``[]``, on the tensor's device; nothing waits for it. It is equal to the digest of
-        a tensor that holds just these elements.
+    It is an int64 ``[]`` on the tensor's device, for which nothing waits: that of a tensor that
+    holds just these elements. The tensor may have any dtype, layout and strides; of a DTensor the
+    local part counts. A sparse tensor is always digested as a whole, its indices and its values; so
+    are the parts of a subclass that lists them. Any other tensor without bits in reach (meta
+    tensors, freed storage, opaque layouts) is digested by its type, shape and dtype.
 
     Example:
         >>> x = torch.arange(6.0)
@@ -129,9 +121,8 @@ def _clipped(tensor: Tensor, start: int, stop: int | None) -> tuple[int, int]:
 def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
     """Yield elements ``[start, stop)`` of a strided tensor, in row-major order.
 
-    Yields:
-        Contiguous ``[n]``, n > 0. A contiguous tensor is one piece, without a copy; any other is
-        copied to one buffer of limited size again and again.
+    Pieces are contiguous ``[n > 0]``. A contiguous tensor is one piece, without a copy; any other
+    is copied to one buffer of limited size again and again.
     """
     if is_flat(tensor):
         flat = tensor.view(-1)

@@ -36,13 +36,7 @@ class _Twister:
         self._seen = self._state = b""
 
     def look_at(self, owner: object, address: int, position: int) -> None:
-        """Find its state at an address from now on.
-
-        Args:
-            owner: The object that holds it.
-            address: Where it begins.
-            position: The byte in it at which the position begins.
-        """
+        """Find the owner's state at an address from now on, and its position at a byte of it."""
         self._whole = (ctypes.c_char * _MT_BYTES).from_address(address)
         first = min(position, _MT_BYTES - _LOOKED_AT)
         self._part = (ctypes.c_char * _LOOKED_AT).from_address(address + first)

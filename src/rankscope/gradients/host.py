@@ -16,13 +16,9 @@ from rankscope.errors import UnsupportedError
 class HostCopy:
     """A tensor on its way to the host; started at once, waited for when it is read.
 
-    Args:
-        tensor: Any tensor; :meth:`numpy` returns its present content, whatever happens to the
-            tensor later on its own stream. No DTensor: copying one would communicate.
-        own: Whether nobody else holds the tensor's memory: on the host it is then not copied.
-
-    Raises:
-        UnsupportedError: It is a DTensor.
+    :meth:`numpy` returns its present content, whatever happens to the tensor later on its own
+    stream. On the host it is copied, unless it is the caller's ``own``: nobody else holds its
+    memory. A DTensor is an UnsupportedError: copying one would communicate.
     """
 
     def __init__(self, tensor: Tensor, *, own: bool = False) -> None:
@@ -54,11 +50,7 @@ class HostCopy:
 
 
 class OnHost:
-    """Numbers that are on the host already, to stand where a :class:`HostCopy` may.
-
-    Args:
-        array: Nobody else changes it.
-    """
+    """Numbers that are on the host already, to stand where a :class:`HostCopy` may."""
 
     def __init__(self, array: NDArray[np.generic]) -> None:
         self._array = array
@@ -78,9 +70,6 @@ class Share:
 
     It stands where a :class:`HostCopy` may. The copy begins when a part of it is read, or with all
     others: see :func:`begin_copies`.
-
-    Args:
-        device: Where the memory is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,13 +110,9 @@ class Share:
 
 
 class FewNumbers:
-    """A few numbers on their way to the host, copied with all else that a step measures there.
+    """A few real numbers on their way to the host, copied with all else that a step measures there.
 
-    It stands where a :class:`HostCopy` may.
-
-    Args:
-        tensor: Real, on an accelerator; its present content counts.
-        dtype: Of what is returned: float64 or int64.
+    They arrive as float64 or int64. It stands where a :class:`HostCopy` may.
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -149,12 +134,9 @@ class FewNumbers:
 def copy_numbers(
     tensor: Tensor, dtype: torch.dtype, *, own: bool = False
 ) -> "HostCopy | FewNumbers":
-    """Begin to copy a few numbers to the host.
+    """Begin to copy a few real numbers to the host, where they arrive as float64 or int64.
 
-    Args:
-        tensor: Real; its present content counts.
-        dtype: Of what arrives: float64 or int64.
-        own: Whether nobody else holds its memory: on the host it is then not copied.
+    ``own`` is as in :class:`HostCopy`.
     """
     if tensor.is_cuda and type(tensor) is Tensor and tensor.layout is torch.strided:
         return FewNumbers(tensor, dtype)

@@ -4,14 +4,9 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers have put into it.
+    """Return a parameter's name in the unwrapped model, from that of ``named_parameters``.
 
-    Args:
-        name: As ``named_parameters`` gives it.
-
-    Returns:
-        The name in the unwrapped model: the same before and after ``torch.compile``, activation
-        checkpointing and FSDP.
+    It is the same before and after ``torch.compile``, activation checkpointing and FSDP.
 
     Example:
         >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")

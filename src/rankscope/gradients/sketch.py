@@ -19,15 +19,24 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rankscope.bus.groups import Groups, Range, Sections
-from rankscope.errors import UsageError
-from rankscope.gradients.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
-from rankscope.gradients.multi_tensor import Cut, MultiTensorReader, TensorSource
+from rankscope.errors import UnsupportedError, UsageError
+from rankscope.gradients.kernels import choose_kernel
+from rankscope.gradients.kernels.flat import check_memory, flat_parts
+from rankscope.gradients.kernels.interface import (
+    PERIOD,
+    Kernel,
+    ParameterSigns,
+    Piece,
+    period_signs,
+)
 from rankscope.gradients.totals import GradientTotals
 
 DEFAULT_WIDTH = 4093
@@ -39,22 +48,134 @@ _MOST_PREPARED = 4096  # sets of gradients that are measured together
 _HEAD = "the first elements of any"  # no parameter's name: it has spaces
 _WHOLE = "all elements of any"
 _LOOKED_AT = 64  # elements of each gradient that show whether it was zeroed
+_FLAT_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+_LOW = 1 << 40
+"""Lower addresses lie in freed memory: they count from zero."""
+
+_look_on_host = attrgetter("dtype", "layout", "is_cpu")
+_look_on_device = attrgetter("dtype", "layout", "device")
+
+
+class Cut(NamedTuple):
+    """Consecutive elements ``[low, high)`` of a part of a gradient, and their row of the totals.
+
+    ``start`` is the position of the first in the whole flat parameter, as a kernel counts.
+    """
+
+    row: int
+    low: int
+    high: int
+    start: int
+
+
+class TensorSource(NamedTuple):
+    """Where the elements of one gradient belong.
+
+    ``cuts`` cuts a part of it, given the position of its first element and their number. ``signs``
+    are None where norms alone are measured.
+    """
+
+    cuts: Callable[[int, int], Iterable[Cut]]
+    signs: ParameterSigns | None
+
+
+class MultiTensorReader:
+    """Measures gradients of which nothing but their memory changes from call to call.
+
+    Those in the layout of the kernel are prepared for it, and measured in one call; all others one
+    by one. A gradient that lives on another device than the kernel's is an UnsupportedError.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        device: torch.device,
+        gradients: Sequence[Tensor],
+        sources: Sequence[TensorSource],
+        *,
+        sketching: bool,
+    ) -> None:
+        self._kernel = kernel
+        self._sources = sources
+        self._look = _look_on_host if device.type == "cpu" else _look_on_device
+        self._form = self._form_of(gradients)
+        for gradient in gradients:
+            if gradient.device != device:
+                raise UnsupportedError(
+                    f"expected a gradient on {device}, where this worker's others are, got one on "
+                    f"{gradient.device}; a model that is split over devices cannot be watched yet"
+                )
+        flat = [number for number, gradient in enumerate(gradients) if _is_flat(gradient)]
+        self._flat = flat
+        self._others = sorted(set(range(len(gradients))) - set(flat))
+        pieces = [
+            Piece(source, cut.low, cut.high - cut.low, gradients[number].dtype, cut.row,
+                  sources[number].signs, cut.start)
+            for source, number in enumerate(flat)
+            for cut in sources[number].cuts(0, gradients[number].numel())
+        ]  # fmt: skip
+        self._prepared = kernel.prepare(pieces, sketching=sketching) if pieces else None
+
+    def fits(self, gradients: Sequence[Tensor]) -> bool:
+        """Return whether gradients are like those that were prepared."""
+        return self._form_of(gradients) == self._form
+
+    def measure(self, gradients: Sequence[Tensor], into: GradientTotals) -> None:
+        """Add gradients that fit to totals; UnsupportedError where one's memory is freed."""
+        flat = [gradients[number] for number in self._flat] if self._others else gradients
+        pointers = list(map(Tensor.data_ptr, flat))
+        if pointers and min(pointers) < _LOW:
+            for gradient, pointer in zip(flat, pointers, strict=True):
+                if pointer < _LOW:
+                    check_memory(gradient)
+        if self._prepared is not None:
+            self._prepared.measure(flat, pointers, into)
+        for number in self._others:
+            self._measure_alone(gradients[number], self._sources[number], into)
+
+    @torch.no_grad()
+    def _measure_alone(self, gradient: Tensor, source: TensorSource, into: GradientTotals) -> None:
+        for position, flat in flat_parts(gradient):
+            for row, low, high, start in source.cuts(position, len(flat)):
+                self._kernel.measure(flat[low:high], source.signs, start, into, row)
+
+    def _form_of(self, gradients: Sequence[Tensor]) -> list[object]:
+        """Return the properties that must not change; read in each step, and so without a loop."""
+        kinds = set(map(type, gradients))
+        if kinds != {Tensor}:  # other types may override any method
+            return [_look_closely(gradient) for gradient in gradients]
+        return [
+            list(map(self._look, gradients)),
+            list(map(Tensor.numel, gradients)),
+            list(map(Tensor.is_contiguous, gradients)),
+        ]
+
+
+def _look_closely(gradient: Tensor) -> object:
+    if type(gradient) is not Tensor:
+        return type(gradient)  # measured alone in any case
+    contiguous = gradient.is_contiguous()
+    return gradient.dtype, gradient.layout, gradient.device, gradient.numel(), contiguous
+
+
+def _is_flat(gradient: Tensor) -> bool:
+    """Return whether its elements lie in memory one behind the other, in a known type."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and gradient.dtype in _FLAT_TYPES
+        and gradient.is_contiguous()
+    )
 
 
 class Sketcher:
     """Measures gradients on one device, without a copy in proportion to their size.
 
-    Args:
-        device: Where the gradients live.
-        groups: The parameters that will be measured, and their groups.
-        width: Sketch width k, a prime other than 8,191; the RMS error of a cosine is about
-            ``(1 - cos^2)/sqrt(k)``.
-        seed: Seed of all signs; equal on workers that are compared.
-        sections: Where groups are cut for the audit of the reduction: totals then have a row for
-            each section. None: one for each group.
-
-    Raises:
-        UsageError: ``width`` is not such a prime.
+    ``groups`` holds the parameters that will be measured. With ``sections``, totals have a row for
+    each section of a group, for the audit of the reduction; without, one for each group. The
+    sketch's width k must be a prime other than 8,191; the RMS error of a cosine is about ``(1 -
+    cos^2)/sqrt(k)``. ``seed``, that of all signs, must be equal on workers that are compared.
     """
 
     sketches = True
@@ -77,7 +198,11 @@ class Sketcher:
         self.groups = groups
         self.width = width
         self.seed = seed
-        self._ranges = _whole(groups) if sections is None else dict(sections.ranges)
+        self._ranges: dict[str, tuple[Range, ...]]
+        if sections is None:  # parameters are whole, and each group has one row
+            self._ranges = {name: (Range(row, 0, 0),) for name, row in groups.index_of.items()}
+        else:
+            self._ranges = dict(sections.ranges)
         self._num_rows = len(groups) if sections is None else len(sections)
         self._group_of: Tensor | None = None  # each row
         if self._num_rows != len(groups) and sections is not None:
@@ -112,24 +237,15 @@ class Sketcher:
         self.measure_many(((name, gradient, start),), into)
 
     def measure_many(self, gradients: Sequence[Measured], into: GradientTotals) -> None:
-        """Add gradients to the totals of their groups.
+        """Add gradients to the totals of their groups, or of the sections that they lie in.
 
-        Where groups are cut into sections, to those of the sections that they lie in. However many
-        they are, it takes one call of a compiled function, or two launches for each type of
-        element on an accelerator that has a kernel of its own; all is prepared in the first call
-        with the same parameters. Gradients of other types and layouts are added one by one.
+        A gradient may have any shape and any floating dtype, and lives on this sketcher's device; a
+        DTensor counts as its local part. However many they are, it takes one call of a compiled
+        function, or two launches for each type of element on an accelerator that has a kernel of
+        its own; all is prepared in the first call with the same parameters. Gradients of other
+        types and layouts are added one by one.
 
         Calls on one accelerator must follow one another on its stream: they share scratch space.
-
-        Args:
-            gradients: For each the parameter's name, which selects the rows and the signs; the
-                gradient, of any shape and any floating dtype, on this sketcher's device (a DTensor
-                counts as its local part); and the position of its first element in the whole flat
-                parameter.
-            into: The totals to add to.
-
-        Raises:
-            UnsupportedError: One lives elsewhere, or the training has freed its memory.
         """
         if gradients:
             names, tensors, starts = zip(*gradients, strict=True)
@@ -145,12 +261,8 @@ class Sketcher:
     ) -> None:
         """Add the whole gradients of some parameters; see :meth:`measure_many`.
 
-        Args:
-            names: The parameters.
-            gradients: Of each.
-            into: The totals to add to.
-            again: Whether these are the very tensors of the last call with these names, of which
-                nothing but the content can have changed.
+        ``again`` says that these are the very tensors of the last call with these names, of which
+        nothing but the content can have changed.
         """
         if names:
             starts = (0,) * len(names)
@@ -169,13 +281,8 @@ class Sketcher:
     def holds_any(self, gradients: Sequence[Tensor], *, whole: bool = False) -> Tensor | None:
         """Return whether any gradient holds something, going by its first elements.
 
-        Args:
-            gradients: Any shapes and layouts, on this sketcher's device.
-            whole: Whether to go by all of its elements: the first rows of an embedding, say, may
-                belong to tokens that are rare.
-
-        Returns:
-            Boolean scalar tensor; None without gradients.
+        It is a boolean scalar, None without gradients. ``whole`` goes by all elements: the first
+        rows of an embedding, say, may belong to tokens that are rare.
         """
         if not gradients:
             return None
@@ -248,13 +355,9 @@ class NormMeter(Sketcher):
 
 
 def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterator[Cut]:
-    """Cut elements where sections end; what lies beyond the last belongs to it.
+    """Cut ``count`` elements from ``start`` on where sections end; the last one has no end.
 
-    Args:
-        ranges: Of the parameter.
-        start: Position of the first element in it.
-        count: Number of elements.
-        first: Position of the parameter's own first element, for a kernel.
+    ``first`` is the position of the parameter's own first element, for a kernel.
     """
     *before, last = ranges
     for row, begin, end in (*before, Range(last.section, last.start, start + count)):
@@ -280,11 +383,6 @@ def _head(gradient: Tensor) -> Tensor:
     while head.dim() > 1 and head.numel():
         head = head[0]
     return head.reshape(-1)[:_LOOKED_AT]
-
-
-def _whole(groups: Groups) -> dict[str, tuple[Range, ...]]:
-    """Return ranges that leave parameters whole, one section for each group."""
-    return {name: (Range(group, 0, 0),) for name, group in groups.index_of.items()}
 
 
 def _is_prime(number: int) -> bool:

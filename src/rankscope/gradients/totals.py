@@ -1,5 +1,7 @@
 """The result of a pass over gradients: a few numbers and a short sketch for each row.
 
+:class:`Folding` lists the narrower sketches of them that are handed over.
+
 A row is a group of parameters or, where the reduction is audited, a section of one
 (:mod:`rankscope.bus.groups`); the sections of a group are neighbours.
 
@@ -10,8 +12,14 @@ All of it lies in one stretch of memory, so that it is emptied and copied by one
 It is emptied when it is read. A kernel that overwrites it spares that.
 """
 
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
 import torch
 from torch import Tensor
+
+from rankscope.bus.measured import SKETCHES
 
 _WORD = 8  # bytes
 
@@ -22,22 +30,19 @@ class GradientTotals:
     The total over rows is a sum (of ``largest``, a maximum): everything here is linear or
     monotone, so that parts can be measured in any order.
 
-    Args:
-        memory: float64 ``[totals_words(num_rows, width)]``, which holds all of it.
-        num_rows: R.
-        width: Sketch width k.
-
     Attributes:
+        tensors_to_fill: Sketches, squared norms, largest and non-finite; while ``fresh``, their
+            content has no meaning.
         fresh: Whether all is still to be set to 0; a kernel that overwrites all of it clears this.
     """
 
-    __slots__ = ("_memory", "_tensors", "fresh")
+    __slots__ = ("_memory", "fresh", "tensors_to_fill")
 
     def __init__(self, memory: Tensor, num_rows: int, width: int) -> None:
         self._memory = memory
         first = 2 * num_rows + _words(num_rows)
         floats = memory[first:].view(torch.float32)
-        self._tensors = (
+        self.tensors_to_fill = (
             floats[: num_rows * width].view(num_rows, width),
             memory[:num_rows],
             memory[2 * num_rows : first].view(torch.float32)[:num_rows],
@@ -63,12 +68,7 @@ class GradientTotals:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Sketches, squared norms, largest and non-finite; their memory stays where it is."""
         self._empty()
-        return self._tensors
-
-    @property
-    def tensors_to_fill(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same; while ``fresh``, their content has no meaning."""
-        return self._tensors
+        return self.tensors_to_fill
 
     @property
     def sketches(self) -> Tensor:
@@ -123,7 +123,7 @@ class GradientTotals:
 
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""
-        return GradientTotals(self.memory.clone(), *self._tensors[0].shape)
+        return GradientTotals(self.memory.clone(), *self.tensors_to_fill[0].shape)
 
 
 def totals_words(num_rows: int, width: int) -> int:
@@ -134,3 +134,117 @@ def totals_words(num_rows: int, width: int) -> int:
 def _words(floats: int) -> int:
     """Return how many float64 numbers take as much memory as so many float32 ones."""
     return -(-floats * 4 // _WORD)
+
+
+@dataclass(frozen=True)
+class Folding:
+    """The sketches that are handed over, one behind the other; a width of 0 leaves one out.
+
+    Attributes:
+        counts: How many rows of the totals each group has ``[G]``.
+        wide: Width of the totals' sketches.
+        sketch_width: Numbers of the total's sketch, at most ``wide``.
+        group_width: Numbers of each group's sketch.
+        audit_width: Numbers of each row's sketch, of the local gradient and of the reduced one.
+        reduced: Whether there is a reduced gradient.
+    """
+
+    counts: tuple[int, ...]
+    wide: int
+    sketch_width: int
+    group_width: int
+    audit_width: int
+    reduced: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the totals."""
+        return sum(self.counts)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """How many numbers each part has, by its name in ``SKETCHES``, in that order."""
+        audit = self.num_rows * self.audit_width
+        sizes = (self.sketch_width, len(self.counts) * self.group_width, audit)
+        return dict(zip(SKETCHES, (*sizes, audit * self.reduced), strict=True))
+
+    @cached_property
+    def wanted(self) -> tuple[tuple[int, int, int, int, int], ...]:
+        """For each sketch: its source, the first of its rows, the end, its width and its place.
+
+        The source is 0 for the local gradient, 1 for the reduced one.
+        """
+        firsts = [0, *accumulate(self.counts)]
+        each = [(row, row + 1) for row in range(self.num_rows)]
+        parts = (
+            (0, self.sketch_width, [(0, self.num_rows)]),
+            (0, self.group_width, list(pairwise(firsts))),
+            (0, self.audit_width, each),
+            (1, self.audit_width * self.reduced, each),
+        )
+        wanted = []
+        at = 0
+        for source, width, spans in parts:
+            for first, stop in spans if width else ():
+                wanted.append((source, first, stop, width, at))
+                at += width
+        return tuple(wanted)
+
+    @property
+    def by_row(self) -> list[tuple[int, int, int, int]]:
+        """For each sketch and each of its rows: the source, the row, the width and the place.
+
+        The sketches of one row stand together, so that a row is fetched once.
+        """
+        return sorted(
+            (source, row, width, at)
+            for source, first, stop, width, at in self.wanted
+            for row in range(first, stop)
+        )
+
+
+def fold(sketches: Tensor, width: int = 251, seed: int = 0) -> Tensor:
+    """Make narrower sketches: entry c, with a random sign, is added to entry c mod ``width``.
+
+    From ``[G, k]``, it makes ``[G, width]`` of the same type and device; a width that is not below
+    k loses nothing. ``seed`` must be equal on workers that are compared. The narrow sketch is
+    linear in the wide one, and so in the gradient. Its cosines are unbiased with an RMS error of
+    about ``(1 - cos^2) * sqrt(1/width + 1/k)``.
+    """
+    num_rows, wide = sketches.shape
+    padded = sketches.new_zeros(num_rows, wide + -wide % width)
+    torch.mul(sketches, fold_signs(wide, seed, sketches.device), out=padded[:, :wide])
+    return padded.view(num_rows, padded.shape[1] // width, width).sum(1)
+
+
+def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: Folding) -> Tensor:
+    """Return all sketches that are handed over ``[n]``, in plain torch, on their device."""
+    parts = []
+    if folding.sketch_width:
+        total = totals.sketches.sum(0, keepdim=True)
+        parts.append(_narrowed(total, folding.sketch_width))
+    if folding.group_width:
+        groups = totals.sketches
+        if len(groups) != len(folding.counts):
+            split = torch.split(groups, list(folding.counts))
+            groups = torch.stack([rows.sum(0) for rows in split])
+        parts.append(fold(groups, folding.group_width))
+    if folding.audit_width:
+        parts.append(_narrowed(totals.sketches, folding.audit_width))
+        if reduced is not None:
+            parts.append(_narrowed(reduced.sketches, folding.audit_width))
+    if not parts:
+        return totals.sketches.new_empty(0)
+    return torch.cat([part.view(-1) for part in parts])
+
+
+@lru_cache(maxsize=8)
+def fold_signs(count: int, seed: int, device: torch.device) -> Tensor:
+    """Return the signs with which entries are added up, float32 ``[count]``."""
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    bits = torch.randint(2, (count,), generator=generator, device="cpu")
+    return bits.mul_(2).sub_(1).to(device, torch.float32)
+
+
+def _narrowed(sketches: Tensor, width: int) -> Tensor:
+    return sketches if sketches.shape[1] == width else fold(sketches, width)

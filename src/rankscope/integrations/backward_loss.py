@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rankscope.bus.weighting import LEAST_SCALER
 from rankscope.integrations.hooks import BackwardCalls, reaches
-from rankscope.wrappers.call_hooks import ModuleHook
+from rankscope.wrappers.calls import ModuleHook
 from rankscope.wrappers.labels import is_spread
 from rankscope.wrappers.loss_form import (
     PASSING,

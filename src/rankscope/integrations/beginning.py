@@ -28,8 +28,15 @@ from rankscope.private import find
 from rankscope.session.meetings import stages_begin_apart
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
-from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import DDP, FSDP2, LOOP
+from rankscope.wrappers.find import (
+    DDP,
+    FSDP2,
+    LOOP,
+    find_parts,
+    find_wrapper,
+    in_training_mode,
+    is_compiled,
+)
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 

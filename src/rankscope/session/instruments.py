@@ -23,10 +23,8 @@ from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.find import LOOP, Wrapped, reduced_types
 from rankscope.wrappers.guard import Guard
-from rankscope.wrappers.kinds import LOOP
-from rankscope.wrappers.reduced_types import reduced_types
 from rankscope.wrappers.tap import ReadReduced
 
 GROUP_WIDTH = 251

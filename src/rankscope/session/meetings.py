@@ -26,12 +26,17 @@ from rankscope.agent.frames import GUESTS, FrameKind, pack
 from rankscope.agent.link import Link
 from rankscope.agent.message import tag
 from rankscope.bus.probe import Content
-from rankscope.wrappers.find import Wrapped
-from rankscope.wrappers.fsdp2_mesh import MeshPlace, stage_line
+from rankscope.wrappers.find import FSDP2, Wrapped
+from rankscope.wrappers.fsdp2_mesh import (
+    MeshPlace,
+    StageParameter,
+    Tie,
+    find_ties,
+    held_by,
+    stage_line,
+)
 from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
-from rankscope.wrappers.kinds import FSDP2
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
-from rankscope.wrappers.shared_weights import StageParameter, Tie, find_ties, held_by
 
 _log = logging.getLogger("rankscope")
 

@@ -32,7 +32,6 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
-from rankscope.gradients.device_clock import clock_of
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding, announce, last_line, place_of
 from rankscope.session.instruments import Instruments
@@ -40,10 +39,10 @@ from rankscope.session.meetings import JoinedMesh
 from rankscope.session.opening import RunHandle, start_recorder_thread
 from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
-from rankscope.wrappers.call_hooks import ForeignHook, ModuleHook
-from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
-from rankscope.wrappers.guard import Guard
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.calls import ForeignHook, ModuleHook
+from rankscope.wrappers.find import is_compiled, is_training, log_if_rewrapped
+from rankscope.wrappers.guard import Guard, clock_of
+from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
 

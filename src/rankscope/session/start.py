@@ -35,9 +35,8 @@ from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
-from rankscope.wrappers.find import find_parts, find_wrapper, plain_optimizers
-from rankscope.wrappers.kinds import LOOP
-from rankscope.wrappers.optimizers import JointOptimizer
+from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
+from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
 from rankscope.wrappers.rendezvous import default_store
 
 _log = logging.getLogger("rankscope")

@@ -15,24 +15,160 @@ last one has reduced. The sketch of that reduced gradient, subtracted from the n
 leaves the worker's own part; norms are estimates then.
 
 Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is measured as a
-part of the whole, before it is taken away (:mod:`rankscope.wrappers.micro_batch_stream`).
+part of the whole, before it is taken away (:mod:`rankscope.wrappers.parts`).
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from weakref import ref
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.ddp_step import BusyClock, ShadowSteps, StepState
+from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap
-from rankscope.wrappers.micro_batch_stream import StreamReader, stream_of
+from rankscope.wrappers.parts import StreamReader, stream_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+
+_BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
+
+
+_SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
+
+
+@dataclass(slots=True)
+class StepState:
+    """The state of the step that runs; there is a new one for each.
+
+    Attributes:
+        begun: A backward pass that is due has begun.
+        carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
+        through_ddp: A forward pass went through DDP.
+        synchronises: The last forward pass is one whose backward pass reduces.
+        settled: The reduction is over.
+        reduced_known: The reduced gradient was read.
+        reduced_product: Its inner product with the local one.
+        earlier: This worker's part of gradients that were reduced in the step, and then added to.
+        spoiled: The measurements are not those of the step's local gradient.
+    """
+
+    begun: bool = False
+    carried_over: Tensor | None = None
+    through_ddp: bool = False
+    synchronises: bool = False
+    settled: bool = False
+    reduced_known: bool = False
+    reduced_product: Tensor | None = None
+    earlier: GradientTotals | None = None
+    spoiled: bool = False
+
+
+class BusyClock:
+    """Times a worker's own work under DDP between two reductions, before it waits for the others.
+
+    Wall time per step is the same on all workers, since all wait for the slowest. They differ in
+    the time from the end of one reduction to the last local gradient before the next one.
+
+    The host's clock shows it on the CPU alone: an accelerator works asynchronously. Where DDP
+    broadcasts buffers before a forward pass, the time of that broadcast is left out, since workers
+    wait there for rank 0.
+    """
+
+    def __init__(self, model: DistributedDataParallel, device: torch.device) -> None:
+        self._model = ref(model)
+        self._on_host = device.type == "cpu" and _BROADCAST.exists
+        self._free_at: float | None = None  # when the last reduction had ended
+        self._ready_at = math.nan
+        self._broadcast_at = 0.0
+        self._broadcasting = 0.0
+        self._seconds: float | None = None
+        self._stop: Callable[[], object] = lambda: None
+        if _BROADCAST.exists:
+            begin = self._begin_broadcast
+            end = self._end_broadcast
+            self._stop = _BROADCAST.subscribe(before=begin, after=end)
+
+    @property
+    def seconds(self) -> float:
+        """How long this worker was busy in the step that has just been reduced; NaN if unknown."""
+        return math.nan if self._seconds is None else self._seconds
+
+    def see_gradient(self) -> None:
+        """Note that a local gradient is ready; the last call before the reduction counts."""
+        self._ready_at = time.perf_counter()
+
+    def see_reduced(self) -> None:
+        """Note that a reduction has ended: of every worker's gradient, at about one time."""
+        free_at, self._free_at = self._free_at, time.perf_counter()
+        before = self._seconds or 0.0  # of other reductions in this step
+        if free_at is None or not self._on_host or self._waits_elsewhere():
+            self._seconds = math.nan
+        else:
+            self._seconds = before + self._ready_at - free_at - self._broadcasting
+        self._broadcasting = 0.0
+
+    def begin_step(self, *, reduced: bool) -> None:
+        """Begin another step; without a reduction, its time since the last one is not known."""
+        self._seconds = None
+        if not reduced:
+            self._free_at = None
+
+    def remove(self) -> None:
+        """Stop timing broadcasts; a second call does nothing."""
+        self._stop()
+
+    def _begin_broadcast(self, model: object) -> None:
+        self._broadcast_at = time.perf_counter()
+
+    def _end_broadcast(self, model: object) -> None:
+        if model is self._model():
+            self._broadcasting += time.perf_counter() - self._broadcast_at
+
+    def _waits_elsewhere(self) -> bool:
+        """Return whether DDP may have waited for other workers inside the backward pass.
+
+        A communication hook may wait for one bucket before it starts the next, as that of
+        ``fixed_order`` does. From a ``join()`` on, the first gradient waits until all workers have
+        begun their forward pass.
+        """
+        model = self._model()
+        join = getattr(model, "_join_config", None)
+        return bool(getattr(model, "_comm_hooks", True) or getattr(join, "enable", False))
+
+
+class ShadowSteps:
+    """Notices the steps that a rank only shadows, since it has run out of data in ``model.join()``.
+
+    Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
+    steps pass is a method of DDP's class.
+
+    Args:
+        model: The wrapped model.
+        shadowed: Called after each of them.
+    """
+
+    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
+        self._model = model
+        self._shadowed = shadowed
+        self._stop: Callable[[], object] = lambda: None
+        if _SHADOWED.exists:
+            self._stop = _SHADOWED.subscribe(after=self._see)
+
+    def remove(self) -> None:
+        """Stop listening; a second call does nothing."""
+        self._stop()
+
+    def _see(self, model: object) -> None:
+        if model is self._model:
+            self._shadowed()
 
 
 class DDPTap(HookedTap):

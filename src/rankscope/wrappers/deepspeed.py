@@ -25,8 +25,7 @@ from torch import Tensor
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.calls import Relay
-from rankscope.wrappers.deepspeed_reading import ReducedReader, choose_reader
-from rankscope.wrappers.deepspeed_sums import SumsAudit
+from rankscope.wrappers.deepspeed_reading import ReducedReader, SumsAudit, choose_reader
 from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 
 _BEGIN = "_backward_prologue"

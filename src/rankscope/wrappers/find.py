@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from rankscope.bus.groups import Groups
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
@@ -32,27 +33,75 @@ from rankscope.wrappers.fsdp2_model import (
     is_fsdp2,
     parameters_by_mesh,
 )
-from rankscope.wrappers.kinds import (
-    DDP,
-    DDP_PARTS,
-    DEEPSPEED,
-    FSDP2,
-    LOOP,
-    MEGATRON,
-    REPLICATE,
-    WrapperKind,
-)
 from rankscope.wrappers.loop import LoopTap
-from rankscope.wrappers.megatron import MegatronTap
-from rankscope.wrappers.megatron_model import (
+from rankscope.wrappers.megatron import (
+    MegatronTap,
     is_megatron,
     megatron_parameters,
     megatron_process_group,
-    plain_megatron_optimizer,
 )
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 
 _log = logging.getLogger("rankscope")
+
+
+@dataclass(frozen=True, slots=True)
+class WrapperKind:
+    """A way in which a model goes data parallel.
+
+    Attributes:
+        name: Its name in messages and in the record.
+        no_canary: Why a worker cannot run its model without the others; empty if it can.
+        no_reference: Why a step's gradient cannot be computed again; empty if it can.
+        state_by_parameter: Whether an optimizer's state belongs to single parameters, as a rule.
+        updates_at_once: Whether each worker holds the new parameters when ``optimizer.step``
+            returns.
+        traces: Whether rank 0 holds whole parameters and gradients, of which it can keep a trace.
+    """
+
+    name: str
+    no_canary: str = ""
+    no_reference: str = ""
+    state_by_parameter: bool = True
+    updates_at_once: bool = True
+    traces: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _no_whole(name: str) -> str:
+    return f"a canary runs the whole model on each worker alone, which under {name} no worker holds"
+
+
+DDP = WrapperKind("DDP", traces=True)
+
+DDP_PARTS = WrapperKind(
+    "DDP",
+    no_canary="the training calls the parts of the model one by one, each in a DDP of its own",
+    no_reference="the training calls its parts one by one, each in a DDP of its own",
+)
+"""A model of several parts, each in a DDP of its own."""
+
+REPLICATE = WrapperKind(
+    "replicate",
+    no_canary="replicate() reduces in hooks of the model itself, so no worker can run it alone",
+)
+FSDP2 = WrapperKind("FSDP2", no_canary=_no_whole("FSDP2"))
+DEEPSPEED = WrapperKind(
+    "DeepSpeed",
+    no_canary=_no_whole("DeepSpeed"),
+    state_by_parameter=False,
+    updates_at_once=False,
+)
+MEGATRON = WrapperKind(
+    "Megatron-core",
+    no_canary="a canary's backward pass would add to the gradients in Megatron-core's buffers",
+    no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
+)
+
+LOOP = WrapperKind("loop")
+"""A model without wrapper, whose training reduces gradients itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,33 +437,6 @@ def log_if_rewrapped(module: nn.Module, wrapper: nn.Module) -> bool:
     return anew
 
 
-def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that do the steps, inside one or several that the training calls."""
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    plain = [plain_optimizer(each) for each in given]
-    return [each for each in plain if each is not None]
-
-
-def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the optimizer that does the steps, out of wrappers that only pass calls on.
-
-    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks, and
-    Megatron-core's is none. None when it wraps something else, such as DeepSpeed's.
-    """
-    optimizer = plain_megatron_optimizer(optimizer)
-    while isinstance(optimizer, torch.optim.Optimizer):
-        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            return optimizer
-        optimizer = getattr(optimizer, "optimizer", None)
-    return None
-
-
-def has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
-    given = (*args[1:], *kwargs.values())
-    return bool(given) and any(map(callable, given))
-
-
 def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DDP that reduces for a model under torch's composable ``replicate``, or None.
 
@@ -530,3 +552,50 @@ def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:
         for name, parameter in ddp.module.named_parameters()
         if parameter.requires_grad and name not in ddp.parameters_to_ignore
     }
+
+
+def reduced_types(
+    wrapper: nn.Module, parameters: dict[str, Tensor], groups: Groups
+) -> dict[str, str]:
+    """Return for each group the type in which its gradient is meant to be reduced.
+
+    That is the coarsest of the type in which it is added up and the one in which the result is
+    kept: under DDP the parameters', under FSDP2 also its ``MixedPrecisionPolicy``'s, of a DeepSpeed
+    engine also its ``communication_data_type``; under Megatron-core it is the buffers'. A
+    communication hook does not count: an audit is to find its effect on the gradient.
+
+    Args:
+        wrapper: The module that reduces gradients.
+        parameters: The parameters that require a gradient, by canonical name.
+        groups: Which of them belongs to which group.
+
+    Returns:
+        By the group's name, the name of its type: ``float32``, ``bfloat16``, ``float16`` or
+        ``float64``.
+    """
+    if is_deepspeed(wrapper):
+        sums = dict.fromkeys(parameters, _of_engine(wrapper))
+    elif is_fsdp2(wrapper):
+        sums = {p.name: p.summed_in for each in parameters_by_mesh(wrapper) for p in each}
+    else:
+        sums = {}
+    buffered = is_megatron(wrapper)
+    coarsest: dict[str, torch.dtype] = {}
+    for name, parameter in parameters.items():
+        group = groups.names[groups.index_of[name]]
+        held = getattr(parameter, "main_grad", parameter) if buffered else parameter
+        own = _real(held.dtype)
+        for dtype in (own, _real(sums.get(name, own))):
+            coarsest[group] = max(
+                coarsest.get(group, dtype), dtype, key=lambda each: torch.finfo(each).eps
+            )
+    return {group: str(dtype).removeprefix("torch.") for group, dtype in coarsest.items()}
+
+
+def _of_engine(engine: Any) -> torch.dtype:
+    dtype = getattr(engine, "communication_data_type", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype

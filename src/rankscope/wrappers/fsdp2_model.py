@@ -9,7 +9,10 @@ shows padded gradients, in fp16 already divided. :func:`listen` listens to a few
 that serve all layouts.
 """
 
-from collections.abc import Callable, Collection
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import Measured, Sketcher
+from rankscope.gradients.totals import GradientTotals
 from rankscope.private import find
-from rankscope.wrappers.calls import Listener, Relay, expect
-from rankscope.wrappers.fsdp2_shard import ShardPlace
+from rankscope.wrappers.calls import Listener, Relay
 
 _GROUP_ATTRIBUTES = (
     *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
@@ -33,13 +37,14 @@ _PARAMETER_ATTRIBUTES = (
     *("sharded_param", "unsharded_accumulated_grad", "is_dtensor", "fsdp_placement"),
     *("_orig_size", "padded_sharded_param_size", "mesh_info"),
 )
-
 _STATE = find("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
 _GROUPS = find("torch.distributed.fsdp._fully_shard._fsdp_param_group")
 _BEGIN = Relay(_STATE, "_register_root_post_backward_final_callback")
 _REDUCE = Relay(_GROUPS, "foreach_reduce")
 _END = Relay(_STATE, "_root_post_backward_final_callback")
 _FINALIZE = Relay(_STATE, "_end_backward_iteration")  # since torch 2.15
+_LONG_RUN = 1 << 14
+_SCRATCH_ELEMENTS = 1 << 20
 
 
 def listen(
@@ -77,6 +82,21 @@ def listen(
         _END.subscribe(after=backward_ends),
     ]
     return [*stops, _FINALIZE.subscribe(after=finalized)] if _FINALIZE.exists else stops
+
+
+def expect(owner: Any, *names: str) -> None:
+    """Check that an object of FSDP2 has the attributes that the monitor uses.
+
+    Raises:
+        UnsupportedError: It lacks one.
+    """
+    for name in names:
+        if not hasattr(owner, name):
+            named = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
+            raise UnsupportedError(
+                f"watching FSDP2 expected {named.__name__}.{name} in torch, which torch "
+                f"{torch.__version__} lacks; use another release of torch or of rankscope"
+            )
 
 
 class ParameterGroup:
@@ -160,6 +180,35 @@ class ParameterGroup:
     def belongs_to(self, state: Any) -> bool:
         """Return whether the group has the same root as a state of FSDP2."""
         return self._state._state_ctx is state._state_ctx
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlace:
+    """Which slice of a parameter a shard holds.
+
+    Attributes:
+        shape: Shape of the whole parameter.
+        dim: The dimension that is cut.
+        first: Index in that dimension where the shard begins.
+    """
+
+    shape: Sequence[int]
+    dim: int
+    first: int
+
+    @property
+    def stride(self) -> int:
+        """Elements from the beginning of one run to that of the next."""
+        return self.shape[self.dim] * self._inner
+
+    @property
+    def offset(self) -> int:
+        """Position of the first element."""
+        return self.first * self._inner
+
+    @property
+    def _inner(self) -> int:
+        return math.prod(self.shape[self.dim + 1 :])
 
 
 class ManagedParameter:
@@ -387,3 +436,83 @@ def _groups(state: Any) -> list[Any]:
         expect(state, "_fsdp_param_group")
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+Shard = tuple[str, Tensor, ShardPlace]
+"""A parameter's name, a rank's contiguous slice of it, and the slice's place."""
+
+
+def measure_shards(sketcher: Sketcher, shards: Sequence[Shard], into: GradientTotals) -> None:
+    """Add shards to totals such that all ranks' together give the totals of whole parameters.
+
+    In memory a shard is a number of runs of elements that lie apart in the parameter: one run when
+    the first dimension is cut. All runs that are alone in a shard, or long, are measured in one
+    call.
+
+    Args:
+        sketcher: Measures.
+        shards: May be empty ones.
+        into: The totals to add to.
+    """
+    runs: list[Measured] = []
+    for name, shard, place in shards:
+        if not shard.numel():
+            continue
+        several = shard.detach().reshape(math.prod(place.shape[: place.dim]), -1)
+        if len(several) == 1 or several.shape[1] >= _LONG_RUN:
+            runs += [
+                (name, run, index * place.stride + place.offset)
+                for index, run in enumerate(several)
+            ]
+        else:
+            _measure_short_runs(sketcher, name, several, place, into)
+    sketcher.measure_many(runs, into)
+
+
+def _measure_short_runs(
+    sketcher: Sketcher, name: str, runs: Tensor, place: ShardPlace, into: GradientTotals
+) -> None:
+    """Lay several runs out with the zeros that belong between them, in a tensor of limited size."""
+    num_runs, length = runs.shape
+    stride = place.stride
+    offset = place.offset
+    at_once = min(num_runs, max(1, _SCRATCH_ELEMENTS // stride))
+    scratch = torch.zeros(at_once, stride, dtype=runs.dtype, device=runs.device)
+    for index, part in zip(range(0, num_runs, at_once), torch.split(runs, at_once), strict=True):
+        scratch[: len(part), offset : offset + length] = part
+        sketcher.measure(name, scratch[: len(part)], into, start=index * stride)
+
+
+class ShardLookup:
+    """Finds the shard of a parameter that FSDP2 replaces in its module from time to time.
+
+    While a layer computes, its module holds the whole parameter; the root's does so from before
+    the hooks of a forward pass until its backward pass ends, and after an evaluation. Name,
+    gradient and optimizer state belong to the shard, which stays.
+
+    Args:
+        model: The model, or a module around it.
+        workers: As for :func:`managed_parameters`.
+    """
+
+    def __init__(self, model: nn.Module, workers: Collection[int] = ()) -> None:
+        self._managed: dict[tuple[nn.Module, str], Any] = {}
+        replicas = managed_parameters(model, workers)[0].group.replicas
+        for managed in every_parameter(model):
+            if managed.group.replicas == replicas:
+                inside = managed.inside
+                info = inside._module_info
+                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                for place in ((info.module, info.param_name), *shared):
+                    self._managed[place] = inside
+
+    def __call__(self, holder: nn.Module, key: str) -> Tensor | None:
+        """Return the shard of the parameter ``key`` of a module; None if FSDP2 does not manage it.
+
+        FSDP2 does not reduce a parameter that it ignores, or that lies outside of all sharded
+        modules. None as well for one on another mesh: its replicas are other workers than those of
+        the compared parameters.
+        """
+        inside = self._managed.get((holder, key))
+        shard: Tensor | None = None if inside is None else inside.sharded_param
+        return shard

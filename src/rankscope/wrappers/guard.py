@@ -1,21 +1,160 @@
-"""Keeps monitor failures out of the training: a guard around its work on the training thread."""
+"""Keeps monitor failures out of the training, and times the monitor's work on its thread.
 
+On an accelerator, the device's own clock times it. The host runs ahead of the device, so a hook's
+time there need not slow the training down: it is hidden as long as the device has work left, and a
+hook that waits for room in the device's queue seems to take long. The overhead is the time between
+the moments at which the device reaches the hook's beginning and its end: the hook's own kernels,
+and any wait for the host.
+"""
+
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from rankscope.gradients.device_clock import DeviceClock, DeviceOverhead
+import torch
+
 from rankscope.wrappers.surroundings import outside
+
+_log = logging.getLogger("rankscope")
+
+_TIMED_EVERY = 7
+"""Steps; marks cost some microseconds each. Intervals of observed steps are powers of two."""
+
+Marks = list[tuple[Any, Any]]
+
+
+class DeviceOverhead:
+    """The overhead of one step; known as soon as the device has passed its last mark.
+
+    ``marks`` are events at beginning and end of each piece of work; None in a step that is not
+    timed.
+    """
+
+    def __init__(
+        self, clock: "DeviceClock", marks: Marks | None, on_host: float, *, observed: bool
+    ) -> None:
+        self._clock = clock
+        self._marks = marks
+        self._on_host = on_host
+        self._observed = observed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._marks is None or all(end.query() for _, end in self._marks)
+
+    def read(self) -> float:
+        """Return seconds; in a step that is not timed, those of the last one of its kind."""
+        return self._clock.read(self._marks, self._on_host, observed=self._observed)
+
+
+class DeviceClock:
+    """Marks on the current stream where the monitor's work begins and ends, in some steps.
+
+    It never raises: where events cannot be had or read, the host's clock stays. It leaves out steps
+    in which a graph is captured, into which marks must not get.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Any],
+        record: Callable[[Any], None],
+        is_capturing: Callable[[], bool],
+    ) -> None:
+        self._make_event = make_event
+        self._record = record
+        self._is_capturing = is_capturing
+        self._begun: Any = None
+        self._marks: Marks = []
+        self._free: list[Any] = []
+        self._works = True
+        self._marking = False
+        self._spoilt = True
+        self._typical: dict[bool, float] = {}
+
+    def begin(self) -> None:
+        """Note that work begins."""
+        if self._marking:
+            self._begun = self._mark()
+
+    def end(self) -> None:
+        """Note that it ends."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            ended = self._mark()
+            if ended is not None:
+                self._marks.append((begun, ended))
+
+    def spoil(self) -> None:
+        """Leave this step out: its present work is accounted for elsewhere."""
+        self._spoilt = True
+
+    def take(self, step: int, on_host: float, *, observed: bool) -> DeviceOverhead:
+        """Return a step's overhead, which took so many seconds on the host, and begin the next one.
+
+        Work that is under way counts to the next one, and so it was marked before. ``observed``
+        says whether gradients were measured in the step.
+        """
+        marks, self._marks = self._marks, []
+        timed = step % _TIMED_EVERY == 0 and self._works and not self._spoilt
+        if not timed:
+            self._give_back(marks)
+        self._spoilt = not self._marking
+        self._marking = self._works and any((step + later) % _TIMED_EVERY == 0 for later in (1, 2))
+        return DeviceOverhead(self, marks if timed else None, on_host, observed=observed)
+
+    def read(self, marks: Marks | None, on_host: float, *, observed: bool) -> float:
+        """Return a step's overhead in seconds; see :class:`DeviceOverhead`."""
+        if marks is not None and self._works:
+            try:
+                seconds = sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
+            except Exception as error:
+                self._give_up(error)
+            else:
+                self._typical[observed] = seconds
+                self._give_back(marks)
+        return self._typical.get(observed, on_host) if self._works else on_host
+
+    def _mark(self) -> Any:
+        try:
+            if self._is_capturing():
+                self._spoilt = True
+                return None
+            event = self._free.pop() if self._free else self._make_event()
+            self._record(event)
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return event
+
+    def _give_back(self, marks: Marks) -> None:
+        for pair in marks:
+            self._free += pair
+
+    def _give_up(self, error: Exception) -> None:
+        if self._works:
+            _log.info("the monitor's cost is taken by the host's clock: %s", error)
+        self._works = self._marking = False
+
+
+def clock_of(device: torch.device) -> DeviceClock | None:
+    """Return the clock of an accelerator; None where the host does the work."""
+    if device.type != "cuda":
+        return None
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True),  # type: ignore[no-untyped-call]
+        lambda event: event.record(torch.cuda.current_stream(device)),  # not every job sets its own
+        torch.cuda.is_current_stream_capturing,
+    )
 
 
 class Guard:
     """Runs the monitor's work on the training thread: timed, and unable to raise into it.
 
-    It runs outside of the training's contexts (:mod:`rankscope.wrappers.surroundings`).
-
-    Args:
-        failed: Called with the first exception; after it nothing runs any more.
-        clock: Times it on an accelerator, too; None where the host does the work.
+    It runs outside of the training's contexts (:mod:`rankscope.wrappers.surroundings`). ``failed``
+    is called with the first exception; after it nothing runs any more. ``clock`` times it on an
+    accelerator, too.
     """
 
     def __init__(

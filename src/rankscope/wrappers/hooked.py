@@ -6,19 +6,135 @@ out.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
-from rankscope.wrappers.ddp_step import GradientHooks, HookCalls
 from rankscope.wrappers.parts import MicroBatches
 from rankscope.wrappers.passes import BackwardEnd
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+
+
+class HookCalls:
+    """Which parameters' hooks are called in the backward passes of a step, and how often.
+
+    Reentrant checkpointing of a shared parameter calls its hook once per use, and the last call
+    sees the whole gradient. A pass that is not measured shows their number.
+    """
+
+    def __init__(self) -> None:
+        self._expected: dict[str, int] = {}  # where it is not 1
+        self._counts: Counter[str] = Counter()  # in this pass
+        self._before: set[str] = set()  # in earlier passes of the step
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The parameters whose hooks were called in the last pass."""
+        return self._counts.keys()
+
+    @property
+    def whole(self) -> bool:
+        """Whether the last pass saw every parameter that the step's earlier passes saw.
+
+        A parameter that only earlier micro-batches used was not read in the last one.
+        """
+        return self._before <= self._counts.keys()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._counts.clear()
+        self._before.clear()
+
+    def begin_pass(self) -> None:
+        """Begin a backward pass."""
+        self._before |= self._counts.keys()
+        self._counts.clear()
+
+    def last_of(self, name: str) -> bool:
+        """Count a call; return whether it sees the whole gradient."""
+        self._counts[name] += 1
+        return self._counts[name] == self._expected.get(name, 1)
+
+    def add(self, names: Iterable[str]) -> None:
+        """Count many calls."""
+        self._counts.update(names)
+
+    def see_without(self, names: Iterable[str]) -> None:
+        """Count one call in the pass for each of these parameters, and none for others."""
+        self._counts.clear()
+        self._counts.update(names)
+
+    def end_pass(self, late: Collection[str] = ()) -> bool:
+        """End a backward pass; return whether a parameter was not called as often as expected.
+
+        Args:
+            late: Parameters whose number of calls does not matter: not read in their hooks.
+        """
+        several = {name: count for name, count in self._counts.items() if count > 1}
+        absent = {n: count for n, count in self._expected.items() if n not in self._counts}
+        expected, self._expected = self._expected, absent | several
+        if expected == self._expected:
+            return False
+        differ = expected.items() ^ self._expected.items()
+        return any(name not in late for name, _ in differ)
+
+
+class GradientHooks:
+    """A hook on each parameter's gradient, or on a few of them.
+
+    Args:
+        parameters: The parameters, by name.
+        on_gradient: Called with a name and its parameter, once a gradient has been accumulated.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], on_gradient: Callable[[str, Tensor], None]
+    ) -> None:
+        self._parameters = parameters
+        self._on_gradient = on_gradient
+        self._handles: dict[str, RemovableHandle] = {}
+        self.all = True
+        """Whether no parameter is without its hook."""
+        self._kept: Collection[str] = ()
+        self.keep(tuple(parameters))
+
+    def keep(self, names: Collection[str]) -> None:
+        """Have hooks on these parameters alone from now on."""
+        if names is self._kept:
+            return
+        self._kept = names
+        wanted = set(names)
+        for name in self._handles.keys() - wanted:
+            self._handles.pop(name).remove()
+        for name in [name for name in names if name not in self._handles]:
+            hook = partial(self._on_gradient, name)
+            parameter: Any = self._parameters[name]
+            self._handles[name] = parameter.register_post_accumulate_grad_hook(hook)
+        self.all = len(wanted) == len(self._parameters)
+
+    def go_first(self) -> Collection[str]:
+        """Run before all other such hooks; return the names of the parameters that have some."""
+        crowded = []
+        for name, handle in self._handles.items():
+            hooks = getattr(self._parameters[name], "_post_accumulate_grad_hooks", None)
+            if isinstance(hooks, dict) and len(hooks) > 1 and handle.id in hooks:
+                others = [number for number in hooks if number != handle.id]
+                for number in others:  # torch calls them in the order of insertion
+                    hooks[number] = hooks.pop(number)
+                crowded.append(name)
+        return crowded
+
+    def remove(self) -> None:
+        """Take all hooks out."""
+        self.keep(())
 
 
 class HookedTap(GradientTap):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rankscope.gradients.kernels.inputs import count_labels
+from rankscope.gradients.kernels.native import count_labels
 
 _log = logging.getLogger("rankscope")
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from rankscope.wrappers.megatron import plain_megatron_optimizer
+
 
 class JointOptimizer:
     """Several optimizers of one model as one; their settings are reported in this order."""
@@ -38,3 +40,30 @@ def all_of(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, JointOptimizer):
         return optimizer.optimizers
     return () if optimizer is None else (optimizer,)
+
+
+def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that do the steps, inside one or several that the training calls."""
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    plain = [plain_optimizer(each) for each in given]
+    return [each for each in plain if each is not None]
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that does the steps, out of wrappers that only pass calls on.
+
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks, and
+    Megatron-core's is none. None when it wraps something else, such as DeepSpeed's.
+    """
+    optimizer = plain_megatron_optimizer(optimizer)
+    while isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
+    given = (*args[1:], *kwargs.values())
+    return bool(given) and any(map(callable, given))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rankscope.bus.measured import NUMBERS, sizes_of
 from rankscope.bus.probe import Content, MessagePart
-from rankscope.gradients.fold import Folding, fold_plain, fold_signs
 from rankscope.gradients.host import HostCopy, Share
-from rankscope.gradients.kernels.fallback import Launching
-from rankscope.gradients.kernels.library import NoLibraryError, compiled
+from rankscope.gradients.kernels.launch import Launching
+from rankscope.gradients.kernels.native import NoLibraryError, compiled
+from rankscope.gradients.totals import Folding, fold_plain, fold_signs
 from rankscope.wrappers.tap import LocalGradient
 
 _DOUBLE = struct.Struct("=d")

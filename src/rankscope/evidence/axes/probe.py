@@ -19,9 +19,9 @@ from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.stats.arrays import digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.clipping import rounding_of
+from rankscope.wrappers.find import FSDP2
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
 from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
-from rankscope.wrappers.kinds import FSDP2
 
 _log = logging.getLogger("rankscope")
 

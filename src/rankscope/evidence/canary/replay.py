@@ -26,8 +26,8 @@ from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_ou
 from rankscope.evidence.canary.program import PendingProgram, ProgramRecorder, program_digest
 from rankscope.evidence.canary.state import NotPutBackError, preserved_state
 from rankscope.gradients.digest import digest_tensor
-from rankscope.gradients.fold import fold_signs
 from rankscope.gradients.host import HostCopy
+from rankscope.gradients.totals import fold_signs
 from rankscope.wrappers.passes import tensors_in
 
 _log = logging.getLogger("rankscope")

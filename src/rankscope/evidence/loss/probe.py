@@ -25,7 +25,7 @@ from rankscope.bus.probe import Content, Evaluated, Job, MessagePart, Probe, Ste
 from rankscope.bus.weighting import LEAST_SCALER
 from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
-from rankscope.gradients.kernels.inputs import count_labels
+from rankscope.gradients.kernels.native import count_labels
 from rankscope.wrappers.labels import (
     IGNORED_LABEL,
     count_label_tokens,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.bus.parity import QUARTERS, WIDTH, TensorFigures
 from rankscope.gradients.sketch import Measured, Sketcher
-from rankscope.wrappers.fsdp2_shard import Shard, ShardPlace, measure_shards
+from rankscope.wrappers.fsdp2_model import Shard, ShardPlace, measure_shards
 from rankscope.wrappers.labels import IGNORED_LABEL, labels_in, own
 
 if TYPE_CHECKING:

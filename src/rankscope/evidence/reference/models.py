@@ -31,16 +31,16 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.call_hooks import ForeignHook
+from rankscope.wrappers.calls import ForeignHook
 from rankscope.wrappers.deepspeed_reading import ReducedReader
+from rankscope.wrappers.find import reduced_types
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     casting_policy,
     managed_parameters,
+    measure_shards,
     parameters_by_mesh,
 )
-from rankscope.wrappers.fsdp2_shard import measure_shards
-from rankscope.wrappers.reduced_types import reduced_types
 
 _SHARDERS = ("torch.distributed.", "deepspeed.")
 """Modules whose hooks are left out of a copy."""

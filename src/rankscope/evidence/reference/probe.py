@@ -37,8 +37,7 @@ from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
-from rankscope.wrappers.find import Wrapped, is_compiled
-from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE
+from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE, Wrapped, is_compiled
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
 

@@ -26,9 +26,8 @@ from rankscope.evidence.samples.batches import (
     items_in,
 )
 from rankscope.gradients.host import HostCopy, Numbers, copy_numbers
-from rankscope.gradients.kernels.fallback import Launching
-from rankscope.gradients.kernels.inputs import count_labels, digest_samples
-from rankscope.gradients.kernels.launch import launcher
+from rankscope.gradients.kernels.launch import Launching, launcher
+from rankscope.gradients.kernels.native import count_labels, digest_samples
 from rankscope.stats.arrays import Ints
 
 
@@ -264,7 +263,7 @@ def check_launched(device: torch.device) -> None:
 
 def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
     """Return digests ``[B]`` of a batch ``[B, ...]`` by one launch; None for an unusual mask."""
-    from rankscope.gradients.kernels.triton_inputs import digest_rows
+    from rankscope.gradients.kernels.triton_digest import digest_rows
 
     if mask is not None and (batch.dim() != 2 or mask.stride(1) != 1):
         return None

@@ -25,8 +25,8 @@ from rankscope.evidence.state.slot import PendingState
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.fsdp2_lookup import ShardLookup
-from rankscope.wrappers.kinds import FSDP2, MEGATRON
+from rankscope.wrappers.find import FSDP2, MEGATRON
+from rankscope.wrappers.fsdp2_model import ShardLookup
 
 _TENSORS = 4  # a step, that are copied at each forward pass
 _ELEMENTS = 256  # of each

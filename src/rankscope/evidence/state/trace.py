@@ -25,13 +25,13 @@ from rankscope.evidence.state.holdings import digest_optimizer
 from rankscope.evidence.state.plan import Slice, TensorPlace
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.digest import PendingDigest, word_of
-from rankscope.gradients.fold import fold
 from rankscope.gradients.host import HostCopy
-from rankscope.gradients.kernels import ParameterSigns, choose_kernel, period_signs
+from rankscope.gradients.kernels import choose_kernel
 from rankscope.gradients.kernels.flat import flat_parts, has_memory
+from rankscope.gradients.kernels.interface import ParameterSigns, period_signs
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import DEFAULT_WIDTH
-from rankscope.gradients.totals import GradientTotals
+from rankscope.gradients.totals import GradientTotals, fold
 
 UNREADABLE = PendingDigest(word_of("cannot be read"))
 

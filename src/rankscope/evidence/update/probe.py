@@ -18,10 +18,9 @@ from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.audit import UpdateAudit
 from rankscope.evidence.update.compare import UpdateShare
-from rankscope.wrappers.call_hooks import ForeignHook
-from rankscope.wrappers.find import has_closure
-from rankscope.wrappers.kinds import DEEPSPEED, MEGATRON
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.calls import ForeignHook
+from rankscope.wrappers.find import DEEPSPEED, MEGATRON
+from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.surroundings import outside, traced
 
 _log = logging.getLogger("rankscope")

@@ -25,10 +25,9 @@ from rankscope.bus.probe import Channel, Job, MessagePart, Probe
 from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, REPLICATE, Wrapped
 from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
-from rankscope.wrappers.kinds import DDP, DDP_PARTS, FSDP2, REPLICATE
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.rendezvous import default_store
 

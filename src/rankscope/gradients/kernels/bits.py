@@ -16,14 +16,15 @@ import threading
 from array import array
 from collections.abc import Iterable
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.gradients.kernels.fallback import log_fallback
-from rankscope.gradients.kernels.library import compiled
+from rankscope.gradients.kernels.launch import log_fallback
+from rankscope.gradients.kernels.native import compiled
 
 ROW = 512
 """Words of 64 bits in a row; with its keys, it fits into the first-level cache."""
@@ -54,13 +55,9 @@ def chunk_bytes(device: torch.device) -> int:
 def sum_words(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
     """Return the weighted sum of the words of consecutive pieces, padded with zeros at the end.
 
-    Args:
-        pieces: Contiguous ``[n]``, of any dtype; all but the last fill whole rows.
-        device: Where they live.
-
-    Returns:
-        A number below 2^64 on the CPU; elsewhere an int64 tensor ``[]`` on the device, for which
-        nothing waits.
+    Pieces are contiguous ``[n]``, of any dtype; all but the last fill whole rows. The sum is a
+    number below 2^64 on the CPU; elsewhere an int64 tensor ``[]`` on the device, for which nothing
+    waits.
     """
     native = native_sum() if device.type == "cpu" else None
     if native is None:
@@ -94,11 +91,7 @@ def native_sum() -> "NativeSum | None":
 
 
 class NativeSum:
-    """Adds up in C, on one thread, without holding the interpreter's lock.
-
-    Raises:
-        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
+    """Adds up in C, on one thread, without holding the interpreter's lock."""
 
     def __init__(self) -> None:
         self._function = compiled("digest")
@@ -115,13 +108,7 @@ class NativeSum:
         self.tables_at: int = self._tables[-1].ctypes.data
 
     def at(self, address: int, count: int, row: int = 0) -> int:
-        """Return the weighted sum, modulo 2^64, of bytes in memory, the first of which begin a row.
-
-        Args:
-            address: Where they begin.
-            count: How many there are.
-            row: Number of the row that they begin.
-        """
+        """Return the weighted sum, modulo 2^64, of ``count`` bytes, which begin a row."""
         total: int = self._function(address, count, row, self.tables_at)
         return total
 
@@ -129,11 +116,8 @@ class NativeSum:
 class Parts:
     """N parts of memory that one call reads, again and again.
 
-    Args:
-        native: Adds up.
-        parts: For each part its address, its bytes, and its type, one of ``NUMBERS``, if its
-            squares are wanted, else 0.
-        known: A number to add to each sum, below 2^64.
+    ``parts`` holds for each its address, its bytes, and its type, one of ``NUMBERS``, if its
+    squares are wanted, else 0. ``known`` is a number to add to each sum, below 2^64.
     """
 
     __slots__ = ("_arguments", "_behind", "_function", "_known", "_results", "_table")
@@ -219,22 +203,20 @@ def _room() -> Tensor:
     return room
 
 
-class _Tables:
+class _Tables(NamedTuple):
     """Keys and multipliers as int64 tensors on a device."""
 
-    def __init__(self, device: torch.device) -> None:
-        first, second = _keys()
-        arrays = (first, second, _multipliers())
-        with torch.inference_mode(False):
-            self.first, self.second, self.multipliers = (
-                torch.from_numpy(array.view(np.int64)).to(device) for array in arrays
-            )
+    first: Tensor
+    second: Tensor
+    multipliers: Tensor
 
 
 @functools.cache
 def tables_on(device: torch.device) -> _Tables:
     """Return keys and multipliers on a device."""
-    return _Tables(device)
+    arrays = (*_keys(), _multipliers())
+    with torch.inference_mode(False):
+        return _Tables(*(torch.from_numpy(array.view(np.int64)).to(device) for array in arrays))
 
 
 def _keys() -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:

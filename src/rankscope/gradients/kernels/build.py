@@ -37,13 +37,7 @@ def hash_sources() -> str | None:
 
 
 def compile_kernels() -> None:
-    """Compile all libraries anew; if one fails, those that are there stay.
-
-    Raises:
-        OSError: There is no compiler, or no place for the libraries.
-        ValueError: ``CC`` cannot be read.
-        subprocess.CalledProcessError: The compiler fails.
-    """
+    """Compile all libraries anew; if one fails, those that are there stay."""
     compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     sources = sorted(map(str, FOLDER.glob("*.c")))
     command = [*compiler, *_FLAGS, f'-DRANKSCOPE_SOURCES="{hash_sources()}"', *sources]

@@ -16,21 +16,12 @@ _CPU_GAP = 1 << 14  # zeros that cost less than another part
 
 
 def flat_parts(gradient: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield position and elements of parts that make up a gradient in row-major order.
+    """Yield position and elements ``[n > 0]`` of parts that make up a gradient in row-major order.
 
     A contiguous gradient is one part, without a copy. Of one with other strides, or a sparse one,
     pieces of bounded size are copied one after the other; other layouts as a whole. Long stretches
-    of a sparse gradient that hold nothing are left out: they are zeros.
-
-    Args:
-        gradient: Any shape and layout, any floating or complex dtype; a DTensor counts as its
-            local part.
-
-    Yields:
-        Position of the first element, and the elements ``[n]``, n > 0.
-
-    Raises:
-        UnsupportedError: The training has freed the gradient's memory.
+    of a sparse gradient that hold nothing are left out: they are zeros. A DTensor counts as its
+    local part. A gradient whose memory the training has freed is an UnsupportedError.
     """
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
@@ -68,13 +59,9 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def blocks_of(tensor: Tensor, start: int, stop: int, limit: int) -> Iterator[Tensor]:
-    """Yield blocks of any shape which, one after the other, are elements ``[start, stop)``.
+    """Yield blocks that, one after the other, are elements ``[start, stop)`` of a strided tensor.
 
-    Args:
-        tensor: Strided.
-        start: First element, in row-major order.
-        stop: The element after the last.
-        limit: Elements of a block that is not contiguous.
+    One that is not contiguous has at most ``limit`` elements.
     """
     length = tensor.numel()
     if start >= stop:

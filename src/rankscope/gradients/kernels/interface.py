@@ -18,11 +18,6 @@ _FIRST_DRAW = 64
 class ParameterSigns:
     """Where one parameter lies in the sketch, and the signs of its rows, drawn as needed.
 
-    Args:
-        name: The parameter's name.
-        seed: Seed of all signs.
-        device: Where the row signs are needed.
-
     Attributes:
         first: Position of the parameter's first element, to be taken modulo the sketch's width.
             Small parameters would otherwise all lie in the same few buckets.
@@ -94,13 +89,7 @@ class Prepared(Protocol):
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
     ) -> None:
-        """Add gradients to totals.
-
-        Args:
-            gradients: Contiguous, with the lengths and types of the pieces.
-            pointers: Address of each one's first element.
-            into: The totals to add to.
-        """
+        """Add gradients, contiguous and like the pieces, to totals, given their addresses."""
 
 
 class Kernel(ABC):
@@ -111,12 +100,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
-        """Prepare to measure several gradients at once, in a number of calls that is always small.
-
-        Args:
-            pieces: The pieces of the gradients; at least one.
-            sketching: Whether to sketch, or to measure norms alone.
-        """
+        """Prepare to measure some pieces at once, in a number of calls that is always small."""
 
     def measure(
         self,
@@ -126,15 +110,10 @@ class Kernel(ABC):
         into: GradientTotals,
         group: int,
     ) -> None:
-        """Add a flat part of a gradient to one group's totals.
+        """Add a flat part of a gradient to one row of totals.
 
-        Args:
-            flat: ``[n]``, n > 0, contiguous, any floating dtype.
-            signs: The parameter's signs; None to add the squared norm, largest magnitude and
-                non-finite count alone.
-            start: Position of the first element in the whole flat parameter.
-            into: The totals to add to.
-            group: Which row of them.
+        The part is a contiguous ``[n > 0]`` of any floating dtype. ``start`` is the position of its
+        first element in the whole flat parameter. Without signs, no sketch is made.
         """
         piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
         prepared = self.prepare([piece], sketching=signs is not None)

@@ -3,23 +3,22 @@
 Triton looks at every argument and option of a launch to find the compiled kernel that fits: some
 35 microseconds on the host. Here the key of a launch holds only the properties for which Triton
 specialises: the constants, and of each argument its type, whether 16 divides it, and whether it is
-1.
+1. Where launches fail, plain torch takes over.
 """
 
 import functools
+import logging
 from typing import Any
 
 from torch import Tensor
 
 _INT32 = 1 << 31
 
+_log = logging.getLogger("rankscope")
+
 
 class Launcher:
-    """Launches a kernel; like launches find the compiled kernel at once.
-
-    Args:
-        kernel: Made by ``triton.jit``. Its constants come last.
-    """
+    """Launches a kernel of ``triton.jit``; like launches find the compiled kernel at once."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -35,11 +34,8 @@ class Launcher:
     ) -> None:
         """Launch so many programs on the current stream of the current device.
 
-        Args:
-            programs: Their number.
-            arguments: Tensors on that device, a first one at least, and integers.
-            options: Of the compilation.
-            constants: In the kernel's order.
+        The arguments are tensors on that device, a first one at least, and integers. Constants come
+        last, in the kernel's order; ``options`` are those of the compilation.
         """
         key = (arguments[0].device, *constants.values(), *map(_special, arguments))
         known = self._known.get(key)
@@ -64,7 +60,27 @@ def _special(argument: Any) -> object:
     return argument == 1, argument % 16 == 0, -_INT32 <= argument < _INT32
 
 
-@functools.cache
-def launcher(kernel: Any) -> Launcher:
-    """Return the launcher of a kernel."""
-    return Launcher(kernel)
+launcher = functools.cache(Launcher)
+"""Returns the launcher of a kernel."""
+
+
+def log_fallback(what: str, error: Exception, level: int = logging.DEBUG) -> None:
+    """Log that plain torch does the work, since a faster way has failed; training goes on."""
+    reason = str(error).strip().split("\n")[0]
+    _log.log(level, "%s in plain torch: %s", what, reason)
+
+
+class Launching:
+    """Whether a kernel is still used; after a failure plain torch does its work for good.
+
+    Its work is named in the words of :func:`log_fallback`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.possible = True
+        self._what = what
+
+    def give_up(self, error: Exception) -> None:
+        """Note that it has failed: training goes on, a little slower."""
+        self.possible = False
+        log_fallback(self._what, error, logging.INFO)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from rankscope.gradients.host import Share
 from rankscope.gradients.kernels.bits import NUMBERS, ROW_BYTES, block_factor, plain_sum, tables_on
-from rankscope.gradients.kernels.fallback import log_fallback
-from rankscope.gradients.kernels.launch import launcher
+from rankscope.gradients.kernels.launch import launcher, log_fallback
 
 CHUNK_BYTES = 32 * ROW_BYTES
 """Bytes that one program reads; they divide the bytes of one block of multipliers."""
@@ -30,9 +29,6 @@ class DeviceReader:
 
     Tables that describe parts stay on the device: of parameters and of the optimizer's state, and
     often of gradients, the same are read again and again.
-
-    Args:
-        device: Where the parts are.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,15 +42,11 @@ class DeviceReader:
         """Launches, and tables copied to the device, so far."""
 
     def launch(self, parts: tuple[int, ...], *, squares: bool) -> "tuple[_Chunks, Share]":
-        """Begin to read N parts.
+        """Begin to read N parts, each an address, bytes and a type of ``NUMBERS``.
 
-        Args:
-            parts: For each its address, its bytes and its type, see ``NUMBERS``.
-            squares: Whether to add up squares, too.
-
-        Returns:
-            How the parts are cut, and on its way to the host int64 ``[2, C']``, ``C'`` >= C: sums,
-            and the bits of the sums of squares. Without these, ``[1, C']``.
+        Returned are how they are cut, and what arrives. On its way to the host is int64 ``[2,
+        C']``, ``C'`` >= C: sums, and the bits of the sums of squares. Without squares, it is ``[1,
+        C']``.
         """
         chunks = self._known.pop(parts, None)
         if chunks is None:
@@ -79,10 +71,6 @@ class DeviceReader:
 
 class _Chunks:
     """Parts cut into chunks.
-
-    Args:
-        parts: For each its address, its bytes and its type.
-        device: Where they are.
 
     Attributes:
         owners_C: Which part each chunk is of.
@@ -118,11 +106,7 @@ class _Chunks:
 
 
 class DeviceParts:
-    """Parts of one device's memory that are to be read by one launch.
-
-    Args:
-        reader: The device's.
-    """
+    """Parts of one device's memory that are to be read by one launch."""
 
     def __init__(self, reader: DeviceReader) -> None:
         self._reader = reader
@@ -131,14 +115,9 @@ class DeviceParts:
         self._parts: list[int] = []
 
     def add(self, number: int, address: int, size: int, numbers: int, *, norm: bool) -> None:
-        """Add a part.
+        """Add a part of ``size`` bytes; ``number`` is its own in the reading, ``numbers`` its type.
 
-        Args:
-            number: Of the part in its reading.
-            address: Where it begins.
-            size: Bytes.
-            numbers: Its type, see ``NUMBERS``; 0 for anything else.
-            norm: Whether to add up its squares.
+        The type is one of ``NUMBERS``, or 0; ``norm`` adds up its squares.
         """
         self._numbers.append(number)
         self._norms.append(norm)
@@ -160,14 +139,7 @@ class DeviceParts:
 
 
 class Launched:
-    """The results of a launch, on their way to the host.
-
-    Args:
-        numbers: Of the parts in their reading.
-        norms: Whether squares are wanted, by part.
-        chunks: How they were cut; None where there was nothing to read.
-        results: int64 ``[2, C']``, or ``[1, C']`` where no squares are wanted.
-    """
+    """The results of a launch, on their way to the host; none where nothing was to be read."""
 
     def __init__(
         self,
@@ -226,11 +198,7 @@ def device_reader(device: torch.device) -> DeviceReader | None:
 
 
 def check_reader(reader: DeviceReader) -> None:
-    """Compare a reader with plain torch.
-
-    Raises:
-        ArithmeticError: It errs.
-    """
+    """Raise an ArithmeticError where a reader and plain torch differ."""
     waves = torch.arange(50_000, device=reader.device, dtype=torch.float32).mul_(0.7).sin_()
     samples = [waves[:40_001], *(waves.to(dtype)[3:9_008] for dtype in NUMBERS)]
     samples.append(waves.view(torch.uint8)[5:9001])

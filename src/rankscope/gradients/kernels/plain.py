@@ -20,11 +20,7 @@ _LARGEST_SAFE = 2.0**50
 class PlainKernel(Kernel):
     """Works through a gradient in chunks of whole rows.
 
-    Args:
-        device: Where the gradients live.
-        width: Sketch width k.
-        period: The signs of prime period ``[PERIOD]``.
-        waits: Whether the host may read numbers off the device; by default, on the CPU alone.
+    ``waits`` says whether the host may read numbers off the device; by default, on the CPU alone.
     """
 
     name = "torch"

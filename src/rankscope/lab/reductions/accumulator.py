@@ -34,8 +34,8 @@ import functools
 import torch
 from torch import Tensor
 
-from rankscope.gradients.kernels.fallback import log_fallback
-from rankscope.gradients.kernels.library import compiled
+from rankscope.gradients.kernels.launch import log_fallback
+from rankscope.gradients.kernels.native import compiled
 
 QUANTUM = 2.0**-68
 LARGEST = 2.0**40

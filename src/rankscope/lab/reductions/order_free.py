@@ -31,8 +31,8 @@ from rankscope.lab.reductions.fixed_order import (
     try_all_to_all,
 )
 from rankscope.lab.reductions.reduction import Arena, DigitSums, Exchange
-from rankscope.wrappers.call_hooks import ModuleHook
-from rankscope.wrappers.micro_batch_stream import MicroBatchStream, register_stream
+from rankscope.wrappers.calls import ModuleHook
+from rankscope.wrappers.parts import MicroBatchStream, register_stream
 from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
 
 Average = Literal["workers", "sum"]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rankscope.gradients.device_clock import DeviceClock
-from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.guard import DeviceClock, Guard
 
 
 class Device:
