@@ -28,6 +28,7 @@ from rankscope.evidence.canary.state import RandomGenerators
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEFT_OUT = frozenset({"state", "param_groups", "step"})
 _HOOKS = "hooks"
+_WHAT = "its copy runs on one rank alone, and its step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class LoneOptimizer:
         if getattr(step, "hooked", None):  # by torch, which calls hooks on all optimizers
             step = step.__wrapped__
         try:
-            with alone(device, watched), watched.types:
+            with alone(device, watched, what=_WHAT), watched.types:
                 step(optimizer)
         finally:
             generators.put_back()
