@@ -320,6 +320,8 @@ class Cuts:
             cut = names[axis], int(dim), mesh.size(axis), mesh.get_local_rank(axis)
             self._cuts.append(cut)
         local = local_of(parameter.detach())
+        if not bool(local.isfinite().all()):
+            raise CanaryDeclined("its parameters are not finite")
         for _ in range(2):  # FSDP2 cuts what the axes after its own have cut
             self._cuts.reverse()
             own = self.part(value)
