@@ -26,7 +26,7 @@ OPTIONS = {
         "--plan",
         "--reduced",
     ),
-    *("--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
+    *("--alert", "--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
 }
 
 SCRIPT = """
@@ -98,6 +98,7 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         "--sink",
         "command:true",
     ]
+    words += ["--alert", "slack:https://example.org/T0", "--alert", "mailto:a@example.org"]
     command, job = ask(monkeypatch, capsys, *words, "-m", "project.train", "--tier", "x")
     assert command[-4:] == ["-m", "project.train", "--tier", "x"]
     assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
@@ -108,6 +109,7 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
     assert (job.options["trace"], job.options["canary"]) == (True, False)
     assert job.options["announce"] is False
     assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
+    assert job.options["alerts"] == ["slack:https://example.org/T0", "mailto:a@example.org"]
     command, job = ask(monkeypatch, capsys, "--", "sh", "start.sh", "train.py", "--run-dir", "x")
     assert Path(command[0]).name == "sh"
     assert (command[1:], job.script) == (["start.sh", "train.py", "--run-dir", "x"], "train")

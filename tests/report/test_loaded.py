@@ -27,7 +27,7 @@ def test_every_table_is_there_with_all_of_its_columns(run: Run, table: Table):
     loaded = rankscope.load(run.path)
     rows = getattr(loaded, table)
     assert isinstance(rows, pa.Table)
-    named = [f"{signal.name}_names" for signal in columns_of(table) if signal.bits]
+    named = [f"{signal.name}_in_words" for signal in columns_of(table) if signal.bits]
     assert rows.drop_columns(named).equals(run.table(table))
     assert rows.drop_columns(named).column_names == [signal.name for signal in columns_of(table)]
     assert len(rows.to_pandas()) == len(rows)
@@ -50,13 +50,13 @@ def test_flags_have_names_beside_them(tmp_path):
 
     path = record_run(tmp_path / "run", num_workers=4, num_steps=1, change=change).path
     rows = rankscope.load(path).workers
-    assert rows["rng_used_names"].to_pylist() == [
+    assert rows["rng_used_in_words"].to_pylist() == [
         "",
         "torch",
         "Python, numpy",
         "accelerator, numpy between passes",
     ]
-    assert rows["loader_rng_repeats_names"].to_pylist() == [
+    assert rows["loader_rng_repeats_in_words"].to_pylist() == [
         None,
         "Python",
         "torch",

@@ -79,6 +79,15 @@ def run_script(
             show_default=False,
         ),
     ] = None,
+    alert: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where findings go that open or get worse: slack:URL, mailto:ADDRESS, … "
+            "Repeatable.",
+            show_default="those in RANKSCOPE_ALERTS",
+        ),
+    ] = None,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -136,6 +145,10 @@ def run_script(
             from rankscope.sinks.specs import plan_sinks
 
             plan_sinks(sink)
+        if alert:
+            from rankscope.sinks.specs import plan_alerts
+
+            plan_alerts(alert)
         command = command_for(words, module=module, original=sys.orig_argv)
         options: dict[str, Any] = {
             "tier": str(tier),
@@ -149,6 +162,7 @@ def run_script(
             "announce": not no_announce,
             **({"verify_at": verify_at} if verify_at else {}),
             **({"sinks": sink} if sink else {}),
+            **({"alerts": alert} if alert else {}),
         }
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error

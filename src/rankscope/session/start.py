@@ -39,6 +39,9 @@ from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
 from rankscope.wrappers.rendezvous import default_store
 
+ALERTS = "RANKSCOPE_ALERTS"
+"""Environment variable with the alerts of a ``watch`` that names none, spaces between them."""
+
 _log = logging.getLogger("rankscope")
 
 
@@ -163,6 +166,7 @@ def watch(
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
+            "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
             **_own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 

@@ -81,14 +81,16 @@ class LoadedRun:
         """A row for each step and worker.
 
         A column that is a sum of flags, such as ``rng_used``, has one with their names beside it,
-        such as ``rng_used_names``.
+        such as ``rng_used_in_words``.
         """
         rows = self.run.table(Table.WORKERS)
         for column in (column for column in columns_of(Table.WORKERS) if column.bits):
             values = rows[column.name].to_pylist()
             names = [None if value is None else column.bit_names(value) for value in values]
             place = rows.column_names.index(column.name) + 1
-            rows = rows.add_column(place, f"{column.name}_names", pa.array(names, pa.string()))
+            rows = rows.add_column(
+                place, "_".join((column.name, "in_words")), pa.array(names, pa.string())
+            )
         return rows
 
     @property
