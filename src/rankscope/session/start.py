@@ -96,7 +96,7 @@ def watch(
             thread, at the beginning of the same step on every rank, so that it may write a
             checkpoint. An exception is logged; ``SystemExit`` and the like end the training.
         sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
-            ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
+            ``"mlflow"``, ``"trackio"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
             ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
             Only those given on rank 0 count. One that is slow or fails never delays the training.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random

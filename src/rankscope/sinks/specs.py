@@ -24,6 +24,7 @@ FORMS = (
     "tensorboard[:LOGDIR]",
     "wandb[:PROJECT]",
     "mlflow[:EXPERIMENT]",
+    "trackio[:PROJECT]",
     "prometheus:[HOST:]PORT",
     "jsonl[:PATH]",
     "webhook:URL",
@@ -49,7 +50,7 @@ class PlannedSink:
     spec: str = ""
 
 
-ALERT_FORMS = FORMS[5:8]
+ALERT_FORMS = FORMS[6:9]
 
 _ADDRESS = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+")
 _PORT = re.compile(r":[0-9]+$")
@@ -235,6 +236,7 @@ _PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "trackio": "trackio",
     "prometheus": "prometheus_client",
 }
 """The package that a sink needs."""
@@ -242,6 +244,7 @@ _KINDS: dict[str, Callable[[str], PlannedSink]] = {
     "tensorboard": _plan_optional("tensorboard", "TensorBoardSink"),
     "wandb": _plan_optional("wandb", "WandbSink"),
     "mlflow": _plan_optional("mlflow", "MlflowSink"),
+    "trackio": _plan_optional("trackio", "TrackioSink"),
     "prometheus": _plan_prometheus,
     "jsonl": _plan_optional("jsonl", "JsonLinesSink"),
     "webhook": _plan_webhook,
