@@ -209,6 +209,10 @@ _LET_IT_SEE = (
     "loss.backward() after it and zero_grad() not in between; see the log for the monitor's "
     "warnings."
 )
+_WATCH_ALL = (
+    "Call watch() once all parameters are unfrozen and in the optimizer; where they join later, "
+    "close the scope and call watch() again then."
+)
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
     "data.duplicate_batches": _duplicates,
@@ -220,13 +224,15 @@ def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
     """Return a verdict without a fault, limited to what was measured."""
     if not coverage.enough:
         said = coverage.verdict
-        return Verdict(f"{said[0].upper()}{said[1:]}.", _LET_IT_SEE, coverage.severity)
+        advice = _LET_IT_SEE if coverage.joined_by is None else _WATCH_ALL
+        return Verdict(f"{said[0].upper()}{said[1:]}.", advice, coverage.severity)
     if verdict.about is not None or not coverage.limits:
         return verdict
     limits = f"{coverage.limits[0].upper()}{coverage.limits[1:]}."
     return replace(
         verdict,
         headline=f"{verdict.headline} {limits}",
+        recommendation=verdict.recommendation if coverage.joined_by is None else _WATCH_ALL,
         severity=verdict.severity or coverage.severity,
     )
 
@@ -325,9 +331,8 @@ def _describe_coverage(coverage: MeasuredParts | None) -> str:
         if known < whole
     ]
     if coverage.updated:
-        parts.append(
-            f"{coverage.watched:,} of the {coverage.updated:,} tensors that the optimizer updates"
-        )
+        trained = "that the optimizer updates" if coverage.joined_by is None else "that are trained"
+        parts.append(f"{coverage.watched:,} of the {coverage.updated:,} tensors {trained}")
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
