@@ -1,6 +1,7 @@
 """``rankscope run``: watches a training script that knows nothing of rankscope."""
 
 import sys
+import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -91,7 +92,9 @@ def run_script(
     plan: Annotated[
         str | None,
         typer.Option(
-            metavar="PLAN", help="What is meant: JSON, or a file that holds it.", show_default=False
+            metavar="PLAN",
+            help="What is meant: JSON, or a file of JSON or TOML.",
+            show_default=False,
         ),
     ] = None,
     verify_at: Annotated[
@@ -202,7 +205,14 @@ def _plan(given: str | None) -> dict[str, Any] | None:
         try:
             text = read_file(Path(given)).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--plan expected JSON or a file, got {given}: {error}") from error
+            raise UsageError(
+                f"--plan expected JSON, or a file of JSON or TOML, got {given}: {error}"
+            ) from error
+        if given.endswith(".toml"):
+            try:
+                return Plan.of(tomllib.loads(text)).to_json()
+            except (tomllib.TOMLDecodeError, RecursionError) as error:
+                raise UsageError(f"--plan expected TOML in {given}: {error}") from error
     return Plan.of(_json("--plan", text)).to_json()
 
 
