@@ -51,6 +51,7 @@ class RunProgress:
     earlier_steps: int | None = 0
     checks: tuple[Check, ...] = ()  # the checks of the run
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
+    agent_ended: str = ""  # how the process that writes the run ended, if before the run did
 
     @property
     def ended(self) -> bool:
@@ -72,7 +73,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     A run whose record ends early is not called healthy, nor one of which too little was measured.
     """
     if not values["steps"]:
-        return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
+        return _nothing_recorded(progress) if progress.ended else _NOTHING_YET
     verdict = _judge(values, findings, progress)
     faults = _causes(findings)
     coverage = progress.coverage
@@ -204,6 +205,20 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+
+
+def _nothing_recorded(progress: RunProgress) -> Verdict:
+    if not progress.agent_ended:
+        return _NOTHING_RECORDED
+    return Verdict(
+        f"Nothing was recorded: the process that writes the run {progress.agent_ended} before it "
+        "had written a step.",
+        "Give it more memory if it has little. RANKSCOPE_AGENT_LOG=FILE names a file for its "
+        "error; see the training's log for the monitor's warnings.",
+        Severity.WARNING,
+    )
+
+
 _LET_IT_SEE = (
     "Watch the wrapped model that the optimizer updates, and call that one, as model(batch), with "
     "loss.backward() after it and zero_grad() not in between; see the log for the monitor's "
