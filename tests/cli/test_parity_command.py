@@ -41,6 +41,7 @@ def test_the_options_are_frozen():
         (("-a", "{folder}", "-b", "true"), "has no parity/"),
         (("-a", "true", "-b", "{folder}"), "-b expected a command, got the directory"),
         (("-a", "true", "-b", "{folder} --lr 1"), "-b: expected a script or a command, got"),
+        (("-a", "true", "-b", "true", "--html", "x.pdf"), "for a PDF, print the page"),
         (("-a", "true", "-b", "python 'x"), "-b expected a command, got"),
         (
             ("-a", "true", "-b", "true", "--resume-at", "2", "-b2", "{folder}"),
