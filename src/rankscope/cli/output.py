@@ -31,7 +31,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 def check_page_name(path: Path | None) -> Path | None:
-    """Return the path of a page; UsageError for a PDF, which is no page."""
+    """Return the path of a page; a usage error for the name of a PDF, which is no page."""
     if path is not None and path.suffix.lower() == ".pdf":
         raise typer.BadParameter(
             f"expected a name that ends in .html, got {path}; for a PDF, print the page from a "
