@@ -41,6 +41,7 @@ from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
+from rankscope.sinks.tracked import open_run_of
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
@@ -236,6 +237,7 @@ def _begin(
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
     if given and not planned:  # one tracker, one port, one webhook for the job
         _log.info("sinks show the data-parallel group of global rank 0; this is another")
+    tracked = open_run_of([sink.name for sink in planned])
     planned += plan_alerts(info.pop("alerts"))  # of every group: each has findings of its own
     info = {
         "num_workers": len(hellos),
@@ -243,6 +245,7 @@ def _begin(
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": request.options,
         **info,
+        **({"tracked": without_secrets(tracked)} if tracked else {}),
         "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
     }
