@@ -97,8 +97,8 @@ def test_a_login_is_never_sent_without_encryption(tmp_path, server, monkeypatch)
 def test_a_name_with_line_breaks_makes_no_header(tmp_path, server):
     sink, _ = opened(tmp_path, server)
     info = run_info(tmp_path)
-    sink.open(replace(info, run_dir=info.run_dir.with_name("a\nBcc: you@example.org")))
+    sink.open(replace(info, run_dir=info.run_dir.with_name("a\nBcc: you@example.org\udcff")))
     sink.finding(FINDING)
     [message] = server.messages
     assert message["Bcc"] is None
-    assert "rankscope: a?Bcc: you@example.org: warning" in message["Subject"]
+    assert "rankscope: a?Bcc: you@example.org?: warning" in message["Subject"]

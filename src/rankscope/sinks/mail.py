@@ -66,7 +66,7 @@ class MailSink(DeliverySink):
         message["Message-ID"] = make_msgid(domain=self._sender.rpartition("@")[2])
         run = "".join(letter if letter.isprintable() else "?" for letter in self.run.run_dir.name)
         message["Subject"] = f"rankscope: {run}: {finding.severity} {finding.cause} {event}"
-        message.set_content(text)
+        message.set_content(text.encode(errors="replace").decode())  # names of any bytes
         try:
             self._deliver(message)
         except smtplib.SMTPResponseException as error:

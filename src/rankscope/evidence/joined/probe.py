@@ -1,5 +1,6 @@
 """Finds parameters that get a gradient now, and were frozen or in no optimizer at ``watch``."""
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,10 +31,11 @@ class JoinedProbe(Probe):
     def __init__(
         self, frozen: Mapping[str, Tensor], optimizer: Any, measured: Mapping[str, Tensor]
     ) -> None:
-        self._frozen = dict(frozen)
         self._optimizer = optimizer
+        # by weak references: the training may drop a parameter
+        self._frozen = {name: weakref.ref(tensor) for name, tensor in frozen.items()}
         own = [*frozen.values(), *measured.values(), *self._updated()]
-        self._known = {id(tensor): tensor for tensor in own}  # held: numbers are used again
+        self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
         self._num_updated = len(self._updated())
         self._num_calls = 0
         self._num_joined = 0
@@ -45,15 +47,15 @@ class JoinedProbe(Probe):
         self._num_calls += 1
         if self._num_calls % EVERY:
             return
-        joined = [name for name, tensor in self._frozen.items() if _is_trained(tensor)]
+        joined = [name for name, frozen in self._frozen.items() if _is_trained(frozen())]
         for name in joined:
             del self._frozen[name]
         updated = self._updated()
         if len(updated) != self._num_updated:
             self._num_updated = len(updated)
             for tensor in updated:
-                if id(tensor) not in self._known and tensor.requires_grad:
-                    self._known[id(tensor)] = tensor
+                if not self._knows(tensor) and tensor.requires_grad:
+                    self._known[id(tensor)] = weakref.ref(tensor)
                     joined.append(f"a tensor of shape {tuple(tensor.shape)}")
         self._num_joined += len(joined)
         self._names += joined[: MOST_NAMES - len(self._names)]
@@ -67,12 +69,16 @@ class JoinedProbe(Probe):
         held = dict.fromkeys(self._names, self._num_joined)
         return Ready(MessagePart(names={KEY: {StateKind.JOINED: held}}))
 
+    def _knows(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
+
     def _updated(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
-def _is_trained(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.grad is not None
+def _is_trained(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and tensor.grad is not None
 
 
 def make_probe(job: Job) -> Probe | None:
