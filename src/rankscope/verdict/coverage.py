@@ -76,11 +76,17 @@ class MeasuredParts:
     updated: int = 0  # tensors of the optimizer, or that have joined the training, likewise
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
     joined_by: int | None = None  # the step by which they had joined the training; None if before
+    joined_after: int = 0  # recorded steps until then
 
     @property
     def enough(self) -> bool:
-        """Whether the run can be judged: half of the due steps and of the tensors were measured."""
-        return self.has_gradients and 2 * self.watched >= self.updated
+        """Whether the run can be judged: half of the due steps and of the tensors were measured.
+
+        Tensors that joined the training count in the steps since then.
+        """
+        before = min(self.joined_after, self.steps)
+        trained = self.watched * before + self.updated * (self.steps - before)
+        return self.has_gradients and 2 * self.watched * self.steps >= trained
 
     @property
     def has_gradients(self) -> bool:
@@ -107,13 +113,13 @@ class MeasuredParts:
             parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
         if self.watched < self.updated:
             trained = "tensors of the optimizer" if self.joined_by is None else "trained tensors"
-            parts.append(f"{self.watched} of the {self.updated} {trained} watched{self._left_out}")
+            parts.append(f"{self.watched} of the {self.updated} {trained} watched{self.left_out}")
         if not self.has_losses:
             parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
         return ", ".join(parts)
 
     @property
-    def _left_out(self) -> str:
+    def left_out(self) -> str:
         """The tensors that are not watched, in a clause; empty if no name is known."""
         if not self.unwatched:
             return ""
@@ -156,6 +162,7 @@ class CoverageCount:
         if rows:
             self.joined = {
                 "step": self.joined.get("step", report.step),
+                "steps": self.joined.get("steps", self._steps - 1),
                 "tensors": int(max(row.digests_W.max() for row in rows)),
                 "names": [row.name.partition(": ")[2] for row in rows],
             }
@@ -165,7 +172,7 @@ class CoverageCount:
     def coverage(self) -> MeasuredParts:
         """What was measured so far."""
         counts = (self._steps, self._losses, self._due, self._gradients)
-        return MeasuredParts(*counts, *_tensors(self._training, self.joined))
+        return MeasuredParts(*counts, **_tensors(self._training, self.joined))
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
@@ -177,28 +184,34 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
         int(np.isfinite(columns["loss_mean"]).sum()),
         int(due_T.sum()),
         int((due_T & columns["observed"]).sum()),
-        *_tensors(run.info.get("training"), run.info.get("joined")),
+        **_tensors(run.info.get("training"), run.info.get("joined")),
     )
 
 
-def _tensors(training: Any, joined: Any) -> tuple[int, int, tuple[str, ...], int | None]:
-    """Return the tensors of the watched model and of the optimizer, if that one has more.
+def _tensors(training: Any, joined: Any) -> dict[str, Any]:
+    """Return the fields of :class:`MeasuredParts` on tensors, where not all trained are watched.
 
-    And names of some that are not watched, and the step by which they had joined. Where tensors
-    have joined the training, those that were trained at its beginning are watched.
+    Where tensors have joined the training, those that were trained at its beginning are watched.
     """
     try:
         if joined:
             watched = int(training["parameters"]["trained_tensors"])
-            names = tuple(map(str, joined["names"]))
-            return watched, watched + int(joined["tensors"]), names, int(joined["step"])
+            return {
+                "watched": watched,
+                "updated": watched + int(joined["tensors"]),
+                "unwatched": tuple(map(str, joined["names"])),
+                "joined_by": int(joined["step"]),
+                "joined_after": int(joined["steps"]),
+            }
         optimizer = training["optimizer"]
         watched = int(training["parameters"]["tensors"])
         updated = sum(int(group["tensors"]) for group in optimizer["groups"])
         unwatched = tuple(map(str, training.get("unwatched", ())))
     except (AttributeError, KeyError, TypeError, ValueError):
-        return 0, 0, (), None
-    return (watched, updated, unwatched, None) if watched < updated else (0, 0, (), None)
+        return {}
+    if watched >= updated:
+        return {}
+    return {"watched": watched, "updated": updated, "unwatched": unwatched}
 
 
 def _of(number: int, whole: int) -> str:

@@ -241,15 +241,22 @@ def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
         said = coverage.verdict
         advice = _LET_IT_SEE if coverage.joined_by is None else _WATCH_ALL
         return Verdict(f"{said[0].upper()}{said[1:]}.", advice, coverage.severity)
-    if verdict.about is not None or not coverage.limits:
+    if not coverage.limits or (verdict.about is not None and coverage.joined_by is None):
         return verdict
     limits = f"{coverage.limits[0].upper()}{coverage.limits[1:]}."
     return replace(
         verdict,
         headline=f"{verdict.headline} {limits}",
-        recommendation=verdict.recommendation if coverage.joined_by is None else _WATCH_ALL,
+        recommendation=_with_advice(verdict, coverage),
         severity=verdict.severity or coverage.severity,
     )
+
+
+def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
+    if coverage.joined_by is None:
+        return verdict.recommendation
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
+    return f"{own}{_WATCH_ALL}"
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
@@ -347,7 +354,9 @@ def _describe_coverage(coverage: MeasuredParts | None) -> str:
     ]
     if coverage.updated:
         trained = "that the optimizer updates" if coverage.joined_by is None else "that are trained"
-        parts.append(f"{coverage.watched:,} of the {coverage.updated:,} tensors {trained}")
+        parts.append(
+            f"{coverage.watched:,} of the {coverage.updated:,} tensors {trained}{coverage.left_out}"
+        )
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
