@@ -61,6 +61,8 @@ def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
     assert stopped.code == 130
     assert says_how_to_go_on(stopped), stopped.err
     assert [line.split(":")[0] for line in stopped.err.splitlines()] == [
+        "Preparing data and model, which may take a minute; then 2 trainings of 120 steps on "
+        "2 workers.",
         "sharded-s1-1",
         "rankscope",
     ]
@@ -109,7 +111,11 @@ def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]
     assert len(kept) > 8
     assert all(after[name] == before[name] for name in kept)
     assert [entry["steps"] for entry in done.summary()] == [120, 120]
-    assert [line.split(":")[0] for line in done.err.splitlines()] == ["replicated-s1-1"]
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "Preparing data and model, which may take a minute; then 1 training of 120 steps on "
+        "2 workers.",
+        "replicated-s1-1",
+    ]
     assert names(done.path / "models") == ["sharded-s1-1"]
 
 
@@ -137,7 +143,7 @@ def test_a_signal_to_the_launcher_alone(
     done = Done(path, begun.finish())
     assert done.code == 130
     assert says_how_to_go_on(done), done.err
-    assert len(done.err.splitlines()) == 1
+    assert len(done.err.splitlines()) == 2
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0
 
 
