@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.agent.message import StepMessage, unpack_columns
 from rankscope.agent.summary import HostSummary
 from rankscope.bus.evidence import Source, Table
-from rankscope.bus.messages import Layout, Messages
+from rankscope.bus.messages import Combiner, HeldValues, Layout, Messages
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.evidence import EVIDENCE, columns_of
@@ -81,7 +81,7 @@ class Workers(list[Worker]):
 
 _log = logging.getLogger("rankscope")
 
-_AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
+_AMEND = [amend for each in EVIDENCE if (amend := each.at_root("amend")) is not None]
 
 Sent = StepMessage | HostSummary
 """What a sender delivers of one step."""
@@ -100,8 +100,12 @@ class Assembly:
         self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
         self._num_unheard = layout.num_workers
-        made = (each.find("combine", "make_combiner") for each in EVIDENCE)
-        self._combiners = [make(layout) for make in made if make is not None]
+        self._combiners: list[Combiner] = []
+        for each in EVIDENCE:
+            if (make := each.at_root("make_combiner")) is not None:
+                self._combiners.append(make(layout))
+            if each.held:
+                self._combiners.append(HeldValues(each.held))
 
     @property
     def delivered(self) -> tuple[int, ...]:
@@ -182,7 +186,7 @@ class Assembly:
 
 _STEPS = tuple(column.name for column in columns_of(Table.STEPS, Source.DERIVED))
 _WORKERS = {column.name for column in columns_of(Table.WORKERS, Source.DERIVED)}
-_DERIVE = [derive for each in EVIDENCE if (derive := each.find("combine", "derive")) is not None]
+_DERIVE = [derive for each in EVIDENCE if (derive := each.at_root("derive")) is not None]
 
 
 def summarize(gathered: GatheredStep) -> StepReport:

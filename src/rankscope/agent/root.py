@@ -90,7 +90,7 @@ class Root:
         made = {
             each.name: make(directed)
             for each in EVIDENCE
-            if (make := each.find("root", "make_director")) is not None
+            if (make := each.at_root("make_director")) is not None
         }
         self._directors: dict[str, Director] = {n: d for n, d in made.items() if d is not None}
         self._arrived = -1

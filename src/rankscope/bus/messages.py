@@ -93,7 +93,7 @@ class Message(Protocol):
 class Combiner:
     """Turns the messages of all workers into their common step.
 
-    The ``combine.py`` of a kind of evidence has ``make_combiner(layout)``, called once for a run.
+    A kind of evidence has ``make_combiner(layout)``, called once for a run.
     """
 
     def learn(self, rank: int, message: Message) -> None:
@@ -149,7 +149,7 @@ def held_values(rows: Iterable[StateDifference], kind: StateKind, key: str) -> d
 class Derived:
     """Values that one kind of evidence computes from those of all workers.
 
-    Its ``combine.py`` has ``derive(gathered) -> Derived``. Gradient columns are NaN in a step that
+    It has ``derive(gathered) -> Derived``. Gradient columns are NaN in a step that
     was not observed, sample columns where no worker named its samples.
     """
 

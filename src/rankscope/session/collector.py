@@ -78,9 +78,7 @@ class StepCollector:
         job = instruments.make_job(
             optimizer, first_step, guard, channel if channel is not None else Channel()
         )
-        made = {
-            each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))
-        }
+        made = {each.name: make(job) for each in EVIDENCE if (make := each.make_probe)}
         self._probes: dict[str, Probe] = {n: one for n, one in made.items() if one is not None}
         probes = self._probes.values()
         self._calls = {name: overriding(probes, name) for name in _EVENTS}

@@ -19,13 +19,15 @@ from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.probe import check_canary
-from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
-from rankscope.evidence.environment.training import (
+from rankscope.evidence.environment.facts import (
+    compilation,
     draws_with_replacement,
+    environment_facts,
     length_of,
     sampler_seed,
     splits_of,
     training_facts,
+    vocabulary_digest,
 )
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding

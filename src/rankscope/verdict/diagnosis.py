@@ -42,7 +42,7 @@ class Diagnosis:
     """
 
     def __init__(self, run: RunFacts) -> None:
-        made = (each.find("judge", "make_judges") for each in EVIDENCE)
+        made = (each.at_root("make_judges") for each in EVIDENCE)
         # later ones may leave out what earlier ones flag
         self._detectors: list[Detector] = [
             judge for make in made if make is not None for judge in make(run)

@@ -15,7 +15,7 @@ from torch.utils.data import (
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
-from rankscope.evidence.environment.training import draws_with_replacement
+from rankscope.evidence.environment.facts import draws_with_replacement
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop
 from support.models import make_batch

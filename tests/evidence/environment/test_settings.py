@@ -13,7 +13,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.combine import make_combiner
+from rankscope.evidence.environment.judge import make_combiner
 from rankscope.evidence.environment.probe import OptimizerMeter
 from rankscope.evidence.environment.settings import (
     CALLS,

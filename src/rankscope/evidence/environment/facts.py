@@ -2,27 +2,38 @@
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
+import math
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from rankscope.bus.environment import PACKAGES, VARIABLES, without_addresses
 from rankscope.bus.pace import PACE
 from rankscope.bus.words import name_modules
 from rankscope.errors import UsageError
+from rankscope.gradients.digest import known_shape
 from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.find import is_compiled
+from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.optimizers import all_of
 
 Fact = str | int | bool
 
@@ -285,3 +296,318 @@ def _autocast(device_type: str) -> str:
     except RuntimeError:  # a kind of device that has no autocast
         pass
     return "off"
+
+
+Facts = dict[str, Any]
+_MOST_NAMED = 256  # buffers
+
+_UNSAID = frozenset({"params", "param_names"})
+_DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+_MEGATRON_SETTINGS = (
+    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
+    "average_in_collective", "bucket_size",
+)  # fmt: skip
+_SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
+_LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
+_MAX_GROUPS = 64  # parameter groups that are written out
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
+_MAX_NAMES = 8  # of parameters that are not watched
+
+
+def training_facts(
+    wrapper: nn.Module,
+    module: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    group: dist.ProcessGroup,
+) -> Facts:
+    """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
+
+    ``unwatched`` has names of parameters of the optimizer that are none of the model's.
+    """
+    return {
+        "seed": torch.initial_seed(),
+        "model": quietly(lambda: {"class": _class_of(module), **_unsaved_buffers(module)}),
+        "parameters": quietly(lambda: _parameters(module)),
+        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
+        "loader": None if loader is None else quietly(lambda: _loader(loader)),
+        **quietly(lambda: _unwatched(module, optimizer)),
+    }
+
+
+def _unsaved_buffers(module: nn.Module) -> Facts:
+    """Return names of some buffers that no checkpoint holds, registered with persistent=False."""
+    names = [
+        canonical_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, part in module.named_modules()
+        for name in sorted(part._non_persistent_buffers_set)
+    ]
+    return {"unsaved_buffers": names[:_MOST_NAMED]} if names else {}
+
+
+def _parameters(module: nn.Module) -> Facts:
+    """Return the parameters' number, types, and a digest of names, shapes and types."""
+    named = [(canonical_name(name), p) for name, p in module.named_parameters()]
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    lines = [f"{name} {_shape(p)} {_type(p)} {p.requires_grad}" for name, p in named]
+    buffers = [f"{name} {_shape(b)} {_type(b)}" for name, b in module.named_buffers()]
+    return {
+        "tensors": len(named),
+        "elements": sum(math.prod(_shape(p)) for _, p in named),
+        "trained_tensors": len(trained),
+        "trained_elements": sum(math.prod(_shape(p)) for p in trained),
+        "types": dict(sorted(Counter(_type(p) for _, p in named).items())),
+        "layout": digest_of("\n".join([*lines, "", *buffers]).encode()),
+    }
+
+
+def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
+    facts: Facts = {"class": type(wrapper).__name__, "backend": str(dist.get_backend(group))}
+    if isinstance(wrapper, DistributedDataParallel):
+        facts |= {name: bool(getattr(wrapper, name)) for name in _DDP_SETTINGS}
+        facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
+        facts["hook"] = _hook(wrapper)
+    elif isinstance(wrapper, FSDPModule):
+        policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        facts |= {name: _plain(getattr(policy, name, None)) for name in names}
+    elif hasattr(wrapper, "zero_optimization_stage"):
+        engine: Any = wrapper
+        facts |= {
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "communication_dtype": _plain(engine.communication_data_type),
+        }
+    elif hasattr(wrapper, "ddp_config"):
+        facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
+    return facts
+
+
+def _hook(wrapper: DistributedDataParallel) -> str | None:
+    """Return the name of DDP's communication hook; None without one."""
+    names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
+    return ", ".join(names) or str(log.get("comm_hook") or "") or None
+
+
+def _optimizer(optimizer: Any) -> Facts:
+    groups = _own_groups(optimizer.param_groups)
+    return {
+        "class": ", ".join(map(_class_of, all_of(optimizer))),
+        "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
+        "num_groups": len(groups),
+    }
+
+
+def _own_groups(groups: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the groups without those that an optimizer inside of another repeats."""
+    seen: set[int] = set()
+    own = []
+    for group in groups:
+        held = set(map(id, group["params"]))
+        if not held or held - seen:
+            own.append(group)
+        seen |= held
+    return own
+
+
+def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
+    """Return names of the parameters that an optimizer updates beside a model's."""
+    own = set(map(id, module.parameters()))
+    groups = getattr(optimizer, "param_groups", None) or ()
+    foreign = {id(p) for group in groups for p in group["params"]} - own
+    if not foreign:
+        return {}
+    names = [
+        f"{kind.__name__}.{name}"
+        for thing in gc.get_objects()
+        if nn.Module in (kind := type(thing)).__mro__
+        for name, parameter in thing.named_parameters(recurse=False)
+        if id(parameter) in foreign
+    ]
+    return {"unwatched": sorted(names)[:_MAX_NAMES]}
+
+
+def _group(group: Mapping[str, Any]) -> Facts:
+    settings = {str(name): _plain(value) for name, value in group.items() if name not in _UNSAID}
+    return {**settings, "tensors": len(group["params"])}
+
+
+def _loader(loader: Any) -> Facts:
+    facts: Facts = {"class": _class_of(loader), **_settings(loader, _LOADER_SETTINGS)}
+    for name in ("sampler", "batch_sampler"):
+        sampler = _quietly_of(loader, name)
+        if sampler is not None:
+            facts[name] = {"class": _class_of(sampler), **_settings(sampler, _SAMPLER_SETTINGS)}
+    data: Any = _quietly_of(loader, "dataset")
+    if data is not None:
+        facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
+    generator = _quietly_of(loader, "generator")
+    if isinstance(generator, torch.Generator):
+        facts["seed"] = generator.initial_seed()
+    return facts
+
+
+def sampler_seed(loader: Any) -> int | None:
+    """Return the seed with which a data loader's samples are shuffled; None if unknown.
+
+    That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
+    unless it does not shuffle, or of the generator that torch's own samplers draw from.
+    """
+    if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
+        return None  # accelerate gives all ranks the generator of rank 0 with each pass
+    batches = _quietly_of(loader, "batch_sampler")
+    batches = _quietly_of(batches, "batch_sampler") or batches  # inside accelerate's share of it
+    for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
+        if sampler is None or _quietly_of(sampler, "shuffle") is False:
+            continue
+        for name in ("seed", "initial_seed"):
+            seed = _quietly_of(sampler, name)
+            if isinstance(seed, int) and not isinstance(seed, bool):
+                return seed
+        generator = _quietly_of(sampler, "generator")
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return None
+
+
+def _settings(owner: object, names: Iterable[str]) -> Facts:
+    found = {name: _quietly_of(owner, name) for name in names}
+    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
+
+
+def _quietly_of(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a property may do anything
+        return None
+
+
+def _class_of(thing: object) -> str:
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__qualname__", None)
+    return _class_of(function) if name is None else f"{function.__module__}.{name}"
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
+    return tuple(shape)
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can hold it, else its class."""
+    if isinstance(value, Tensor):  # elsewhere it would wait
+        value = value.item() if value.device.type == "cpu" and value.numel() == 1 else _type(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return _class_of(value)
+
+
+def draws_with_replacement(loader: Any) -> bool:
+    """Return whether a data loader declares that it draws samples, or shards, with replacement.
+
+    That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
+    (``WebDataset(resampled=True)``) or a class of that name.
+    """
+    return any(map(_replaces, _inside(loader)))
+
+
+def splits_of(loader: Any) -> list[tuple[str, int]]:
+    """Return what in a data loader gives each rank a part of the data, and into how many parts.
+
+    That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
+    ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads. Without a
+    loader, it is the living one whose data are split into the most parts.
+    """
+    if loader is None:
+        living = map(splits_of, live_objects(DataLoader)[DataLoader])
+        return max(living, key=lambda found: math.prod(parts for _, parts in found), default=[])
+    found: dict[int, tuple[str, int]] = {}
+    for part in _inside(loader):
+        number = _parts_made_by(part)
+        if number is not None and number > 1:
+            found[id(part)] = (type(part).__name__, number)
+    return list(found.values())
+
+
+def _parts_made_by(part: Any) -> int | None:
+    for number, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+        found = _quietly_of(part, number), _quietly_of(part, place)
+        if all(isinstance(one, int) for one in found):
+            return int(found[0])
+    by_node = _quietly_of(_quietly_of(part, "_distributed"), "world_size")
+    if isinstance(by_node, int):
+        return by_node
+    if type(part).__name__ == "DataLoaderDispatcher":
+        dealt = _quietly_of(_quietly_of(part, "state"), "num_processes")
+        return dealt if isinstance(dealt, int) else None
+    return None
+
+
+def length_of(loader: Any) -> int | None:
+    """Return how many samples a loader's iterable data set has, by its own word; None if unknown.
+
+    The length of data that a sampler draws from is none that it must draw.
+    """
+    known = []
+    for part in _inside(loader):
+        if isinstance(part, IterableDataset):
+            with contextlib.suppress(Exception):  # most have no length
+                known.append(len(part))  # type: ignore[arg-type]
+    return max(known, default=None)
+
+
+def _inside(loader: Any) -> Iterator[Any]:
+    """Yield a loader and its parts, each once; nothing of them is read or called."""
+    waiting = deque([loader])
+    visited: set[int] = set()
+    while waiting and len(visited) < _MAX_VISITED:
+        part = waiting.popleft()
+        if part is not None and id(part) not in visited:
+            visited.add(id(part))
+            yield part
+            waiting.extend(_parts_of(part))
+
+
+def _replaces(part: Any) -> bool:
+    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    return _quietly_of(part, "replacement") is True
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    for name in _PARTS:
+        value = _quietly_of(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _quietly_of(part, name)
+        if isinstance(value, list | tuple):
+            yield from value

@@ -1,4 +1,4 @@
-"""The detectors of environments: versions, precision, modes of modules."""
+"""Environments compared: versions, precision, modes of modules, settings of the optimizer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,10 +8,18 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.bus.finding import Severity
-from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name_values
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages
+from rankscope.bus.replicas import (
+    StateDifference,
+    StateKind,
+    known_values,
+    minority_ranks,
+    name_values,
+)
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_modules, name_ranks
+from rankscope.evidence.environment import MODES, SETTINGS
 from rankscope.evidence.environment.settings import (
     DifferentSettings,
     PlannedSeed,
@@ -19,9 +27,10 @@ from rankscope.evidence.environment.settings import (
     ScheduleEnded,
     ScheduleJump,
 )
+from rankscope.stats.arrays import Ints
 
 CAUSE = "env.mismatch"
-MODES = "compute.modes_differ"
+MODES_DIFFER = "compute.modes_differ"
 DROPOUT = "dropout-off"
 _READINGS = 2
 
@@ -129,7 +138,7 @@ class DifferentModes(Detector):
         what += f"; and {count(more, 'other difference')}" if more > 0 else ""
         numbers = {"steps": seen.count, "modules": list(self._what)}
         fields = {"what": what}
-        return (seen.evidence(MODES, Severity.WARNING, seen.ranks, fields, numbers),)
+        return (seen.evidence(MODES_DIFFER, Severity.WARNING, seen.ranks, fields, numbers),)
 
 
 class DropoutOff(Detector):
@@ -149,7 +158,9 @@ class DropoutOff(Detector):
             return ()
         over = "" if span.open else " It is on again."
         numbers = {"readings": span.count}
-        return (span.evidence(MODES, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),)
+        return (
+            span.evidence(MODES_DIFFER, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),
+        )
 
 
 def compare_facts(
@@ -215,3 +226,81 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ScheduleJump(),
         PlannedSeed(run.plan.seed, run.sampler_seeds),
     )
+
+
+_MODE_NAMES = ("evaluation", "training")
+_MISSING = "not set"
+
+
+class ComparedNames(Combiner):
+    """Compares all workers' modes of modules and settings of the optimizer, by name.
+
+    A worker sends those that have changed. Modes that differ are a difference of every step in
+    which they are read, settings that differ one of the step in which they begin to.
+    """
+
+    def __init__(self) -> None:
+        self._modes: dict[int, dict[str, int]] = {}
+        self._settings: dict[int, dict[str, str]] = {}
+
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
+        """Return the differences, in words; modules that differ between the same workers as one."""
+        new_settings = False
+        for rank, named in enumerate(messages.named):
+            if MODES in named:
+                names, flags = named[MODES]
+                self._modes[rank] = dict(zip(names, map(int, flags), strict=False))
+            if SETTINGS in named:
+                self._settings[rank] = named[SETTINGS]
+                new_settings = True
+        found: list[StateDifference] = []
+        if _differs(columns["modes"]):
+            found += self._different_modes(len(messages))
+        if new_settings and _differs(columns["settings_digest"]):
+            found += self._different_settings(len(messages))
+        return {"differences": tuple(found)} if found else {}
+
+    def _different_modes(self, num_workers: int) -> list[StateDifference]:
+        modes_W = [self._modes.get(rank, {}) for rank in range(num_workers)]
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for name in modes_W[0]:
+            if all(name in modes for modes in modes_W):
+                flags_W = tuple(modes[name] for modes in modes_W)
+                if len(set(flags_W)) > 1:
+                    alike.setdefault(flags_W, []).append(name)
+        return [
+            _name_difference(
+                StateKind.MODE,
+                f"{name_modules(names, modes_W[0])} "
+                f"({name_values(flags_W, _MODE_NAMES.__getitem__)})",
+                flags_W,
+            )
+            for flags_W, names in alike.items()
+        ]
+
+    def _different_settings(self, num_workers: int) -> list[StateDifference]:
+        settings_W = [self._settings.get(rank) for rank in range(num_workers)]
+        found = []
+        for name in dict.fromkeys(name for each in settings_W if each for name in each):
+            values_W = [None if each is None else each.get(name, _MISSING) for each in settings_W]
+            values = list(dict.fromkeys(value for value in values_W if value is not None))
+            if len(values) > 1:
+                numbers_W = [-1 if value is None else values.index(value) for value in values_W]
+                words = f"{name} is {name_values(values_W)}"
+                found.append(_name_difference(StateKind.OPTION, words, numbers_W))
+        return found
+
+
+def _differs(digests_W: Ints) -> bool:
+    known_W = digests_W != MISSING_INT
+    return bool(known_W.all() and (digests_W != digests_W[0]).any())
+
+
+def _name_difference(kind: StateKind, words: str, values_W: Sequence[int]) -> StateDifference:
+    none_W = np.zeros(len(values_W), bool)
+    return StateDifference(kind, words, np.array(values_W, np.int64), none_W)
+
+
+def make_combiner(layout: Layout) -> ComparedNames:
+    """Return the combiner of modes and settings."""
+    return ComparedNames()

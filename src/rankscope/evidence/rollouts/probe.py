@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.evidence.samples.batches import is_dense
+from rankscope.evidence.samples.probe import is_dense
 from rankscope.gradients.host import Numbers, copy_numbers
 
 _log = logging.getLogger("rankscope")

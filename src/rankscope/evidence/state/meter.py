@@ -15,14 +15,18 @@ from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.state.holdings import (
+from rankscope.evidence.state.plan import (
+    DigestSchedule,
+    Lasting,
+    Slice,
+    is_sharded,
     optimizer_state,
     read_roles,
     replaced_parameters,
     signature,
     state_leaves,
+    survey,
 )
-from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
 from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen

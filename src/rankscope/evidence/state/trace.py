@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
-from rankscope.evidence.state.holdings import digest_optimizer
-from rankscope.evidence.state.plan import Slice, TensorPlace
+from rankscope.evidence.state.plan import Slice, TensorPlace, digest_optimizer
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.digest import PendingDigest, word_of
 from rankscope.gradients.host import HostCopy

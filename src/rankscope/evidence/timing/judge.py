@@ -6,6 +6,7 @@ no random sample, so this stands beside the budget of false alarms: it raises no
 Legend of shapes: S steps of a window, W workers.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Severity
+from rankscope.bus.messages import Derived
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
 from rankscope.stats.arrays import Bools, Floats, Ints
@@ -299,3 +302,10 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
     return (Check("slow workers", WARM_UP + WINDOW),)
+
+
+def derive(gathered: GatheredStep) -> Derived:
+    """Return the slowest worker's overhead."""
+    seconds_W = gathered.workers["overhead_seconds"]
+    known_W = seconds_W[np.isfinite(seconds_W)]
+    return Derived({"overhead_seconds": float(known_W.max()) if known_W.size else math.nan})

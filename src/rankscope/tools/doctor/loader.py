@@ -14,7 +14,7 @@ from torch import Tensor
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
-from rankscope.evidence.environment.training import draws_with_replacement
+from rankscope.evidence.environment.facts import draws_with_replacement
 from rankscope.evidence.samples.overlap import LIKELY, SURE
 from rankscope.evidence.samples.probe import digest_inputs
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
