@@ -25,9 +25,8 @@ from rankscope.agent.hang_report import (
     words_of,
 )
 from rankscope.agent.ranks import RankProcesses
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import name_ranks
 
 _FEWEST_STEPS = 3

@@ -24,8 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rankscope.agent.flight_recorder import open_of_process
-from rankscope.agent.hang_report import CodePlace, ProcessState
+from rankscope.agent.hang_report import CodePlace, ProcessState, open_of_process
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD = 77  # Linux 6.5

@@ -20,15 +20,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rankscope.agent.flight_recorder import Reader
 from rankscope.agent.frames import ALL_RANKS, FrameKind, pack
-from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
+from rankscope.agent.hang_report import CodePlace, ProcessState, Reader, Stack
 from rankscope.agent.processes import ProcessWatch, open_mark, read_mark
 from rankscope.bus.words import printable
 from rankscope.errors import install_command
 
 if TYPE_CHECKING:
-    from rankscope.agent.remote_hosts import RemoteHosts
+    from rankscope.agent.hosts import RemoteHosts
 
 
 NUM_FRAMES = 12

@@ -28,8 +28,8 @@ from rankscope.agent.summary import (
     with_directions,
 )
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
-from rankscope.bus.governor import LAG, Governor
 from rankscope.bus.messages import Layout
+from rankscope.bus.pace import LAG, Governor
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.bus.words import name_ranks

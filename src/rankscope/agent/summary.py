@@ -1,7 +1,7 @@
 """The summary of a step that a host's agent sends to the root, beyond 64 workers.
 
 It holds the messages of its workers without their sketches as one block; the sketches narrowed
-(:mod:`rankscope.stats.consensus`); and its part of the audit (:mod:`rankscope.stats.audit`): one
+(:mod:`rankscope.stats.direction`); and its part of the audit (:mod:`rankscope.stats.audit`): one
 sum, and one copy of equal reduced gradients. The root reads those of all hosts at once.
 
 Much in the messages of a host is the same for all of its workers. They are the rows of a matrix of
@@ -24,13 +24,20 @@ from numpy.typing import NDArray
 
 from rankscope.agent.message import ARRAYS, MessageError, StepMessage
 from rankscope.bus.evidence import Array
-from rankscope.bus.measured import NUMBERS, SKETCHES, audit_of, by_rank, measured_in
-from rankscope.bus.messages import Layout, Messages
+from rankscope.bus.messages import (
+    NUMBERS,
+    SKETCHES,
+    Layout,
+    Messages,
+    audit_of,
+    by_rank,
+    measured_in,
+)
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import schema_hash
 from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.audit import AuditPart, distinct, residuals_by_row, total_of
-from rankscope.stats.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
+from rankscope.stats.direction import Halves, consensus_of, in_turn, narrow, narrowing_for
 
 PARTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("lengths_A", np.int32),  # of arrays that are as long for all workers; or UNEVEN

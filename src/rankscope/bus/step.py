@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.consensus import Consensus
-from rankscope.stats.direction import from_upper_triangle, upper_triangle
+from rankscope.stats.direction import Consensus, from_upper_triangle, upper_triangle
 
 MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""

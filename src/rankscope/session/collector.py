@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.governor import Intervals
+from rankscope.bus.pace import Intervals
 from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies

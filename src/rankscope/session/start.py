@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
-from rankscope.agent.launch import IN_THREAD
+from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError

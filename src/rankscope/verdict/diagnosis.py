@@ -12,10 +12,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, finding_of
 from rankscope.bus.finding import Finding, FindingEvents
 from rankscope.bus.plan import Plan
-from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport, as_recorded
 from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
 from rankscope.bus.words import ranks_of_job

@@ -2,7 +2,7 @@
 
 One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
 its loss follows. The rules declare which finding explains which (``explains``), and which one
-settles the open question of which (``settles``), see :mod:`rankscope.bus.rules`.
+settles the open question of which (``settles``), see :mod:`rankscope.bus.detector`.
 """
 
 import re
@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 
+from rankscope.bus.detector import LATENESS, RULES
 from rankscope.bus.finding import Finding
-from rankscope.bus.rules import LATENESS, RULES
 
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:

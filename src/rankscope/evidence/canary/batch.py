@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.errors import RankscopeError
 from rankscope.evidence.samples.probe import digest_inputs
 from rankscope.gradients.host import HostCopy

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
+from rankscope.bus.detector import LATENESS, Check, CheckedRun, Detector, FaultEvidence, RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.governor import LAG
+from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateKind
-from rankscope.bus.rules import LATENESS
 from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks

@@ -21,14 +21,13 @@ from rankscope.bus.step import GatheredStep, StepReport, reduced_norm
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
-from rankscope.stats.budget import (
+from rankscope.stats.bets import (
     SAMPLING,
     ShiryaevRoberts,
     alarm_level,
     bound_in_words,
     false_alarm_bound,
 )
-from rankscope.stats.consensus import step_values
 from rankscope.stats.direction import (
     cosines_from_gram,
     gram,
@@ -38,6 +37,7 @@ from rankscope.stats.direction import (
     mean_and_min_cosine,
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
+    step_values,
 )
 from rankscope.stats.noise_scale import ratio_of_sums
 from rankscope.stats.spread import (

@@ -14,12 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, name_ranks, shortened
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.rounding import tolerance_of

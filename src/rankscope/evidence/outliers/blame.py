@@ -20,8 +20,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.evidence import find_column
 from rankscope.evidence.outliers.parts import SignalSet, WorkerSignal
 from rankscope.stats.arrays import Floats
-from rankscope.stats.bets import BetKind
-from rankscope.stats.budget import FAR_BELOW, alarm_level, bound_in_words, false_alarm_bound
+from rankscope.stats.bets import FAR_BELOW, BetKind, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.stats.exchangeability import SignalTrace
 from rankscope.stats.state import State, StateError
 from rankscope.stats.units import HEALED, RECENT

@@ -50,15 +50,17 @@ from rankscope.evidence.outliers.parts import (
     totals_of,
 )
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.bets import AT_ONCE, BetKind, pair_bets
-from rankscope.stats.budget import (
+from rankscope.stats.bets import (
     AMOUNTS,
+    AT_ONCE,
     FAR_BELOW,
     OUTLIERS,
     PAIRS,
+    BetKind,
     alarm_level,
     bound_in_words,
     false_alarm_bound,
+    pair_bets,
 )
 from rankscope.stats.direction import upper_triangle
 from rankscope.stats.draws import SortedMap

@@ -23,7 +23,7 @@ from rankscope.bus.steps import Step
 from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals
 from rankscope.stats.arrays import Floats
-from rankscope.stats.budget import ROLLOUTS
+from rankscope.stats.bets import ROLLOUTS
 from rankscope.stats.state import State, StateError
 
 COLUMN = "rollout_gap"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rankscope.bus.packing import pack_headed
+from rankscope.bus.messages import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
 from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.packing import PackedError
+from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import FOLDER, HELD, MOMENT, RankStep
 from rankscope.errors import RunError
 from rankscope.files import read_file
