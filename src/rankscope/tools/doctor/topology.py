@@ -16,8 +16,16 @@ from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.environment.facts import environment_facts, source_revision
 from rankscope.evidence.environment.judge import compare_facts
-from rankscope.tools.doctor.meeting import choose_backend
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
+from rankscope.tools.doctor.stage import (
+    Bench,
+    CheckResult,
+    Facts,
+    Stage,
+    Status,
+    choose_backend,
+    listed,
+    ranks_by,
+)
 
 NAME = "topology"
 GROUP = "process_group"

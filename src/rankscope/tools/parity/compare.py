@@ -19,8 +19,15 @@ from rankscope.bus.parity import (
     UPDATE,
     WIDTH,
 )
-from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
-from rankscope.tools.parity.reading import Recording, SideStep, Whole
+from rankscope.tools.parity.reading import (
+    Bounds,
+    Recording,
+    SideStep,
+    Whole,
+    distance,
+    factor,
+    spread_distance,
+)
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
 
 _MOST_NOTES = 4
