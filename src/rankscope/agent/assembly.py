@@ -57,10 +57,7 @@ class Workers(list[Worker]):
         return all(worker.complete for worker in self) and len(set(delivered)) == 1
 
     def ended(self, delivered: Sequence[int]) -> list[int]:
-        """Return the ranks that have left, in order of last step, then of time.
-
-        On a busy machine several ends may arrive at once.
-        """
+        """Return the ranks that have left, in order of last step, then of time."""
         return sorted(
             self.left,
             key=lambda rank: (self[rank].complete, delivered[rank], self[rank].ended_at),
@@ -190,10 +187,7 @@ _DERIVE = [derive for each in EVIDENCE if (derive := each.at_root("derive")) is 
 
 
 def summarize(gathered: GatheredStep) -> StepReport:
-    """Compute every DERIVED column of a step.
-
-    Means and spreads leave out missing and non-finite values. Equal inputs give equal reports.
-    """
+    """Compute every DERIVED column of a step from its finite values."""
     steps: dict[str, float] = {"interval": float(gathered.interval)}
     workers: dict[str, Any] = {}
     report: dict[str, Any] = {}

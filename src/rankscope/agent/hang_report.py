@@ -111,10 +111,7 @@ class RecorderThread:
 
 
 def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
-    """Return the last collectives of each process group; sends and receives are left out.
-
-    Each dump is in torch's JSON form.
-    """
+    """Return the last collectives of each process group; sends and receives are left out."""
     groups: dict[str, Group] = {}
     for dump in dumps:
         content = json.loads(dump)
@@ -132,10 +129,7 @@ def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
 
 
 class Reader:
-    """The agent's end, of another process of this user.
-
-    ``numbers`` are that process's own descriptors, from its hello frame.
-    """
+    """The agent's end, of another process's numbers."""
 
     def __init__(self, pid: int, numbers: Sequence[int]) -> None:
         request, answer = numbers
@@ -181,10 +175,7 @@ class Reader:
 
 
 def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
-    """Open a file that another process of this user has open as ``number``; an OSError without.
-
-    ``kind`` is the beginning of its name in ``/proc``.
-    """
+    """Open a file that another process of this user has open as ``number``; an OSError without."""
     descriptor = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC)
     if not str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(kind):
         os.close(descriptor)

@@ -289,10 +289,7 @@ _LOOK_SECONDS = 1.0
 
 
 class HangNotes:
-    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
-
-    A step may take ``hang_seconds``, or 20 typical steps if that is more.
-    """
+    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes."""
 
     def __init__(
         self,

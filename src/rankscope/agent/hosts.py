@@ -256,10 +256,7 @@ class RootLink:
         return float("inf") if peer is None else time.monotonic() - peer.received_at
 
     def close(self, seconds: float = 0.0) -> None:
-        """Wait up to so long until all hosts have left, and close the sockets.
-
-        Frames that arrive meanwhile are dropped. A second call does nothing.
-        """
+        """Wait up to so long until all hosts have left, and close the sockets."""
         until = time.monotonic() + seconds
         while self._peers.keys() - self._left and time.monotonic() < until:
             self.poll()
@@ -300,10 +297,7 @@ NEXT_SECONDS = 0.25
 
 
 class HostLink:
-    """The link of host number ``host`` to the root; never blocks or fails while the root is away.
-
-    At most ``most_bytes`` may wait in its queue; ``backlog_bytes`` do.
-    """
+    """The link of a host to the root; never blocks or fails while the root is away."""
 
     def __init__(self, host: int, *, most_bytes: int = MOST_BYTES) -> None:
         self._name = HOST.pack(host)

@@ -242,10 +242,7 @@ class Link:
         self._bytes_waiting += len(self._hello)
 
     def _alive(self) -> socket.socket:
-        """Return the socket; raise a LinkError if it is no longer ours.
-
-        A script may close all files that it does not know, and open others in their place.
-        """
+        """Return the socket; raise a LinkError if it is no longer ours."""
         if self._broken is not None:
             why = self._broken.strerror or self._broken
             raise LinkError(f"the monitor's agent cannot be reached ({why})") from self._broken

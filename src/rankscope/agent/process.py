@@ -252,10 +252,7 @@ class Agent:
         self._lines.append((level, line, trace))
 
     def _is_orphaned(self, seconds: float) -> bool:
-        """Return whether no run will begin here: the rank that starts it has not connected.
-
-        Frames of a rank that has ended may still wait in its socket.
-        """
+        """Return whether no run will begin here: the rank that starts it has not connected."""
         orphan = self._parent is not None and os.getppid() != self._parent
         if not orphan and (self._server.ranks or not self._early):
             self._alone_since = seconds

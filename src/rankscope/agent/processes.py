@@ -135,10 +135,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def lower_priority() -> None:
-    """Let this thread of the agent, and threads that it starts, give way to the training.
-
-    A refusal of the system is ignored.
-    """
+    """Let this thread of the agent, and threads that it starts, give way to the training."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError, AttributeError):
@@ -240,10 +237,7 @@ def open_mark(pid: int, number: int) -> int | None:
 
 
 def read_mark(descriptor: int) -> CodePlace | None:
-    """Return the last place of the training; None before the first step, or if unreadable.
-
-    ``descriptor`` is from :func:`open_mark`.
-    """
+    """Return the last place of the training; None before the first step, or if unreadable."""
     try:
         word = _WORD.unpack(os.pread(descriptor, _WORD.size, 0))[0]
     except (OSError, struct.error):

@@ -52,10 +52,7 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
 
 
 class StackTaker:
-    """Runs :func:`stacks_of` in a thread of its own; arguments are as there.
-
-    ``seconds`` is how long one stack may take, and all collectives together.
-    """
+    """Runs :func:`stacks_of` in a thread of its own; one stack may take so many ``seconds``."""
 
     def __init__(
         self,
@@ -163,11 +160,7 @@ class _Rank:
 
 
 class RankProcesses:
-    """States, places and stacks of the ranks that have connected to this agent.
-
-    At the root of several hosts, ``remote`` has those of other hosts, and ``endings`` how some of
-    these ended.
-    """
+    """States, places and stacks of the ranks that have connected to this agent."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}

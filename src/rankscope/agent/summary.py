@@ -311,10 +311,7 @@ class HostSteps:
 
 
 def with_directions(gathered: GatheredStep, hosts: HostsStep, layout: Layout) -> GatheredStep:
-    """Add directions and residuals from the summaries of all hosts to a step.
-
-    ``layout`` is that of the workers' own messages, with sketches.
-    """
+    """Add directions and residuals from the summaries of all hosts to a step."""
     if not gathered.observed:
         return gathered
     narrowing = narrowing_for(layout.num_workers)

@@ -24,15 +24,11 @@ GroupsOption = Literal["blocks", "none"] | Callable[[str], str] | Mapping[str, s
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which parameter belongs to which group.
+    """Which parameter belongs to which group."""
 
-    Attributes:
-        names: Name of each group ``[G]``, in the order in which the model declares them.
-        index_of: Group index by parameter name.
-    """
-
+    # name of each group ``[G]``, in the order in which the model declares them
     names: tuple[str, ...]
-    index_of: Mapping[str, int]
+    index_of: Mapping[str, int]  # group index by parameter name
 
     def __len__(self) -> int:
         return len(self.names)
@@ -115,19 +111,13 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Which elements belong to which section.
+    """Which elements belong to which section."""
 
-    Attributes:
-        groups: Names of the groups ``[G]``.
-        group_of: Index of the group of each section ``[S]``; ascending, and every group has one.
-        sizes: Elements in each section ``[S]``.
-        ranges: By parameter, the ranges that make it up, in order.
-    """
-
-    groups: tuple[str, ...]
+    groups: tuple[str, ...]  # names of the groups ``[G]``
+    # index of the group of each section ``[S]``; ascending, and every group has one
     group_of: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ranges: Mapping[str, tuple[Range, ...]]
+    sizes: tuple[int, ...]  # elements in each section ``[S]``
+    ranges: Mapping[str, tuple[Range, ...]]  # by parameter, the ranges that make it up, in order
 
     def __len__(self) -> int:
         return len(self.group_of)

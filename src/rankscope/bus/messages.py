@@ -93,19 +93,13 @@ class Message(Protocol):
 
 
 class Combiner:
-    """Turns the messages of all workers into their common step.
-
-    A kind of evidence has ``make_combiner(layout)``, called once for a run.
-    """
+    """Turns the messages of all workers into their common step."""
 
     def learn(self, rank: int, message: Message) -> None:
         """Process a message on arrival, before its step is complete."""
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
-        """Fill in columns of the workers; return fields of :class:`GatheredStep`.
-
-        Tuples that several combiners return for one field are joined.
-        """
+        """Fill in columns of the workers; return fields of :class:`GatheredStep`."""
         return {}
 
 

@@ -232,11 +232,7 @@ class Governor:
         return self._decide(step, newest) if ready else None
 
     def short_steps(self, newest: int) -> str:
-        """Return, once, what short steps pay though no gradient is read; mostly empty.
-
-        ``newest`` is the newest step that any worker is known to have ended: the budget counts from
-        a certain step on.
-        """
+        """Return, once, what short steps pay though no gradient is read; mostly empty."""
         cost = self._cost(_SLOW)
         begins = newest + LAG >= self._always
         if not (self._looks_at_fixed and begins and cost and len(self._fixed) >= _FEWEST):

@@ -239,10 +239,7 @@ class Probe:
         """The step ends: return the probe's part of the message, and start again."""
 
     def on_message(self, step: int, part: MessagePart) -> None:
-        """A step is about to be sent: the parts of all probes together, on the host.
-
-        It may come some steps later.
-        """
+        """A step is about to be sent: the parts of all probes together, on the host."""
 
     def abort(self) -> None:
         """Forget the step, after an exception or a second begin."""

@@ -253,10 +253,7 @@ def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any
 
 
 def name_values(values: Sequence[_Value | None], word: Callable[[_Value], str] = str) -> str:
-    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``.
-
-    ``values`` has one per rank, None where it is unknown.
-    """
+    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:

@@ -254,10 +254,7 @@ class RecentBatches(Stateful):
         self._old = SortedMap(np.int32)
 
     def observe(self, digests_TW: Ints, steps: Sequence[int]) -> list[Recurrence]:
-        """Process consecutive steps; return for each whether its batches came before.
-
-        ``digests_TW`` holds a digest of each worker's batch, ``MISSING_INT`` where it is unknown.
-        """
+        """Process consecutive steps; return for each whether its batches came before."""
         known_T = (digests_TW != MISSING_INT).any(axis=1)
         history = np.concatenate([self._recent_NW, digests_TW[known_T]])
         self._recent_NW = history[-REMEMBERED:].copy()
@@ -325,11 +322,7 @@ Groups = Sequence[tuple[int, ...]]
 
 
 class Columns:
-    """The workers' columns in consecutive steps; their summaries are computed once for all.
-
-    Attributes:
-        recurrences: Whether the batches of each step came before.
-    """
+    """The workers' columns in consecutive steps; their summaries are computed once for all."""
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches) -> None:
         self.reports = reports
@@ -406,11 +399,7 @@ class Step:
         return identical_groups(self.gathered.samples)
 
     def shares_work(self) -> bool | None:
-        """Return whether the workers of each group with the same samples share the work on them.
-
-        They have one loss, and gradients of their own: parts of a model, of a graph or of a text.
-        None where gradients or losses are unknown.
-        """
+        """Return whether workers with the same samples share the work on them; None if unknown."""
         workers = self.gathered.workers
         losses_W, norms_W = workers["loss"], workers["grad_norm"]
         if not np.isfinite([losses_W, norms_W]).all():

@@ -191,10 +191,7 @@ def _cost(run: Run) -> Values:
 
 
 def _cost_of_a_step(run: Run) -> Values:
-    """Return the slowest worker's cost in every step, and the extra cost of reading gradients.
-
-    Both are medians over steps, in seconds.
-    """
+    """Return the slowest worker's median seconds in every step, and for reading gradients."""
     rows = run.sampled(
         Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
     )

@@ -157,10 +157,7 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
 
 
 def _tensors(training: Any) -> tuple[int, int, tuple[str, ...]]:
-    """Return the tensors of the watched model and of the optimizer, if that one has more.
-
-    And names of some that are not watched.
-    """
+    """Return the tensors of model and optimizer, if that has more, and names of unwatched ones."""
     try:
         optimizer = training["optimizer"]
         watched = int(training["parameters"]["tensors"])

@@ -46,10 +46,7 @@ def _covers(earlier: Finding, later: Finding) -> bool:
 
 
 def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
-    """Return the latest finding of a run that settles the open question of another, if any.
-
-    A canary of the suspected workers does: it ran one of their batches on every worker.
-    """
+    """Return the latest finding of a run that settles the open question of another, if any."""
     answers = [one for one in findings if settles(one, finding)]
     return max(answers, key=lambda answer: answer.last_step, default=None)
 

@@ -253,10 +253,7 @@ def consequence_of(cause: Finding) -> str:
 
 
 def title_of_finding(finding: Finding) -> str:
-    """Return the title of a finding: its own rule's, or its cause's.
-
-    A cause unknown to this release is shown by its name.
-    """
+    """Return the title of a finding: its own rule's, or its cause's."""
     rule = RULES.get(finding.id) or RULES.get(finding.cause)
     return finding.cause if rule is None else rule.title
 

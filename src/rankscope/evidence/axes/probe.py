@@ -33,10 +33,7 @@ _MOST_LOSSES = 256
 
 
 class AxesProbe(Probe):
-    """Sends one rank's share of a step; all calls come on the training thread.
-
-    A failure here only ends this comparison.
-    """
+    """Sends one rank's share of a step; all calls come on the training thread."""
 
     def __init__(
         self,

@@ -86,11 +86,7 @@ class Sampling(Detector):
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report workers that are too similar or too different, and the end of it.
-
-        Steps with identical batches are left out, as they have exact evidence of their own, and so
-        are steps whose batches came before.
-        """
+        """Process a step; report workers that are too similar or too different, and its end."""
         if self._num_workers < 2:
             return ()
         self._steps += 1
@@ -267,10 +263,7 @@ def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
 
 
 def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[float, float]:
-    """Return the losses' std over workers, and the one that sampling alone would give.
-
-    ``values`` holds the columns of the steps table, if all workers are compared.
-    """
+    """Return the losses' std over workers, and the one that sampling alone would give."""
     if "loss_std" in values and "loss_std_expected" in values:
         return values["loss_std"], values["loss_std_expected"]
     workers = gathered.workers

@@ -104,10 +104,7 @@ def compilation(model: torch.nn.Module) -> str:
 
 
 def vocabulary_digest(tokenizer: Any) -> int:
-    """Return a 63-bit digest of a vocabulary: which token has which number.
-
-    Takes an object with ``get_vocab()`` or a mapping from token to number, else raises UsageError.
-    """
+    """Return a digest of a mapping from token to number, or of what ``get_vocab`` returns."""
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary = get_vocab() if callable(get_vocab) else tokenizer
     if not isinstance(vocabulary, Mapping):
@@ -120,10 +117,7 @@ def vocabulary_digest(tokenizer: Any) -> int:
 
 
 def source_revision(directory: Path | None, seconds: float = _GIT_SECONDS) -> dict[str, Fact]:
-    """Return a directory's git commit (``revision``), and whether files differ from it.
-
-    Facts that git does not return within so many seconds are left out.
-    """
+    """Return a directory's git commit, and whether files differ from it, if git is quick."""
     if directory is None:
         return {}
     end = time.monotonic() + seconds
@@ -210,10 +204,7 @@ class PrecisionMeter:
         self._codes: dict[str, int] = {}
 
     def code(self, step: int) -> int:
-        """Return a 63-bit digest of :func:`precision_words`; equal on workers that compute alike.
-
-        Called inside a forward pass, where autocast is active. It costs some microseconds.
-        """
+        """Return a digest of :func:`precision_words`; equal on workers that compute alike."""
         if self._flags is None or step % FLAGS_EVERY == 0:
             flags = precision_flags()
             if flags != self._flags:
@@ -273,10 +264,7 @@ def _attention_backends() -> str:
 
 
 def _float32_matmul() -> str:
-    """Return the setting of all backends; ``mixed`` where one of them was set by itself.
-
-    torch raises there: as soon as a script sets ``fp32_precision`` alone, for example.
-    """
+    """Return the setting of all backends; ``mixed`` where one of them was set by itself."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -572,10 +560,7 @@ def _parts_made_by(part: Any) -> int | None:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many samples a loader's iterable data set has, by its own word; None if unknown.
-
-    The length of data that a sampler draws from is none that it must draw.
-    """
+    """Return how many samples a loader's iterable data set has, by its own word, if known."""
     known = []
     for part in _inside(loader):
         if isinstance(part, IterableDataset):

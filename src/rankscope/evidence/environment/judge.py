@@ -166,10 +166,7 @@ class DropoutOff(Detector):
 def compare_facts(
     facts: Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
-    """Return the ranks that differ, each difference in words, the serious first, and the severity.
-
-    ``facts`` are in rank order; an empty one is unknown.
-    """
+    """Return the ranks that differ, the differences in words, serious first, and the severity."""
     names = sorted(filter(is_compared, {name for own in facts for name in own}))
     serious: list[str] = []
     harmless: list[str] = []

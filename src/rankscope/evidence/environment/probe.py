@@ -139,10 +139,7 @@ class OptimizerMeter:
         self._read_before = True
 
     def count(self, optimizer: Any) -> None:
-        """Count a call of ``optimizer.step`` that has ended.
-
-        Its settings are the present ones, unless :meth:`begin` has read them before.
-        """
+        """Count a call of ``optimizer.step`` that has ended."""
         self._calls[id(optimizer)] += 1
         if not self._read_before:
             self._read(self._joint or optimizer)
@@ -250,10 +247,7 @@ def _is_fixed(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return numbers as float, text, and sequences of these; None for anything else.
-
-    So 0, 0.0 and False are the same setting.
-    """
+    """Return numbers as float (0 and False are one), text, and sequences of these; else None."""
     if isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)):
@@ -275,10 +269,7 @@ def _number(value: object) -> float:
 
 
 class EnvironmentProbe(Probe):
-    """Collects settings, precision and modes of one worker's steps.
-
-    ``precisions`` and ``modes`` are None where these are not compared.
-    """
+    """Collects settings, precision and modes of one worker's steps."""
 
     def __init__(
         self,

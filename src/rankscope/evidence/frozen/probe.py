@@ -90,10 +90,7 @@ class _Reading:
         return all(copy.ready for copy in self._copies)
 
     def read(self) -> MessagePart:
-        """Wait for the device; return a digest of each module by its label.
-
-        Modules with one label are numbered in the order of their digests, not of their discovery.
-        """
+        """Wait for the device; return a digest of each module by its label."""
         devices = dict.fromkeys(device for each in self._devices for device in each)
         numbers = {d: iter(c.numpy().tolist()) for d, c in zip(devices, self._copies, strict=True)}
         by_label: dict[str, list[int]] = {}

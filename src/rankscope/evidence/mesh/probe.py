@@ -178,10 +178,7 @@ class _PendingPart:
 
 
 class _ReplicaMeter:
-    """Reads replicated parameters of one rank; all calls come on the training thread.
-
-    No call waits for the device, or changes anything.
-    """
+    """Reads replicated parameters of one rank, on the training thread; no call waits."""
 
     def __init__(self, place: MeshPlace, *, spacing: int) -> None:
         self._place = place

@@ -144,10 +144,7 @@ class Replicated:
 
 
 def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
-    """Return the parameters that are not cut over an axis, compared between its ranks ``[T]``.
-
-    None if the ranks' models differ, as those of pipeline stages do.
-    """
+    """Return the parameters that are not cut over an axis, compared; none if the models differ."""
     first = parts_T[0]
     if any(part.layout != first.layout or part.names != first.names for part in parts_T):
         return []
@@ -494,11 +491,7 @@ class TieVerdict(_Verdict):
     def observe(
         self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
     ) -> list[Finding]:
-        """Process the weights of one line in a step; return findings that are new or changed.
-
-        Values are those before the step, gradients those at the optimizer's call. Steps of the same
-        ranks come in order.
-        """
+        """Process the weights of one line in a step; return findings that are new or changed."""
         for one in found:
             key = one.ranks, one.name
             if key not in self._weights:  # else the script has loaded other values since

@@ -368,11 +368,7 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
 
 @cache
 def fewest_steps(num_workers: int) -> int:
-    """Return how many steps the search for outliers needs at least.
-
-    The detector itself is run on one worker that is farthest out in every signal. Small
-    differences take longer.
-    """
+    """Return how many steps the search for outliers needs at least."""
     if num_workers < 2:
         return 0
     num_workers = min(num_workers, MAX_PAIRED_WORKERS)

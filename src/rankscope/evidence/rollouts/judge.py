@@ -115,10 +115,7 @@ class DifferentRollouts(OutlierSearch):
         )
 
     def _words(self, fault: Fault) -> tuple[list[int], float, float]:
-        """Return the ranks with too large a gap, their smallest gap, and the others' largest.
-
-        Without a majority these are the workers whose gap now differs from the smallest.
-        """
+        """Return the ranks with too large a gap, their smallest gap, and the others' largest."""
         far_W = np.isin(np.arange(self._num_workers), fault.ranks)
         if fault.tie:
             far_W = self._mean_W >= max(LEAST, FACTOR * np.nanmin(self._mean_W))

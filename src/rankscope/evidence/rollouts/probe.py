@@ -21,10 +21,7 @@ _log = logging.getLogger("rankscope")
 
 
 class Gaps:
-    """The gap of one step; its sums may still be on the device.
-
-    ``sums`` holds each micro-batch's sum of absolute differences, and their number.
-    """
+    """The gap of one step; its sums may still be on the device."""
 
     def __init__(self, sums: Sequence[Numbers]) -> None:
         self._sums = sums

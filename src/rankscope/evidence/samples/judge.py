@@ -243,11 +243,7 @@ def _mix(samples: Ints) -> Ints:
 
 
 def derive(gathered: GatheredStep) -> Derived:
-    """Return how many samples were drawn, and how many of them differ.
-
-    Some of a worker's samples may be unknown, when it drew more than a message holds. Then the
-    number of distinct ones is unknown too.
-    """
+    """Return how many samples were drawn, and how many of them differ; NaN where unknown."""
     named_W = np.array([*map(len, gathered.samples)], np.int64)
     sent_W = gathered.workers["num_samples"]
     drawn = int(np.maximum(named_W, np.where(sent_W == MISSING_INT, 0, sent_W)).sum())
@@ -342,10 +338,7 @@ class RestartWatch(Stateful):
         self._end = self._last_step
 
     def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Process the samples of consecutive steps; yield how the restarted job went on.
-
-        It is known in the step that shows it, and MIXED again in later steps that show more of it.
-        """
+        """Process the samples of consecutive steps; yield how the restarted job went on."""
 
         def fits(samples: Ints) -> bool:
             some = int(np.count_nonzero(self._share.admits(samples)))

@@ -90,11 +90,7 @@ class OverlappingShards(Detector):
         self._previous = _NONE
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Process consecutive steps; yield proven overlaps, again when there are more.
-
-        Digests of content, which stand for samples that the training does not name, also agree
-        when the data hold the same content twice.
-        """
+        """Process consecutive steps; yield proven overlaps, again when there are more."""
         drawn = steps.columns.samples
         if any(step.identical for step in steps):
             drawn = DrawnSamples([_of_different_workers(step) for step in steps])
@@ -184,10 +180,7 @@ class OverlappingShards(Detector):
             self._counted = _Account(self._num_workers)
 
     def _near(self, followed: Ints, cross: int) -> int:
-        """Return how many of the cross repeats may have the content of a draw in the step before.
-
-        In a file that is not shuffled, equal contents may stand beside each other.
-        """
+        """Return how many cross repeats may have the content of a draw in the step before."""
         if self._named:
             return 0
         previous = self._previous

@@ -71,10 +71,7 @@ class LengthMeter:
 
     @torch.no_grad()
     def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
-        """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if there is one.
-
-        They are searched by their usual names, in a first mapping, and in the first position.
-        """
+        """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if any."""
         first = args[0] if args else None
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
         ids = named.get("input_ids", first)
@@ -118,10 +115,7 @@ class SampleMeter:
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
-        """Add ids (of any type that has a content) or the tensors of a batch, in any structure.
-
-        Anything else is declined with one line in the log, and digests stand for the samples.
-        """
+        """Add ids (of any type that has a content) or the tensors of a batch, in any structure."""
         given = self._unless_declined(lambda: _identity(samples))
         if given is not None:
             self._given.append((forward, given))
@@ -138,10 +132,7 @@ class SampleMeter:
         self._seen.append((forward, digests))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
-
-        No batch may stop the training or the other measures.
-        """
+        """Return what ``work`` returns; None, and once a line in the log, if it raises."""
         try:
             return work()
         except Exception as error:
@@ -171,10 +162,7 @@ class SampleMeter:
 
 
 def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return one digest per sample of a batch, int64 ``[B]`` on the inputs' device.
-
-    None where :func:`find_batch` recognises no batch.
-    """
+    """Return one digest per sample of a batch, int64 ``[B]`` on its device; None without."""
     batch, mask = find_batch(args, kwargs)
     if batch is None:
         return None
@@ -243,10 +231,7 @@ def _kernel_agrees(device: torch.device) -> bool:
 
 
 def check_launched(device: torch.device) -> None:
-    """Compare the kernel with torch on a device.
-
-    Raises ArithmeticError: it errs.
-    """
+    """Compare the kernel with torch on a device; ArithmeticError if it errs."""
     words = torch.arange(3 * 2050, device=device).mul_(0x5DEECE66D).view(3, 2050)
     mask = words % 3 > 0
     waves = words[:, :1500].double().sin().float()
@@ -479,10 +464,7 @@ def find_batch(
 
 
 def items_in(value: object) -> Sequence[Tensor]:
-    """Return the tensors of a list that has one per sample; nothing of other values.
-
-    Images ``[channels, height, width]``, or sequences ``[length]`` of different lengths.
-    """
+    """Return the tensors of a list that has one per sample; nothing of other values."""
     if not isinstance(value, list) or not value or not isinstance(value[0], Tensor):
         return ()
     if all(map(_is_image, value)):

@@ -1,7 +1,4 @@
-"""The detectors of state: digests that should agree, parameters that never change or move twice.
-
-The differences come from :mod:`rankscope.evidence.state.roles`.
-"""
+"""The detectors of state: digests that should agree, parameters that never change or move twice."""
 
 import json
 from collections import Counter
@@ -227,10 +224,7 @@ class ComparedState(Combiner):
         return {"differences": found, "trace": _trace(messages)}
 
     def new_or_few(self, found: Iterable[StateDifference]) -> Iterator[StateDifference]:
-        """Yield the differences that no step had before, and a few of the others.
-
-        So the record has each tensor once at least, and does not grow with all of them.
-        """
+        """Yield the differences that no step had before, and a few of the others."""
         again: Counter[StateKind] = Counter()
         for one in found:
             key = one.kind, one.name, bool(one.unchanged_W.any())

@@ -115,11 +115,7 @@ class StateMeter:
         return self._slot.wanted
 
     def begin_step(self, step: int) -> None:
-        """Choose what to read in a step, at its first forward pass; read buffers.
-
-        What a step counts up in them, and its loop then adds up over workers, is not compared in
-        between.
-        """
+        """Choose what to read in a step, at its first forward pass; read buffers."""
         self._clear()
         if self._next is not None and step >= self._next[0]:
             self.alone = self._next[1]
@@ -153,10 +149,7 @@ class StateMeter:
             self._unsent = 0 if self._broadcasts() else self._unsent + 1
 
     def enter_module(self) -> None:
-        """Read running statistics if DDP has just broadcast them; the first time in a step counts.
-
-        A forward pass after an evaluation finds them broadcast already, and reads nothing.
-        """
+        """Read running statistics if DDP has just broadcast them, once in a step."""
         rows = self._slot.broadcast
         seen = self._seen
         if self._broadcasts is None or not self._broadcasts():
@@ -167,10 +160,7 @@ class StateMeter:
             seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take a local gradient by its parameter's canonical name; the last one counts.
-
-        It may be overwritten as soon as this returns.
-        """
+        """Digest a local gradient, which may be overwritten then; the last one counts."""
         if name not in self._slot.wanted:
             return
         if not gradient.is_cpu:
@@ -235,10 +225,7 @@ class StateMeter:
         seen.weights, seen.starts = cached.leaves
 
     def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
-        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
-
-        Returns names of that state; None if some of it may be no tensor.
-        """
+        """Append a slot's optimizer state; return its names, or None if some may be no tensor."""
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):

@@ -450,10 +450,7 @@ def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
 
 
 def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object] | None:
-    """Return a signature of a model and its optimizer, which is equal while neither has changed.
-
-    None where there is none, as of parameters that have no shape yet.
-    """
+    """Return a signature that is equal while model and optimizer have not changed, if any."""
     try:
         groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
         holders = [module]

@@ -35,10 +35,7 @@ _FEWEST_PASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class PendingStateMessage:
-    """The digests and traces of one step; they may still be on the device.
-
-    Names of the digested items are equal on all workers: the first one sends them once.
-    """
+    """The digests and traces of one step; they may still be on the device."""
 
     state: PendingState | None
     trace: PendingTrace | None
@@ -267,11 +264,7 @@ def _meter(job: Job) -> StateMeter:
 
 
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
-
-    Not where DeepSpeed gathers them afterwards, nor where the known optimizer holds only a part of
-    them.
-    """
+    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns."""
     if optimizer is None or not wrapped.kind.updates_at_once:
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -279,10 +272,7 @@ def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer's state is stored by parameter, and is the same on replicas.
-
-    DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
-    """
+    """Return whether an optimizer's state is stored by parameter, and is the same on replicas."""
     if wrapped.kind is MEGATRON:
         return _updates_all(wrapped, optimizer)
     return bool(wrapped.kind.state_by_parameter)

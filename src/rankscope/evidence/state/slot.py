@@ -40,10 +40,7 @@ _MOST_LOCAL = 8  # cached sets of local gradients of a slot
 
 
 class Rows:
-    """The digests of one kind in a step, and the slices that each is made of.
-
-    ``first`` is the number of the first slice of this kind among all that are read.
-    """
+    """The digests of one kind in a step, and the slices that each is made of."""
 
     def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:
         before = 0
@@ -159,10 +156,7 @@ class DigestSlot:
 
 @dataclass(slots=True)
 class Seen:
-    """The readings of one step; None for those that were not taken.
-
-    Local gradients, before the reduction, are by the numbers of their slices; later ones count.
-    """
+    """The readings of one step; None for those that were not taken."""
 
     state: PendingReading | None = None  # parameters, then optimizer state, after the step
     weights: Sequence[int] = ()  # of the leaves of the optimizer state

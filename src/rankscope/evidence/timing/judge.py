@@ -167,10 +167,7 @@ class Stragglers(Detector):
 
 
 class _Place(PersistentFault):
-    """A host with its ranks, or a single rank, and its evidence.
-
-    ``host`` is empty when hosts are unknown, or all the same.
-    """
+    """A host with its ranks, or a single rank, and its evidence."""
 
     SETTINGS = (*PersistentFault.SETTINGS, "members", "host")
 
@@ -188,10 +185,7 @@ class _Place(PersistentFault):
         return f"time.straggler:{f'host-{self.host}' if self.host else f'rank-{self.members[0]}'}"
 
     def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
-        """Process the latest window and those before it; return whether the evidence changed.
-
-        ``confirmed_W``: workers that were slow in the latest window and in the one before.
-        """
+        """Process the latest window and those before it; return whether the evidence changed."""
         confirmed = [rank for rank in self.members if confirmed_W[rank]]
         if not self.open:
             if confirmed:

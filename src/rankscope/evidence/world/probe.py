@@ -43,10 +43,7 @@ _sessions = itertools.count(1)  # of this process: ranks that run one program co
 
 
 class WorldProbe(Probe):
-    """Publishes the units that this rank is the first of; all calls come on the training thread.
-
-    A failure here only ends this comparison.
-    """
+    """Publishes the units that this rank is the first of; all calls come on the training thread."""
 
     def __init__(
         self,

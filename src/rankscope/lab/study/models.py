@@ -108,10 +108,7 @@ def _hugging_face(spec: str) -> tuple[nn.Module, Any]:
 
 
 def pangu_config() -> Any:
-    """Return the architecture of openPangu-Embedded-1B as a ``transformers.LlamaConfig``.
-
-    It is a Llama with biases in attention, so that no remote code is needed to train it.
-    """
+    """Return the architecture of openPangu-Embedded-1B as a ``transformers.LlamaConfig``."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -133,11 +130,7 @@ def pangu_config() -> Any:
 
 
 def build_pangu() -> nn.Module:
-    """Return the model with random weights, about 1.156 B parameters.
-
-    It is built on torch's current default device: under ``torch.device("meta")`` it takes no
-    memory.
-    """
+    """Return the model with random weights, about 1.156 B parameters."""
     from transformers import LlamaForCausalLM
 
     model: nn.Module = LlamaForCausalLM(pangu_config())
@@ -278,12 +271,7 @@ class PreparedModel:
 
 
 def prepare(config: StudyConfig) -> PreparedModel:
-    """Load the data, train or find the base model, and encode the samples.
-
-    Raises:
-        UsageError: Options that cannot work with this data.
-        DataError: The data cannot be used.
-    """
+    """Load the data, train or find the base model, and encode the samples."""
     records = load_records(config.data, seed=config.seed, limit=config.limit)
     _check_enough(config, len(records.records))  # before the base model is trained
     loaded = load(config, records.held_out, torch.device("cpu"))

@@ -164,10 +164,7 @@ class Pair:
         return self._distances[pair, kind, back]
 
     def update(self, pair: int) -> float:
-        """Return the norm of a step's change of A's traced parameters; 0 if unknown.
-
-        Estimated from the sketches before and after.
-        """
+        """Return the norm of a step's change of A's traced parameters; 0 if unknown."""
         step = int(self.alignment.steps_a[pair])
         before = self.a.traces.get((step - 1, "parameter"))
         after = self.a.traces.get((step, "parameter"))

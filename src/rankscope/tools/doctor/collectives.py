@@ -262,10 +262,7 @@ def _repeat(dtype: str, bench: Bench) -> dict[str, Any]:
 
 
 def ill_conditioned(num_ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers of many sizes whose sums over workers nearly cancel, ``[W, n]``.
-
-    Every worker makes the same ones; no common random generator is touched.
-    """
+    """Return numbers of many sizes whose sums over workers nearly cancel, ``[W, n]``."""
     size = min(REPEATED_SIZE, max(1, LARGEST_IN_ALL // num_ranks))
     generator = torch.Generator().manual_seed(20)
     sizes = 10 ** (6 * torch.rand(num_ranks, size, generator=generator, dtype=torch.float64) - 3)

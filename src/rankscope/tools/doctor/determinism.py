@@ -58,10 +58,7 @@ Run = Callable[[], int]
 
 
 def look(bench: Bench) -> Facts:
-    """Run one batch several times: as it is, operator by operator, with deterministic algorithms.
-
-    Everything is as before afterwards: parameters, buffers, random generators, gradients.
-    """
+    """Run one batch several times: as it is, by operators, with deterministic algorithms."""
     module = bench.model
     if not isinstance(module, FullyShardedDataParallel):  # inside of it are parts of a model
         module = getattr(module, "module", module)
@@ -331,10 +328,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same bits; those that have no plain bits count as equal.
-
-    Waits for the device.
-    """
+    """Return whether two tensors have the same bits, if they have plain bits."""
     if first is second or first.layout is not torch.strided or first.is_meta:
         return True
     if first.shape != second.shape or first.dtype != second.dtype:

@@ -116,10 +116,7 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[di
 
 
 def _look_alike(samples: list[list[int]]) -> bool:
-    """Return whether one rank's samples have hardly any different digests, as labels do.
-
-    The same few samples in batch after batch are no such case.
-    """
+    """Return whether one rank's samples have hardly any different digests, as labels do."""
     drawn = [sample for batch in samples for sample in batch]
     distinct = len(set(drawn))
     if distinct > max(FEW, len(drawn) // ALIKE) or len(drawn) < 2 * (distinct + 1):

@@ -113,11 +113,7 @@ def _parts(model: nn.Module) -> frozenset[int]:
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """Return the names of modules that drop at random while training.
-
-    These are dropout modules, and modules with a number above 0 under a name with ``drop`` in it,
-    as recurrent layers and attention blocks have.
-    """
+    """Return the names of modules that drop at random while training, dropout's or others'."""
     return [
         name or type(module).__name__ for name, module in model.named_modules() if _drops(module)
     ]
@@ -151,10 +147,7 @@ def _optimizer(optimizer: Any, parts: Container[int]) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, parts: Container[int]) -> dict[str, list[Any]]:
-    """Return an optimizer's state, by position of the parameter and name.
-
-    The state of a rank's part of a parameter is left out: no other rank has the same.
-    """
+    """Return an optimizer's state, by position of the parameter and name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     tensors: list[tuple[str, Tensor]] = []

@@ -84,10 +84,7 @@ def open_stores(place: RankPlace, seconds: float) -> tuple[Store, Store]:
 
 
 def choose_device(place: RankPlace) -> torch.device:
-    """Return this worker's device, and make it the current one.
-
-    More workers than accelerators share them.
-    """
+    """Return this worker's device, and make it the current one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
         return torch.device("cpu")  # none, or one without a backend

@@ -184,10 +184,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _device_id(device: torch.device) -> str:
-    """Return an id unique among a host's accelerators, even when each rank sees only its own.
-
-    Empty for a CPU, which ranks may share.
-    """
+    """Return an id unique among a host's accelerators, even when each rank sees only its own."""
     if device.type == "cpu":
         return ""
     module: Any = torch.get_device_module(device)
