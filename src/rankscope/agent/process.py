@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.message import StepMessage
-from rankscope.agent.processes import lower_priority
-from rankscope.agent.ranks import RankProcesses
+from rankscope.agent.processes import RankProcesses, lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
 from rankscope.agent.summary import HostSteps

@@ -17,7 +17,7 @@ from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
 from rankscope.agent.message import StepMessage, pack_report, tag, untag
-from rankscope.agent.ranks import RankProcesses
+from rankscope.agent.processes import RankProcesses
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.summary import (
     HostsStep,
@@ -40,11 +40,11 @@ from rankscope.record.begin import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
+from rankscope.verdict.assessment import Sibling, coordinate_of, siblings_of
 from rankscope.verdict.coverage import CoverageCount
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
-from rankscope.verdict.siblings import Sibling, coordinate_of, siblings_of
 
 _log = logging.getLogger("rankscope")
 

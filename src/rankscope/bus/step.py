@@ -79,15 +79,20 @@ class StepReport:
 
     The columns of the steps table are attributes too: ``report.cosine_mean``. A value that is
     undefined (for example a cosine with one worker) is NaN here and null in the record.
+
+    Attributes:
+        gathered: The values as the workers sent them.
+        values: The steps table's columns by name.
+        derived: The workers table's DERIVED columns by name, one float64 array ``[W]`` each.
+        cosines_WW: Pairwise cosines, NaN where one gradient has no direction; None when the step
+            was not observed.
+        group_cosine_rest_WG: ``cosine_rest`` of each group; None when groups have no directions.
     """
 
-    gathered: GatheredStep  # the values as the workers sent them
-    values: Mapping[str, float]  # the steps table's columns by name
-    # the workers table's DERIVED columns by name, one float64 array ``[W]`` each
+    gathered: GatheredStep
+    values: Mapping[str, float]
     derived: Mapping[str, Floats] = field(default_factory=dict)
-    # pairwise cosines, NaN where one gradient has no direction; None when the step was not observed
     cosines_WW: Floats | None = None
-    # ``cosine_rest`` of each group; None when groups have no directions
     group_cosine_rest_WG: Floats | None = None
 
     @property

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
+from rankscope.verdict.assessment import Sibling, worst_of
 from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
-from rankscope.verdict.siblings import Sibling, worst_of
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
