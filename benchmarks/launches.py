@@ -305,11 +305,10 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
     from rankscope.evidence.loss import probe as loss
-    from rankscope.evidence.samples import probe as samples
     from rankscope.evidence.state import readings
     from rankscope.gradients.kernels import fused, many, triton, triton_digest
     from rankscope.gradients.kernels.interface import period_signs
-    from rankscope.wrappers import labels
+    from rankscope.wrappers import labels, samples
     from rankscope.wrappers import transfer as handover
 
     replaced: Any

@@ -19,7 +19,15 @@ from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.probe import check_canary
-from rankscope.evidence.environment.facts import (
+from rankscope.record.stores import Store
+from rankscope.session.inbox import OnFinding
+from rankscope.session.instruments import choose_instruments
+from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
+from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
+from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
+from rankscope.session.scope import Scope
+from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrappers.facts import (
     compilation,
     draws_with_replacement,
     environment_facts,
@@ -29,14 +37,6 @@ from rankscope.evidence.environment.facts import (
     training_facts,
     vocabulary_digest,
 )
-from rankscope.record.stores import Store
-from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import choose_instruments
-from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
-from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
-from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
-from rankscope.session.scope import Scope
-from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
 from rankscope.wrappers.rendezvous import default_store

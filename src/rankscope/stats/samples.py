@@ -22,6 +22,10 @@ from rankscope.stats.draws import (
 )
 from rankscope.stats.state import Stateful
 
+SURE = 1e-6
+LIKELY = 1e-4
+"""Probabilities of the innocent reading below which an overlap is an error, or a warning."""
+
 MAX_SHARED_PAIRS = 64
 """Pairs of workers that :class:`SampleCounts` lists at most."""
 

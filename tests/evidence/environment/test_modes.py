@@ -12,9 +12,9 @@ from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.facts import FLAGS_EVERY
 from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff, make_combiner
 from rankscope.evidence.environment.probe import ModeMeter
+from rankscope.wrappers.facts import FLAGS_EVERY
 from support.stepping import evidence_of, run, words
 from support.streams import gathered
 

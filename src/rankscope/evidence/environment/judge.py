@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
-from rankscope.bus.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
+from rankscope.bus.environment import compare_facts
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import (
@@ -37,7 +37,6 @@ _READINGS = 2
 STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is reported."""
 
-_TITLES = {"revision": "source revision", "revision_changed": "source files"}
 _MOST_LISTED = 6
 
 
@@ -161,54 +160,6 @@ class DropoutOff(Detector):
         return (
             span.evidence(MODES_DIFFER, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),
         )
-
-
-def compare_facts(
-    facts: Sequence[Mapping[str, Any]],
-) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
-    """Return the ranks that differ, the differences in words, serious first, and the severity."""
-    names = sorted(filter(is_compared, {name for own in facts for name in own}))
-    serious: list[str] = []
-    harmless: list[str] = []
-    ranks: set[int] = set()
-    for name in names:
-        values = [_value(own, name) for own in facts]
-        minority = minority_ranks(values)
-        if not minority:
-            continue
-        ranks.update(minority)
-        note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
-        (harmless if note else serious).append(_difference(name, values, minority))
-    severity = Severity.WARNING if serious else Severity.NOTE
-    return tuple(sorted(ranks)), (*serious, *harmless), severity
-
-
-def _value(facts: Mapping[str, Any], name: str) -> str | int | bool | None:
-    """Return a fact; None where it is unknown, so that it is not compared."""
-    if not facts:
-        return None
-    value = facts.get(name)
-    if isinstance(value, str | int):
-        return value
-    if name.isupper():
-        return "not set"
-    return "not installed" if name in PACKAGES else None
-
-
-def _difference(name: str, values: Sequence[str | int | bool | None], odd: Sequence[int]) -> str:
-    if name == "vocabulary":
-        return f"another vocabulary on {name_ranks(odd)}"
-    words = [None if value is None else _word(name, value) for value in values]
-    title = _TITLES.get(name, name.replace("_", " ") if name.islower() else name)
-    return f"{title} {name_values(words)}"
-
-
-def _word(name: str, value: str | int | bool) -> str:
-    if name == "revision_changed":
-        return "changed since the commit" if value else "unchanged"
-    if name == "revision":
-        return str(value)[:10]
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.evidence.samples.probe import is_dense
 from rankscope.gradients.host import Numbers, copy_numbers
+from rankscope.wrappers.samples import is_dense
 
 _log = logging.getLogger("rankscope")
 

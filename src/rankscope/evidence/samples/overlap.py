@@ -16,12 +16,8 @@ from rankscope.bus.words import count
 from rankscope.evidence.samples.repeats import Padding
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DrawnSamples, count_common
-from rankscope.stats.samples import Followed, SampleCounts, ThinningLedger
+from rankscope.stats.samples import LIKELY, SURE, Followed, SampleCounts, ThinningLedger
 from rankscope.stats.state import Stateful
-
-SURE = 1e-6
-LIKELY = 1e-4
-"""Probabilities of the innocent reading below which a finding is an error, or a warning."""
 
 _BY_CONTENT = (
     " Samples are told here by the content of the batch's tensors: with scope.batch(ids), equal "

@@ -14,11 +14,11 @@ from torch import Tensor
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
-from rankscope.evidence.environment.facts import draws_with_replacement
-from rankscope.evidence.samples.overlap import LIKELY, SURE
-from rankscope.evidence.samples.probe import digest_inputs
+from rankscope.stats.samples import LIKELY, SURE
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
+from rankscope.wrappers.facts import draws_with_replacement
 from rankscope.wrappers.labels import IGNORED_LABEL
+from rankscope.wrappers.samples import digest_inputs
 
 SHARE_OF_TIME = 0.5
 """Share of a stage's time that reading the first epoch may take."""

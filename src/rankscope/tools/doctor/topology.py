@@ -11,11 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.environment import is_compared
+from rankscope.bus.environment import compare_facts, is_compared
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
-from rankscope.evidence.environment.facts import environment_facts, source_revision
-from rankscope.evidence.environment.judge import compare_facts
 from rankscope.tools.doctor.stage import (
     Bench,
     CheckResult,
@@ -26,6 +24,7 @@ from rankscope.tools.doctor.stage import (
     listed,
     ranks_by,
 )
+from rankscope.wrappers.facts import environment_facts, source_revision
 
 NAME = "topology"
 GROUP = "process_group"
