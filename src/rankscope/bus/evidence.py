@@ -3,13 +3,15 @@
 A kind of evidence is a package with up to four parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
-- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``;
+- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``
+  returns one, several or None;
 - ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
   ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
   ``make_director(run)`` asks the probes; long ones stand in ``combine.py`` and ``root.py``;
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -191,10 +193,13 @@ class Evidence:
     # integers that a worker sends by this name in a few steps: rows of the table of digests
     held: str = ""
 
-    @property
-    def make_probe(self) -> Any:
-        """What makes its probe in a training process; None where it has none."""
-        return self._find("probe", "make_probe")
+    def make_probes(self, job: Any) -> Sequence[Any]:
+        """Return its probes in a training process; the first one gets requests of the root."""
+        make = self._find("probe", "make_probe")
+        made = None if make is None else make(job)
+        if made is None:
+            return ()
+        return made if isinstance(made, tuple) else (made,)
 
     def at_root(self, name: str) -> Any:
         """Return what it has by a name for the root: ``make_judges``, ``derive``; None without."""

@@ -9,11 +9,13 @@ cost too. All reads at one moment of a step are one call on the host, one launch
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
+from rankscope.bus.probe import Probe, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.plan import (
     DigestSchedule,
@@ -48,8 +50,11 @@ evaluation, which has already broadcast."""
 _log = logging.getLogger("rankscope")
 
 
-class StateMeter:
+class StateMeter(Probe):
     """Digests some of a model's state at a time; all calls come on the training thread.
+
+    The new state is read as soon as the model holds it, before the script may change it; where it
+    holds it later, when the step is collected.
 
     No call waits for the device, raises, or changes anything. Unreadable tensors have a digest of
     their own, missing gradients the digest 0.
@@ -73,6 +78,8 @@ class StateMeter:
         sums_by_hand: bool = False,  # over other axes of a mesh: later changes are not recorded
         shards: bool = False,  # read shards too, for changes after the reduction
         summed: Container[str] = (),  # names of parameters summed over other ranks in between
+        sends_names: bool = False,  # of the digested items, which are equal on all workers
+        updates_all: bool = False,  # the model holds the new state once ``optimizer.step`` returns
     ) -> None:
         self._module = module
         self._summed = summed
@@ -92,8 +99,10 @@ class StateMeter:
         )
         self._spacing = spacing
         self._local_steps = local_steps
-        self.alone = False  # whether each worker trains alone, as far as the root knows
+        self._alone = False  # whether each worker trains alone, as far as the root knows
         self._next: tuple[int, bool] | None = None  # step from which that changes
+        self._known: set[int] | None = set() if sends_names else None
+        self._updates_all = updates_all
         self._sums_by_hand = sums_by_hand
         self._replicated = replicated
         self._plan: DigestSchedule | None = None
@@ -101,6 +110,8 @@ class StateMeter:
         self._slots: dict[tuple[int, ...], DigestSlot] = {}
         self._warned = False
         self._unsent = 0
+        self._step = -1
+        self._is_read = False
         self._slot = NOTHING
         self._seen = Seen()
         self._first_step: int | None = None
@@ -114,16 +125,19 @@ class StateMeter:
         """Names of the parameters whose local gradient :meth:`see_local` reads."""
         return self._slot.wanted
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, paused: bool = False) -> None:
         """Choose what to read in a step, at its first forward pass; read buffers."""
+        if step == self._step:
+            return
         self._clear()
+        self._step = step
         if self._next is not None and step >= self._next[0]:
-            self.alone = self._next[1]
+            self._alone = self._next[1]
             self._next = None
         self._first_step = step if self._first_step is None else self._first_step
         self._roles_due = is_role_step(step, self._first_step)
         number, between = (step, 0) if step < _SLOT_EACH_STEP else divmod(step, self._spacing)
-        if self._local_steps or self.alone:
+        if self._local_steps or self._alone:
             number = step // (self._local_steps or _ALONE_STEPS)
             between = 0
         if between:
@@ -139,13 +153,13 @@ class StateMeter:
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
 
-    def change_schedule(self, step: int, *, alone: bool) -> None:
+    def on_request(self, step: int, content: bytes) -> None:
         """Read the same tensors in several steps from ``step`` on, or no longer."""
-        self._next = step, alone
+        self._next = step, content == b"alone"
 
-    def before_forward(self) -> None:
+    def before_forward(self, step: int, *, first: bool) -> None:
         """Count the steps in which DDP broadcasts no buffers: the first pass is about to begin."""
-        if self._broadcasts is not None:
+        if first and self._broadcasts is not None:
             self._unsent = 0 if self._broadcasts() else self._unsent + 1
 
     def enter_module(self) -> None:
@@ -195,7 +209,7 @@ class StateMeter:
         if self._slot is not NOTHING:
             self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
 
-    def see_applied(self) -> None:
+    def before_update(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
         if self._roles_due:
             self._see_replaced()
@@ -263,7 +277,27 @@ class StateMeter:
             cached.state.learn(reading, tensors)
         return self._begin(reading)
 
-    def collect(self, *, set_aside: bool = False) -> PendingState:
+    def after_update(self, optimizer: Any, *, complete: bool) -> None:
+        """Read the new state, if it is complete; the last call counts."""
+        if complete and self._updates_all and not self._alone:  # else an average may follow
+            self.see_state()
+            self._is_read = True
+
+    def collect(self, end: StepEnd) -> PendingState | None:
+        """Read the rest, and return all readings of the step."""
+        if not end.comparable:
+            self._clear()
+            return None
+        self.begin_step(end.step)
+        if not self._is_read:
+            self.see_state()
+        return self.take(set_aside=end.set_aside)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._clear()
+
+    def take(self, *, set_aside: bool = False) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
         slot = self._slot
         seen = self._seen
@@ -279,11 +313,14 @@ class StateMeter:
             replicated=self._replicated,
             summed=self._summed,
             set_aside=set_aside,
+            known=self._known,
         )
         self._clear()
         return pending
 
     def _clear(self) -> None:
+        self._step = -1
+        self._is_read = False
         self._slot = NOTHING
         self._seen = Seen()
         self._roles_due = False

@@ -6,7 +6,7 @@ is called. An average of the weights that is updated in ``forward`` moves with e
 with each step. No digest after the step shows that.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.bus.replicas import RUNNING_STATISTICS, TensorTrace
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.replicas import RUNNING_STATISTICS
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.slot import PendingState
-from rankscope.evidence.state.trace import PendingTrace, TraceMeter
+from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.find import FSDP2, MEGATRON
@@ -33,214 +32,35 @@ _ELEMENTS = 256  # of each
 _FEWEST_PASSES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStateMessage:
-    """The digests and traces of one step; they may still be on the device."""
+class ReplicaProbe(Probe):
+    """Sends which workers hold the same; equal numbers hold equal parameters."""
 
-    state: PendingState | None
-    trace: PendingTrace | None
-    passes: "PendingPasses | None"
-    sent: set[int] | None  # digests of the names that the root has; None on other workers
-    replica: int | None
+    def __init__(self, replica: int) -> None:
+        self._part = Ready(MessagePart({"replica": replica}))
 
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        parts = [part for part in (self.trace, self.state, self.passes) if part is not None]
-        return all(part.ready for part in parts)
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        part = MessagePart()
-        values: dict[str, float] = {}
-        arrays: dict[str, bytes] = {}
-        names: dict[str, Any] = {}
-        if self.replica is not None:
-            values["replica"] = self.replica
-        if self.state is not None:
-            part.items = self._add_digests(self.state, values, arrays, names)
-        if self.passes is not None and (moved := self.passes.read()):
-            names["passes"] = moved
-        if self.trace is not None:
-            names["traced"] = _add_trace(arrays, self.trace.read())
-        part.values = values
-        part.arrays = arrays
-        part.names = names
-        return part
-
-    def _add_digests(
-        self,
-        pending: PendingState,
-        values: dict[str, float],
-        arrays: dict[str, bytes],
-        names: dict[str, Any],
-    ) -> int:
-        state, signals = pending.read()
-        values.update(signals)
-        arrays["digests_D"] = state.digests_D.tobytes()
-        arrays["unchanged_D"] = state.unchanged_D.tobytes()
-        if self.sent is not None and len(state.names) and state.items not in self.sent:
-            self.sent.add(state.items)
-            kinds = [str(kind) for kind in state.kinds]
-            names["items"] = [[state.items, kinds, list(state.names)]]
-        if pending.changed:
-            names["changed"] = list(pending.changed)
-        if pending.roles is not None:
-            names["roles"] = pending.roles.read().to_json(named=self.sent is not None)
-        return state.items
+    def collect(self, end: StepEnd) -> Ready:
+        """Return the number."""
+        return self._part
 
 
-class StateProbe(Probe):
-    """Compares one worker's state exactly.
-
-    The new state is read as soon as the model holds it, before the script may change it; where it
-    holds it later, when the step is collected.
-    """
-
-    def __init__(
-        self,
-        meter: StateMeter | None,  # digests state; None where nothing is compared
-        tracer: TraceMeter | None,  # traces tensors; None without
-        passes: "PassMeter | None",  # likewise at each forward pass
-        *,
-        sends_names: bool,
-        replica: int | None,  # equal numbers hold equal parameters; None: one owner each
-        updates_all: bool,  # the model holds the new state as soon as ``optimizer.step`` returns
-    ) -> None:
-        self._meter = meter
-        self._tracer = tracer
-        self._passes = passes
-        self._sent: set[int] | None = set() if sends_names else None
-        self._replica = replica
-        self._updates_all = updates_all
-        self._step = -1
-        self._is_read = False
-
-    @property
-    def wanted_names(self) -> Collection[str]:
-        """Names of the parameters whose local gradient is compared in this step."""
-        return () if self._meter is None else self._meter.wanted_names
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Choose the items to read in a step, unless it has begun already."""
-        self._begin(step)
-        if self._tracer is not None:
-            self._tracer.begin_step(step, paused=paused)
-
-    def before_forward(self, step: int, *, first: bool) -> None:
-        """Check whether DDP broadcasts buffers."""
-        if first and self._meter is not None:
-            self._meter.before_forward()
-        if self._passes is not None:
-            self._passes.see(first=first)
-
-    def enter_module(self) -> None:
-        """Read running statistics that DDP has just broadcast."""
-        if self._meter is not None:
-            self._meter.enter_module()
-
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Digest a local gradient."""
-        if self._meter is not None:
-            self._meter.see_local(name, gradient)
-
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest several local gradients."""
-        if self._meter is not None:
-            self._meter.see_locals(gradients)
-
-    def see_reduced(self) -> None:
-        """Digest and trace gradients right after the reduction."""
-        if self._meter is not None:
-            self._meter.see_reduced()
-        if self._tracer is not None:
-            self._tracer.see_reduced()
-
-    def before_update(self) -> None:
-        """Digest gradients as the optimizer gets them."""
-        if self._meter is not None:
-            self._meter.see_applied()
-        if self._passes is not None:
-            self._passes.see_update()
-
-    def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """Read the new state, if it is complete; the last call counts."""
-        if self._meter is None or self._meter.alone:  # an average may follow
-            return
-        if complete and self._updates_all:
-            self._meter.see_state()
-            self._is_read = True
-
-    def collect(self, end: StepEnd) -> Pending:
-        """Read the rest, and return all readings of the step."""
-        state = self._collect_state(end)
-        trace = None
-        if self._tracer is not None:
-            end.busy_seconds -= self._tracer.busy_seconds
-            if not end.comparable:
-                self._tracer.abort()
-            trace, seconds = self._tracer.collect()
-            end.leave_out(seconds)
-        passes = None if self._passes is None else self._passes.collect()
-        return PendingStateMessage(state, trace, passes, self._sent, self._replica)
-
-    def _collect_state(self, end: StepEnd) -> PendingState | None:
-        if self._meter is None:
-            return None
-        if not end.comparable:
-            self._forget()
-            return None
-        self._begin(end.step)
-        if not self._is_read:
-            self._meter.see_state()
-        return self._meter.collect(set_aside=end.set_aside)
-
-    def _begin(self, step: int) -> None:
-        if self._meter is not None and self._step != step:
-            self._step = step
-            self._is_read = False
-            self._meter.begin_step(step)
-
-    def _forget(self) -> None:
-        if self._meter is not None:
-            self._meter.collect()
-        self._step = -1
-
-    def on_request(self, step: int, content: bytes) -> None:
-        """Change the schedule of digests from a step on, as all ranks do."""
-        if self._meter is not None:
-            self._meter.change_schedule(step, alone=content == b"alone")
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        self._forget()
-        if self._passes is not None:
-            self._passes.collect()
-        if self._tracer is not None:
-            self._tracer.abort()
-
-
-def make_probe(job: Job) -> StateProbe:
-    """Return the probe of a model's state."""
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of a model's state: digests, what moves in passes, traces, replicas."""
     wrapped = job.wrapped
-    tracer = None
+    probes: list[Probe] = [_meter(job), PassMeter(wrapped.module)] if job.exact else []
     if job.trace:
-        tracer = TraceMeter(
-            wrapped.module,
-            wrapped.parameters,
-            wrapped.device,
-            job.optimizer,
-            every=job.every,
-            leave_out=job.leave_out,
+        probes.append(
+            TraceMeter(
+                wrapped.module,
+                wrapped.parameters,
+                wrapped.device,
+                job.optimizer,
+                every=job.every,
+                leave_out=job.leave_out,
+            )
         )
-    return StateProbe(
-        _meter(job) if job.exact else None,
-        tracer,
-        PassMeter(wrapped.module) if job.exact else None,
-        sends_names=job.rank == 0,
-        replica=wrapped.replica,
-        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
-    )
+    if wrapped.replica is not None:
+        probes.append(ReplicaProbe(wrapped.replica))
+    return tuple(probes)
 
 
 def _meter(job: Job) -> StateMeter:
@@ -260,6 +80,8 @@ def _meter(job: Job) -> StateMeter:
         sums_by_hand=wrapped.mesh is not None,
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
         summed=job.channel.shared_weights,
+        sends_names=job.rank == 0,
+        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )
 
 
@@ -278,23 +100,6 @@ def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) ->
     return bool(wrapped.kind.state_by_parameter)
 
 
-def _add_trace(arrays: dict[str, bytes], trace: TensorTrace) -> dict[str, Any]:
-    """Put a trace into a message, after that of the initial model; return the names."""
-    parts = [part for part in (trace.initial, trace) if part is not None]
-    columns: tuple[tuple[str, str, type[np.generic]], ...] = (
-        ("traced_digests_N", "digests_N", np.int64),
-        ("traced_norms_N", "norms_N", np.float64),
-        ("traced_sketches", "sketches_NK", np.float32),
-    )
-    for name, field, dtype in columns:
-        arrays[name] = b"".join([getattr(part, field).astype(dtype).tobytes() for part in parts])
-    return {
-        what: [[str(kind) for kind in part.kinds], list(part.names)]
-        for what, part in (("initial", trace.initial), ("own", trace))
-        if part is not None
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class PendingPasses:
     """Copies of a few tensors at moments of one step, perhaps still on the device."""
@@ -309,7 +114,12 @@ class PendingPasses:
         """Whether :meth:`read` would not wait."""
         return all(copy.ready for copy in self.copies)
 
-    def read(self) -> list[tuple[str, int, bool]]:
+    def read(self) -> MessagePart:
+        """Wait for the device."""
+        moved = self.moved()
+        return MessagePart(names={"passes": moved} if moved else {})
+
+    def moved(self) -> list[tuple[str, int, bool]]:
         """Return name, number of changes, and whether it is frozen, of each that has changed."""
         moments = [np.split(copy.numpy(), self.ends[:-1]) for copy in self.copies]
         changes = [
@@ -329,7 +139,7 @@ class _Chosen(NamedTuple):
     tensor: Tensor
 
 
-class PassMeter:
+class PassMeter(Probe):
     """Copies a few tensors of a model at each forward pass of a step, in turn.
 
     Left out are whole numbers (counters), and buffers of torch's own modules: running statistics,
@@ -349,24 +159,28 @@ class PassMeter:
         self._ends: list[int] = []
         self._copies: list[HostCopy] = []
 
-    def see(self, *, first: bool = False) -> None:
+    def before_forward(self, step: int, *, first: bool) -> None:
         """Copy the tensors in turn, where a forward pass begins."""
         if first:
             self._begin()
         self._passes += 1
         self._copy()
 
-    def see_update(self) -> None:
+    def before_update(self) -> None:
         """Copy them once more, where the optimizer is first called."""
         if len(self._copies) == self._passes:
             self._copy()
 
-    def collect(self) -> PendingPasses | None:
-        """Return the step's copies; None where there are too few to compare."""
-        copies = self._copies
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
         self._copies = []
         self._passes_before = self._passes
         self._passes = 0
+
+    def collect(self, end: StepEnd) -> PendingPasses | None:
+        """Return the step's copies; None where there are too few to compare."""
+        copies = self._copies
+        self.abort()
         if len(copies) <= _FEWEST_PASSES:
             return None
         names = [each.name for each in self._chosen]

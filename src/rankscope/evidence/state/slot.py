@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.bus.probe import MessagePart
 from rankscope.bus.replicas import StateDigests, StateKind, digest_of_digests
 from rankscope.evidence.state.plan import Item, Slice
 from rankscope.evidence.state.readings import CachedReading, PendingReading
@@ -199,6 +200,7 @@ class PendingState:
     replicated: bool  # else digests of gradients would only differ, and are left out
     summed: Container[str]  # over other ranks after the reduction, which is no change
     set_aside: bool  # an earlier gradient was: one that is no multiple of the last may hold both
+    known: set[int] | None = None  # digests of the names that the root has; None: it needs none
     changed: tuple[str, ...] = ()  # gradients changed otherwise than most; known once read
 
     @property
@@ -211,8 +213,25 @@ class PendingState:
         readings += [] if self.roles is None else [self.roles.reading]
         return all(reading.ready for reading in readings)
 
-    def read(self) -> tuple[StateDigests, dict[str, float | int]]:
+    def read(self) -> MessagePart:
         """Wait for the device."""
+        state, values = self.digests()
+        names: dict[str, Any] = {}
+        if self.known is not None and len(state.names) and state.items not in self.known:
+            self.known.add(state.items)
+            names["items"] = [[state.items, list(map(str, state.kinds)), list(state.names)]]
+        if self.changed:
+            names["changed"] = list(self.changed)
+        if self.roles is not None:
+            names["roles"] = self.roles.read().to_json(named=self.known is not None)
+        arrays = {
+            "digests_D": state.digests_D.tobytes(),
+            "unchanged_D": state.unchanged_D.tobytes(),
+        }
+        return MessagePart(values, arrays, names, state.items)
+
+    def digests(self) -> tuple[StateDigests, dict[str, float | int]]:
+        """Wait for the device; return the digests, and values by column."""
         slot = self.slot
         values: dict[str, float | int] = {}
         if self.layout is not None:
