@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from rankscope.errors import UsageError
-from rankscope.stats.arrays import Ints
 
 MAX_GROUPS = 128
 """More groups than these are merged with their neighbours: each costs 1 kB a step and worker."""
@@ -123,24 +120,9 @@ class Sections:
         return len(self.group_of)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Name of each section ``[S]``: that of its group, and which part of it."""
-        counts = self.counts
-        return tuple(
-            self.groups[group] + (f" ({part + 1} of {counts[group]})" if counts[group] > 1 else "")
-            for group, sections in groupby(self.group_of)
-            for part, _ in enumerate(sections)
-        )
-
-    @property
     def counts(self) -> tuple[int, ...]:
         """How many sections each group has ``[G]``."""
         return tuple(len(list(sections)) for _, sections in groupby(self.group_of))
-
-    @property
-    def firsts(self) -> Ints:
-        """The first section of each group, by index ``[G]``."""
-        return np.searchsorted(self.group_of, np.arange(len(self.groups))).astype(np.int64)
 
 
 def cut_sections(
@@ -163,9 +145,8 @@ def cut_sections(
     Example:
         >>> groups = Groups(("a", "b"), {"a.x": 0, "a.y": 0, "b.z": 1})
         >>> cut = cut_sections({"a.x": 3, "a.y": 5, "b.z": 2}, groups, section_elements=4)
-        >>> cut.names, cut.ranges["a.y"]
-        (('a (1 of 2)', 'a (2 of 2)', 'b'), (Range(section=0, start=0, stop=1), \
-Range(section=1, start=1, stop=5)))
+        >>> cut.counts, cut.ranges["a.y"]
+        ((2, 1), (Range(section=0, start=0, stop=1), Range(section=1, start=1, stop=5)))
     """
     totals = [0] * len(groups)
     for name, size in sizes.items():

@@ -39,7 +39,7 @@ class Workers:
         messages, digests = [], []
         for meter in self.meters:
             meter.read(number)
-            columns, names = meter.collect()
+            columns, names = meter.take()
             digest = columns["modes"]
             self.sent += bool(names)
             packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
@@ -56,7 +56,7 @@ def dropout_off(module):
     """Return what a meter tells of dropout in the first step."""
     meter = ModeMeter(module)
     meter.read(0)
-    return meter.collect()[0]["dropout_off"]
+    return meter.take()[0]["dropout_off"]
 
 
 def test_dropout_counts_beside_trained_parameters():

@@ -60,8 +60,8 @@ def test_settings_that_differ_are_named_with_their_values():
     for number in range(3):
         messages, digests = [], []
         for meter, optimizer in zip(meters, optimizers, strict=True):
-            meter.count(optimizer)
-            digests.append(meter.collect()["settings_digest"])
+            meter.after_update(optimizer, complete=True)
+            digests.append(meter.take()["settings_digest"])
             names = meter.named()
             sent += bool(names)
             packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)

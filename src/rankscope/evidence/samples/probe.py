@@ -39,7 +39,11 @@ class Lengths:
             s.present is None or isinstance(s.present, int) or s.present.ready for s in self._seen
         )
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> MessagePart:
+        """Wait for the device."""
+        return MessagePart(self.values())
+
+    def values(self) -> dict[str, float]:
         """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
         samples = sum(seen.samples for seen in self._seen)
         tokens = sum(seen.tokens for seen in self._seen)
@@ -56,14 +60,14 @@ class Lengths:
         return values
 
 
-class LengthMeter:
+class LengthMeter(Probe):
     """Collects the lengths of one step on one worker."""
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
 
     @torch.no_grad()
-    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if any."""
         first = args[0] if args else None
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
@@ -77,11 +81,15 @@ class LengthMeter:
         present = _count(mask) if fits else None
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
-    def collect(self, idle: Container[int] = ()) -> Lengths:
-        """Return the lengths since the last call, without those of ``idle`` forward passes."""
+    def collect(self, end: StepEnd) -> Lengths:
+        """Return the lengths since the last call, without those of idle forward passes."""
         seen = self._seen
         self._seen = []
-        return Lengths([one for one in seen if one.forward not in idle])
+        return Lengths([one for one in seen if one.forward not in end.idle])
+
+    def abort(self) -> None:
+        """Forget the step's lengths."""
+        self._seen = []
 
 
 def _count(mask: Any) -> Numbers | int:
@@ -152,19 +160,17 @@ class PendingSamples:
     """The samples (ids or digests, in parts) of one step; they may still be on the device."""
 
     samples: Sequence[Numbers | Ints]
-    lengths: Lengths
     values: Mapping[str, float]
 
     @property
     def ready(self) -> bool:
         """Whether all can be read without waiting."""
-        on_their_way = [one for one in self.samples if not isinstance(one, np.ndarray)]
-        return self.lengths.ready and all(one.ready for one in on_their_way)
+        return all(isinstance(one, np.ndarray) or one.ready for one in self.samples)
 
     def read(self) -> MessagePart:
         """Wait for the device."""
         packed = [_packed(one) for one in self.samples]
-        return MessagePart({**self.values, **self.lengths.read()}, {"samples_B": b"".join(packed)})
+        return MessagePart(self.values, {"samples_B": b"".join(packed)})
 
 
 class SampleProbe(Probe):
@@ -172,29 +178,25 @@ class SampleProbe(Probe):
 
     def __init__(self) -> None:
         self._samples = SampleMeter()
-        self._lengths = LengthMeter()
         self.give = self._samples.give
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Digest the batch, unless the training gave its ids."""
         self._samples.see(args, kwargs, forward)
-        self._lengths.see(args, kwargs, forward)
 
     def collect(self, end: StepEnd) -> PendingSamples:
         """Return the samples of the step's forward passes that had a backward pass."""
         values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
-        samples = self._samples.collect(end.idle)
-        return PendingSamples(samples, self._lengths.collect(end.idle), values)
+        return PendingSamples(self._samples.collect(end.idle), values)
 
     def abort(self) -> None:
         """Forget the step's samples."""
         self._samples.collect()
-        self._lengths.collect()
 
 
-def make_probe(job: Job) -> SampleProbe:
-    """Return the probe of samples."""
-    return SampleProbe()
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of samples, and of their lengths."""
+    return SampleProbe(), LengthMeter()
 
 
 def _packed(samples: Numbers | Ints) -> bytes:
