@@ -18,7 +18,7 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages
+from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages, held_values
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.replicas import (
     TRACE_WIDTH,
@@ -27,10 +27,13 @@ from rankscope.bus.replicas import (
     StateKind,
     TensorTrace,
     differences,
+    known_values,
+    minority_ranks,
 )
-from rankscope.bus.step import GatheredStep, trains_alone
-from rankscope.bus.steps import Step
+from rankscope.bus.step import MISSING_INT, GatheredStep, trains_alone
+from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, named, shortened
+from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
@@ -62,6 +65,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ),
         NotUpdated(),
         MovesInPasses(),
+        FrozenDiffer(),
     )
 
 
@@ -186,6 +190,43 @@ class MovesInPasses(Detector):
         severity = Severity.WARNING if key == FROZEN_MOVES else Severity.NOTE
         span = self._spans[key]
         return span.evidence(FROZEN_MOVES, severity, (), fields, numbers, key=key)
+
+
+FROZEN_DIFFER = "state.frozen_differ"
+
+
+class FrozenDiffer(Detector):
+    """Frozen modules outside of the watched model whose parameters differ between workers.
+
+    A module that some worker does not have is not compared, nor are workers that share the work on
+    each sample: they may hold parts of it.
+    """
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault()
+        self._names: list[str] = []
+        self._sharing = SharedWork()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report what differs in it."""
+        sharing = self._sharing.observe(step)
+        rows = step.gathered.differences
+        held = held_values(rows, StateKind.STARTED, FROZEN) if rows and not sharing else {}
+        odd: set[int] = set()
+        for name, digests_W in held.items():
+            if (digests_W != MISSING_INT).all():
+                ranks = minority_ranks(known_values(digests_W, digests_W != MISSING_INT))
+                self._names += [name] if ranks and name not in self._names else []
+                odd.update(ranks)
+        if odd:
+            self._fault.see(step.gathered.step, odd)
+            yield self._fault.evidence(
+                FROZEN_DIFFER,
+                Severity.WARNING,
+                self._fault.ranks,
+                {"names": shortened(self._names, 3)},
+                {"steps": self._fault.count, "names": self._names[:64]},
+            )
 
 
 MOST_AGAIN = 4

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import RUNNING_STATISTICS
+from rankscope.evidence.state.frozen import FrozenProbe
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.host import HostCopy
@@ -46,7 +47,10 @@ class ReplicaProbe(Probe):
 def make_probe(job: Job) -> tuple[Probe, ...]:
     """Return the probes of a model's state: digests, what moves in passes, traces, replicas."""
     wrapped = job.wrapped
-    probes: list[Probe] = [_meter(job), PassMeter(wrapped.module)] if job.exact else []
+    probes: list[Probe] = []
+    if job.exact:
+        frozen = FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
+        probes += [_meter(job), PassMeter(wrapped.module), frozen]
     if job.trace:
         probes.append(
             TraceMeter(

@@ -6,16 +6,15 @@ A module that the training holds by itself is in no wrapper, so nobody makes its
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import MessagePart, Probe, StepEnd
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.frozen import KEY
+from rankscope.evidence.state import FROZEN
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
@@ -102,7 +101,7 @@ class _Reading:
             for label, found in by_label.items()
             for number, digest in enumerate(sorted(found), 1)
         }
-        return MessagePart(names={KEY: {StateKind.STARTED: held}})
+        return MessagePart(names={FROZEN: {StateKind.STARTED: held}})
 
 
 def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
@@ -136,11 +135,3 @@ def label_of(module: nn.Module) -> str:
     """Return a module's class and its number of elements."""
     size = sum(parameter.numel() for parameter in module.parameters())
     return f"{type(module).__name__} ({size:,} elements)"
-
-
-def make_probe(job: Job) -> Probe | None:
-    """Return the probe of frozen modules; None where state is not compared exactly."""
-    if not job.exact:
-        return None
-    wrapped: Any = job.wrapped
-    return FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
