@@ -8,8 +8,8 @@ from torch import nn
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
-from rankscope.evidence.state.frozen import frozen_modules
 from rankscope.evidence.state.judge import FROZEN_DIFFER
+from rankscope.evidence.state.probe import frozen_modules
 from support.loops import Loop
 from support.ranks import run_ranks
 
