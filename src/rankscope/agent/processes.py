@@ -269,6 +269,7 @@ def read_mark(descriptor: int) -> CodePlace | None:
 
 
 NUM_FRAMES = 12
+_STACK_SECONDS = 5.0  # that one stack may take, and all collectives together
 
 NO_PERMISSION = (
     "the system does not let the agent read this process; set kernel.yama.ptrace_scope to 0 or 1, "
@@ -276,7 +277,7 @@ NO_PERMISSION = (
 )
 
 
-def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Stack]:
+def stacks_of(threads: Mapping[int, int], seconds: float = _STACK_SECONDS) -> dict[int, Stack]:
     """Return the Python stack of the training thread of each process; blocks meanwhile.
 
     ``threads`` has the training thread's ``threading.get_native_id()`` by process, 0 for the main
@@ -290,18 +291,16 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
 
 
 class StackTaker:
-    """Runs :func:`stacks_of` in a thread of its own; one stack may take so many ``seconds``."""
+    """Runs :func:`stacks_of` in a thread of its own."""
 
     def __init__(
         self,
         threads: Mapping[int, int],
         collectives: Mapping[int, Reader] = MappingProxyType({}),
-        seconds: float = 5.0,
     ) -> None:
         self._stacks: dict[int, Stack] | None = None
         self._threads = dict(threads)
         self._collectives = dict(collectives)
-        self._seconds = seconds
         worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
         try:
             worker.start()
@@ -316,9 +315,9 @@ class StackTaker:
         try:
             for reader in self._collectives.values():
                 reader.request()
-            until = time.monotonic() + self._seconds
+            until = time.monotonic() + _STACK_SECONDS
             known = {pid: reader.read(until) for pid, reader in self._collectives.items()}
-            stacks = stacks_of(self._threads, self._seconds)
+            stacks = stacks_of(self._threads)
             for pid, collectives in known.items():
                 stacks[pid]["collectives"] = collectives
             self._stacks = stacks

@@ -439,9 +439,9 @@ class Step:
 
 
 class SharedWork(Stateful):
-    """The workers that share the work on each sample, as the last steps showed that told.
+    """The workers that share the work on each sample, by the last steps that showed it.
 
-    A step without gradients or without samples tells nothing, and one or two steps may look
+    A step without gradients or without samples shows nothing, and one or two steps may look
     otherwise by chance.
     """
 

@@ -26,8 +26,8 @@ _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 class ModeMeter(Probe):
     """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
 
-    The names are sent only when a mode has changed. And it tells whether dropout is off: each such
-    layer beside trained parameters is in evaluation mode.
+    The names are sent only when a mode has changed. Dropout is off where each such layer beside
+    trained parameters is in evaluation mode.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -19,8 +19,8 @@ from rankscope.bus.probe import Probe, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.plan import (
     DigestSchedule,
-    Lasting,
     Slice,
+    TensorLookup,
     is_sharded,
     optimizer_state,
     read_roles,
@@ -31,7 +31,13 @@ from rankscope.evidence.state.plan import (
 )
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
-from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen
+from rankscope.evidence.state.slot import (
+    NO_SLOT,
+    DigestSlot,
+    PendingRoles,
+    PendingState,
+    StepReadings,
+)
 from rankscope.gradients.digest import digest_bits, word_of
 
 _UNREADABLE = word_of("cannot be read")
@@ -69,7 +75,7 @@ class StateMeter(Probe):
         reduces: Callable[[Tensor], bool] | None = None,  # None if all gradients are reduced
         left_out: Container[str] = (),  # that each worker may have for itself
         broadcasts: Callable[[], bool] | None = None,  # buffers, by DDP, just now; None for never
-        lasting: Lasting | None = None,  # None if all parameters last
+        lookup: TensorLookup | None = None,  # None if all parameters last
         device: torch.device | None = None,  # where the model lives
         max_items: int = 32,  # digests, at most, for each step
         num_slots: int = 64,  # steps of one cycle of the digest schedule
@@ -87,7 +93,7 @@ class StateMeter(Probe):
         self._reduces = reduces
         self._left_out = left_out
         self._broadcasts = broadcasts
-        self._lasting = lasting
+        self._lookup = lookup
         self._new_plan = partial(
             DigestSchedule,
             replicated=replicated,
@@ -112,8 +118,8 @@ class StateMeter(Probe):
         self._unsent = 0
         self._step = -1
         self._is_read = False
-        self._slot = NOTHING
-        self._seen = Seen()
+        self._slot = NO_SLOT
+        self._seen = StepReadings()
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
@@ -206,14 +212,14 @@ class StateMeter(Probe):
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
-        if self._slot is not NOTHING:
+        if self._slot is not NO_SLOT:
             self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
 
     def before_update(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
         if self._roles_due:
             self._see_replaced()
-        if self._slot is NOTHING or self._optimizer is None:
+        if self._slot is NO_SLOT or self._optimizer is None:
             return
         if StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
@@ -224,12 +230,12 @@ class StateMeter(Probe):
             self._read_roles()
         slot = self._slot
         seen = self._seen
-        if slot is NOTHING:
+        if slot is NO_SLOT:
             return
         cached = slot.cached
-        tensors = [part.place.current(self._lasting) for part in slot.parameters.slices]
+        tensors = [part.place.current(self._lookup) for part in slot.parameters.slices]
         try:
-            marks = self._add_kept(tensors, slot)
+            marks = self._add_optimizer_states(tensors, slot)
         except Exception:  # unusual optimizer state: its parts are read one by one
             marks = None
         reading = self._begin_again(cached.state, tensors) if marks == cached.marks else None
@@ -238,13 +244,15 @@ class StateMeter(Probe):
         seen.state = reading
         seen.weights, seen.starts = cached.leaves
 
-    def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
+    def _add_optimizer_states(
+        self, tensors: list[Tensor | None], slot: DigestSlot
+    ) -> list[object] | None:
         """Append a slot's optimizer state; return its names, or None if some may be no tensor."""
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):
-            return None if slot.kept_of else marks
-        for number in slot.kept_of:
+            return None if slot.parameters_with_state else marks
+        for number in slot.parameters_with_state:
             state = states.get(tensors[number])
             if state is None:
                 marks.append(None)
@@ -321,15 +329,15 @@ class StateMeter(Probe):
     def _clear(self) -> None:
         self._step = -1
         self._is_read = False
-        self._slot = NOTHING
-        self._seen = Seen()
+        self._slot = NO_SLOT
+        self._seen = StepReadings()
         self._roles_due = False
         self._roles = self._replaced = None
 
     def _see_replaced(self) -> None:
         """Look for parameters that the optimizer does not hold, at all of its calls in a step."""
         try:
-            found = replaced_parameters(self._module, self._optimizer, self._lasting)
+            found = replaced_parameters(self._module, self._optimizer, self._lookup)
         except Exception as error:  # a model or an optimizer that cannot be listed
             self._warn_once(error)
             return
@@ -339,7 +347,7 @@ class StateMeter(Probe):
     def _read_roles(self) -> None:
         """Read the role of each parameter, and the values of those not reduced."""
         try:
-            found = read_roles(self._module, self._optimizer, self._left_out, self._lasting)
+            found = read_roles(self._module, self._optimizer, self._left_out, self._lookup)
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
             return
@@ -358,7 +366,7 @@ class StateMeter(Probe):
         found = survey(
             self._module,
             self._left_out,
-            self._lasting,
+            self._lookup,
             broadcast=self._broadcasts is not None,
         )
         if self._plan is None or found != self._plan.found:
@@ -376,11 +384,11 @@ class StateMeter(Probe):
         return slot
 
     def _is_reduced(self, part: Slice) -> bool:
-        parameter = part.place.current(self._lasting)
+        parameter = part.place.current(self._lookup)
         return parameter is None or self._reduces is None or self._reduces(parameter)
 
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
-        parameters = [part.place.current(self._lasting) for part in slices]
+        parameters = [part.place.current(self._lookup) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
         cached = self._slot.cached.gradients
         self._seen.gradients[kind] = self._read(cached, slices, gradients, norm=True)
@@ -423,7 +431,7 @@ class StateMeter(Probe):
         """Add the optimizer state of a slice, if there is any yet."""
         first = len(reading)
         try:
-            parameter = part.place.current(self._lasting)
+            parameter = part.place.current(self._lookup)
             state = None if parameter is None else optimizer_state(self._optimizer, parameter)
             for weight, leaf, start, stop in () if state is None else state_leaves(state, part):
                 if isinstance(leaf, int):

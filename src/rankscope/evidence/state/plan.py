@@ -31,7 +31,7 @@ _OF_BUFFERS: Mapping[bool | None, Kinds] = {
     None: (StateKind.BUFFER,),
 }
 _SHARD = (StateKind.REDUCED, StateKind.APPLIED)
-Lasting = Callable[[nn.Module, str], Tensor | None]
+TensorLookup = Callable[[nn.Module, str], Tensor | None]
 """Returns the lasting tensor of a module's parameter, which is replaced while the model computes;
 None for a parameter that each worker may have for itself."""
 
@@ -58,13 +58,13 @@ class TensorPlace:
     key: str  # its name in ``holder``
     is_buffer: bool
 
-    def current(self, lasting: Lasting | None = None) -> Tensor | None:
+    def current(self, lookup: TensorLookup | None = None) -> Tensor | None:
         """Return the tensor in this place now, or its lasting one."""
         found = self.holder._buffers if self.is_buffer else self.holder._parameters
         tensor = found.get(self.key)
-        if tensor is None or self.is_buffer or lasting is None:
+        if tensor is None or self.is_buffer or lookup is None:
             return tensor
-        return lasting(self.holder, self.key)
+        return lookup(self.holder, self.key)
 
 
 class FoundState(NamedTuple):
@@ -155,7 +155,7 @@ class DigestSchedule:
 def survey(
     module: nn.Module,
     left_out: Container[str] = (),  # that each worker may have for itself
-    lasting: Lasting | None = None,
+    lookup: TensorLookup | None = None,
     *,
     broadcast: bool = False,  # DDP broadcasts buffers
 ) -> list[FoundState]:
@@ -166,7 +166,7 @@ def survey(
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
             for key in tensors:
                 place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
-                tensor = place.current(lasting)
+                tensor = place.current(lookup)
                 if tensor is None or id(tensor) in seen or place.name in left_out:
                     continue
                 seen.add(id(tensor))
@@ -308,11 +308,11 @@ def read_roles(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     left_out: Container[str] = (),
-    lasting: Lasting | None = None,
+    lookup: TensorLookup | None = None,
 ) -> ParameterRoles:
     """Return the roles of a model's parameters; a shared one has a role for each of its names.
 
-    The wrapper does not reduce those named in ``left_out``; ``lasting`` returns the lasting tensor
+    The wrapper does not reduce those named in ``left_out``; ``lookup`` returns the lasting tensor
     of a parameter, None if all parameters last.
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
@@ -320,7 +320,7 @@ def read_roles(
     words: dict[str, int] = {}
     first_names: dict[int, str] = {}
     alone: dict[str, Tensor] = {}
-    for name, tensor in _parameters_of(module, lasting):
+    for name, tensor in _parameters_of(module, lookup):
         first = first_names.setdefault(id(tensor), name)
         role = _role(tensor, counts[id(tensor)], apart=name in left_out)
         words[canonical_name(name)] = role_word(role, "" if first == name else first)
@@ -330,17 +330,17 @@ def read_roles(
 
 
 def replaced_parameters(
-    module: nn.Module, optimizer: object, lasting: Lasting | None = None
+    module: nn.Module, optimizer: object, lookup: TensorLookup | None = None
 ) -> dict[str, Tensor]:
     """Return the parameters in whose place an optimizer holds other tensors, by canonical name.
 
     They have a gradient, and no group of the optimizer has them. As many tensors of their shape in
     the groups are no parameters of the model, and have neither a gradient nor a state: so copies
-    that an optimizer updates do not count. ``lasting`` is as in :func:`read_roles`.
+    that an optimizer updates do not count. ``lookup`` is as in :func:`read_roles`.
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     held = {id(parameter): parameter for group in groups for parameter in group["params"]}
-    own = {id(tensor): (name, tensor) for name, tensor in _parameters_of(module, lasting)}
+    own = {id(tensor): (name, tensor) for name, tensor in _parameters_of(module, lookup)}
     others = Counter(
         known_size(tensor)[0]
         for key, tensor in held.items()
@@ -358,12 +358,12 @@ def replaced_parameters(
     return dict(list(found.items())[:MOST_NAMED])
 
 
-def _parameters_of(module: nn.Module, lasting: Lasting | None) -> Iterator[tuple[str, Tensor]]:
+def _parameters_of(module: nn.Module, lookup: TensorLookup | None) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's parameters with all of their names."""
     for prefix, holder in module.named_modules():
         for key in holder._parameters:
             place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
-            tensor = place.current(lasting)
+            tensor = place.current(lookup)
             if tensor is not None:
                 yield place.name, tensor
 

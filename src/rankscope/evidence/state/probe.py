@@ -80,7 +80,7 @@ def _meter(job: Job) -> StateMeter:
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
         left_out=wrapped.left_out(),
-        lasting=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
+        lookup=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
         device=wrapped.device,
         spacing=job.state_spacing,
         local_steps=job.local_steps,

@@ -89,7 +89,7 @@ class Rows:
         return joined
 
 
-class Local(NamedTuple):
+class LocalReading(NamedTuple):
     """The slices to read of local gradients that arrive together."""
 
     numbers: tuple[int, ...]
@@ -111,7 +111,7 @@ class CachedReadings:
         )  # weights, starts
         self.gradients = CachedReading()  # reduced gradients and applied gradients
         self.broadcast = CachedReading()  # running statistics after their broadcast
-        self.local: dict[tuple[str, ...], Local] = {}  # by names of parameters
+        self.local: dict[tuple[str, ...], LocalReading] = {}  # by names of parameters
 
 
 class DigestSlot:
@@ -130,7 +130,7 @@ class DigestSlot:
         self.reduced = Rows(StateKind.REDUCED, items)
         self.applied = Rows(StateKind.APPLIED, items)
         numbers = {part: number for number, part in enumerate(self.parameters.slices)}
-        self.kept_of = [numbers[part] for part in self.optimizer.slices]
+        self.parameters_with_state = [numbers[part] for part in self.optimizer.slices]
         """Numbers of the parameters for which the optimizer keeps state."""
         self.cached = CachedReadings()
         self.wanted: dict[str, list[tuple[int, Slice]]] = {}
@@ -138,7 +138,7 @@ class DigestSlot:
         for number, part in enumerate(self.reduced.slices):
             self.wanted.setdefault(part.place.name, []).append((number, part))
 
-    def local_of(self, names: tuple[str, ...]) -> Local:
+    def local_of(self, names: tuple[str, ...]) -> LocalReading:
         """Return the slices to read of the local gradients of parameters."""
         cached = self.cached.local
         local = cached.get(names)
@@ -151,12 +151,12 @@ class DigestSlot:
                 for number, part in self.wanted.get(name, ())
             ]
             numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
-            local = cached[names] = Local(numbers, slices, sources, CachedReading())
+            local = cached[names] = LocalReading(numbers, slices, sources, CachedReading())
         return local
 
 
 @dataclass(slots=True)
-class Seen:
+class StepReadings:
     """The readings of one step; None for those that were not taken."""
 
     state: PendingReading | None = None  # parameters, then optimizer state, after the step
@@ -192,7 +192,7 @@ class PendingState:
     """The digests of one step on their way to the host."""
 
     slot: DigestSlot
-    seen: Seen
+    seen: StepReadings
     layout: int | None  # digest of the plan; None without one
     roles: PendingRoles | None  # None in most steps
     sent: bool  # DDP broadcasts running statistics; else they are buffers like others
@@ -236,7 +236,7 @@ class PendingState:
         values: dict[str, float | int] = {}
         if self.layout is not None:
             values["state_layout"] = self.layout
-        if slot is NOTHING:
+        if slot is NO_SLOT:
             return _NO_DIGESTS, values
         digests = [0] * len(slot.kinds)
         unchanged = bytearray(len(slot.kinds))
@@ -383,7 +383,7 @@ def odd_factors(
     return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
 
 
-NOTHING = DigestSlot(())
+NO_SLOT = DigestSlot(())
 _NO_DIGESTS = StateDigests()
 
 
