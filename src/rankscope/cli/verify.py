@@ -72,7 +72,7 @@ def verify(
 def _answer(steps: list[Finding]) -> str:
     """Return the answer of all steps.
 
-    A step that was not computed again proves nothing, nor does a factor that may be clipping's.
+    A step that was not checked proves nothing, nor does a factor that may be clipping's.
     """
     causes = {finding.cause for finding in steps}
     if any(finding.severity >= Severity.WARNING for finding in steps):

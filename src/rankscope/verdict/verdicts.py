@@ -354,7 +354,8 @@ def _describe_metrics(values: Values) -> str:
             f"{short(values['loss_range'])} from lowest to highest)"
         )
     if values["grad_norm_std"] is not None:
-        parts.append(f"gradient norms by {short(values['grad_norm_std'])}")
+        verb = "" if parts else "differ "
+        parts.append(f"gradient norms {verb}by {short(values['grad_norm_std'])}")
     if values["cosine_mean"] is not None:
         parts.append(f"two workers' gradients have a mean cosine of {values['cosine_mean']:.3f}")
     return f"On average over steps, {'; '.join(parts)}." if parts else ""
