@@ -25,9 +25,6 @@ def test_a_share_is_nested_and_of_its_size(halvings):
     error = np.sqrt(len(samples) * p * (1 - p))
     assert abs(before.sum() - len(samples) * p) <= 5 * error
     assert share.one_in == 2**halvings
-    batches = [samples[:100], samples[:0], samples[100:300]]
-    parts = share.of(batches)
-    assert [part.tolist() for part in parts] == [b[share.admits(b)].tolist() for b in batches]
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 1500])

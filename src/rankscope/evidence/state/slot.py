@@ -89,7 +89,7 @@ class Rows:
         return joined
 
 
-class LocalReading(NamedTuple):
+class LocalDigests(NamedTuple):
     """The slices to read of local gradients that arrive together."""
 
     numbers: tuple[int, ...]
@@ -111,7 +111,7 @@ class CachedReadings:
         )  # weights, starts
         self.gradients = CachedReading()  # reduced gradients and applied gradients
         self.broadcast = CachedReading()  # running statistics after their broadcast
-        self.local: dict[tuple[str, ...], LocalReading] = {}  # by names of parameters
+        self.local: dict[tuple[str, ...], LocalDigests] = {}  # by names of parameters
 
 
 class DigestSlot:
@@ -138,7 +138,7 @@ class DigestSlot:
         for number, part in enumerate(self.reduced.slices):
             self.wanted.setdefault(part.place.name, []).append((number, part))
 
-    def local_of(self, names: tuple[str, ...]) -> LocalReading:
+    def local_of(self, names: tuple[str, ...]) -> LocalDigests:
         """Return the slices to read of the local gradients of parameters."""
         cached = self.cached.local
         local = cached.get(names)
@@ -151,7 +151,7 @@ class DigestSlot:
                 for number, part in self.wanted.get(name, ())
             ]
             numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
-            local = cached[names] = LocalReading(numbers, slices, sources, CachedReading())
+            local = cached[names] = LocalDigests(numbers, slices, sources, CachedReading())
         return local
 
 
