@@ -7,7 +7,8 @@ A kind of evidence is a package with up to four parts, each found by its name:
   returns one, several or None;
 - ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
   ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
-  ``make_director(run)`` asks the probes; long ones stand in ``combine.py`` and ``root.py``;
+  ``make_director(run)`` asks the probes, ``next_command`` is one to run after a finding; long ones
+  stand in ``combine.py`` and ``root.py``;
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 

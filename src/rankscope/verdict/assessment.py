@@ -15,8 +15,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, listed, name_ranks, ranks_of_job
 from rankscope.errors import RunError
-from rankscope.evidence.canary.bundle import latest_bundle
-from rankscope.evidence.canary.judge import CANARIES
+from rankscope.evidence import EVIDENCE
 from rankscope.record import Coverage, Run
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.states import START_FILE, read_number
@@ -196,7 +195,7 @@ def _assess(run: Run) -> Assessment:
         recommendation=verdict.recommendation,
         values=values,
         early=verdict.early,
-        command="" if verdict.about is None else replay_command(run, verdict.about),
+        command="" if verdict.about is None else _next_command(run, verdict.about),
     )
 
 
@@ -212,12 +211,12 @@ def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None
     return Verdict(worst.sentence, advice, fault.severity)
 
 
-def replay_command(run: Run, finding: Finding) -> str:
-    """Return the command that replays the batches of a finding; empty where none are kept."""
+def _next_command(run: Run, finding: Finding) -> str:
+    """Return the command that shows more of a finding; empty where there is none."""
     answer = settled_by(finding, run.findings()) or finding
-    until = answer.last_step if answer.id in CANARIES else -1
-    bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
-    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
+    made = (each.at_root("next_command") for each in EVIDENCE)
+    commands = (make(run.path, finding, answer) for make in made if make is not None)
+    return next(filter(None, commands), "")
 
 
 def progress_of(run: Run) -> RunProgress:
