@@ -177,9 +177,7 @@ class RootLink:
     training's store, from which the advertised addresses follow.
     """
 
-    def __init__(
-        self, address: str | None = None, port: int = 0, *, master: str | None = None
-    ) -> None:
+    def __init__(self, address: str | None = None, *, master: str | None = None) -> None:
         self._peers: dict[int, _Peer] = {}
         self._behind: set[int] = set()
         self._left: set[int] = set()
@@ -195,13 +193,13 @@ class RootLink:
         self._socket.curve_server = True
         self._socket.curve_secretkey = secret
         self._socket.zap_domain = b"rankscope"
-        bound = self._bind(address, port)
+        bound = self._bind(address)
         addresses = candidate_addresses(master) if address is None else (address,)
         endpoints = tuple(tcp_endpoint(each, bound) for each in addresses)
         self.invitation = Invitation(endpoints, public.decode(), client_secret.decode())
 
-    def _bind(self, address: str | None, port: int) -> int:
-        where = tcp_endpoint("*" if address is None else address, port)
+    def _bind(self, address: str | None) -> int:
+        where = tcp_endpoint("*" if address is None else address, 0)
         try:
             self._socket.bind(where)
         except zmq.ZMQError as error:

@@ -172,10 +172,10 @@ class Forwarder:
 
 _log = logging.getLogger("rankscope")
 
-_LINKED_SECONDS = 0.02  # the same with other hosts
-
 TOGETHER_SECONDS = 0.25
 """How long steps may wait to be judged together with later ones."""
+
+_LINKED_SECONDS = 0.02  # how long an agent waits for its ranks between messages of other hosts
 
 ADDRESS = "RANKSCOPE_ADDRESS"
 """Environment variable with the address at which other hosts reach the root's host."""

@@ -130,7 +130,6 @@ def cut_sections(
     groups: Groups,
     *,
     section_elements: int = SECTION_ELEMENTS,
-    max_sections: int = MAX_SECTIONS,
 ) -> Sections:
     """Cut each group into as few sections as possible, of nearly equal sizes.
 
@@ -138,9 +137,8 @@ def cut_sections(
         sizes: Elements of each parameter, in the model's order.
         groups: Which parameter belongs to which group.
         section_elements: Elements in a section, at most. Where that makes more than
-            ``max_sections`` sections, it is doubled until it does not (a single section for each
+            ``MAX_SECTIONS`` sections, it is doubled until it does not (a single section for each
             group is always allowed).
-        max_sections: Sections of the whole model, at most.
 
     Example:
         >>> groups = Groups(("a", "b"), {"a.x": 0, "a.y": 0, "b.z": 1})
@@ -155,7 +153,7 @@ def cut_sections(
     largest = section_elements - (aligned - 1)  # the remainder goes to the next one
     while True:
         counts = [max(1, -(-total // largest)) for total in totals]
-        if sum(counts) <= max(max_sections, len(groups)):
+        if sum(counts) <= max(MAX_SECTIONS, len(groups)):
             break
         largest *= 2
     first = 0

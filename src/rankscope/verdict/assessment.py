@@ -13,7 +13,7 @@ import numpy as np
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
-from rankscope.bus.words import count, listed, name_ranks, ranks_of_job
+from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Coverage, Run
@@ -24,7 +24,13 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
 from rankscope.verdict.coverage import checks_of, coverage_of
 from rankscope.verdict.dispersion import Values, dispersion_numbers, noise_numbers
-from rankscope.verdict.rules import first_sentence, next_check_of, ranked, settled_by
+from rankscope.verdict.rules import (
+    faults_in_words,
+    first_sentence,
+    next_check_of,
+    ranked,
+    settled_by,
+)
 from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
 
 
@@ -104,12 +110,7 @@ def describe_siblings(siblings: Iterable[Sibling], info: Mapping[str, Any]) -> s
 
 
 def _in_words(sibling: Sibling) -> str:
-    counts = [
-        count(sum(one.severity is severity for one in sibling.findings), str(severity))
-        for severity in (Severity.ERROR, Severity.WARNING)
-        if any(one.severity is severity for one in sibling.findings)
-    ]
-    return listed(counts) or coverage_of(Run.open(sibling.path)).verdict
+    return faults_in_words(sibling.findings) or coverage_of(Run.open(sibling.path)).verdict
 
 
 def _number(run: Run) -> str:

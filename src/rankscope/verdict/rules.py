@@ -6,13 +6,14 @@ settles the open question of which (``settles``), see :mod:`rankscope.bus.detect
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 
 from rankscope.bus.detector import LATENESS, RULES
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.words import count, listed
 
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
@@ -69,6 +70,13 @@ def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
     if answer is None:
         return finding.next_check
     return f"{first_sentence(answer)} {answer.next_check}"
+
+
+def faults_in_words(findings: Iterable[Finding]) -> str:
+    """Return how many errors and warnings there are, in words; empty if none."""
+    totals = Counter(finding.severity for finding in findings)
+    found = [each for each in (Severity.ERROR, Severity.WARNING) if totals[each]]
+    return listed([count(totals[each], str(each)) for each in found])
 
 
 def first_sentence(finding: Finding) -> str:

@@ -19,7 +19,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import count, name_ranks, shortened
+from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.rounding import tolerance_of
 
@@ -37,7 +37,6 @@ _MUCH = 4  # times as far apart
 _CYCLE = 64  # steps in which most parameters are read once
 _MOST_NAMED = 3
 _MOST_LINES = 3
-_MOST_RECORDED = 64
 
 _Line = tuple[int, ...]  # ranks of the job along an axis
 
@@ -332,9 +331,9 @@ class _Verdict:
         apart = max(fault.apart.values())
         numbers = {
             "axis": self._axis,
-            "parameters": list(fault.apart)[:_MOST_RECORDED],
+            "parameters": list(fault.apart)[:MOST_RECORDED],
             "apart": apart if math.isfinite(apart) else None,
-            "lines": [list(line) for line in sorted(fault.lines)[:_MOST_RECORDED]],
+            "lines": [list(line) for line in sorted(fault.lines)[:MOST_RECORDED]],
         }
         fields = {
             "axis": self._axis,

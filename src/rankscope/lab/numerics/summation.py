@@ -204,9 +204,7 @@ def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.array([math.fsum(column) for column in columns], dtype=np.float64)
 
 
-def check_reference(
-    gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXACT
-) -> dict[str, float]:
+def check_reference(gradients_WN: NDArray[np.float32]) -> dict[str, float]:
     """Compare float64 with exact sums on elements spread evenly over the buffer.
 
     Returns ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64
@@ -214,7 +212,7 @@ def check_reference(
     last place of float64.
     """
     num_elements = gradients_WN.shape[1]
-    chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
+    chosen = np.unique(np.linspace(0, num_elements - 1, min(MAX_EXACT, num_elements)).astype(int))
     sample = gradients_WN[:, chosen]
     exact = exact_sums(sample)
     approximate = sums_in_float64(sample)
