@@ -119,7 +119,7 @@ def train(
     """Fine-tune under one combination, watched, and save the model."""
     rank = dist.get_rank()
     _seed_everything(combination.setting.seed_of(rank, config.seed))
-    loaded = load(config, prepared.held_out, torch.device("cpu"))
+    loaded = load(config, prepared.held_out)
     model = loaded.model.to(device)
     _seed_everything(combination.setting.seed_of(rank, config.seed))
     ddp = DistributedDataParallel(model)
