@@ -71,6 +71,11 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def dtype_name(dtype: object) -> str:
+    """Return a type of torch's by its name alone: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def printable(words: str) -> str:
     """Return words with a space in place of each control character, fit for a terminal."""
     return "".join(sign if sign.isprintable() else " " for sign in words)

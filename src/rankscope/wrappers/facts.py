@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rankscope.bus.environment import PACKAGES, VARIABLES, without_addresses
 from rankscope.bus.pace import PACE
-from rankscope.bus.words import name_modules
+from rankscope.bus.words import dtype_name, name_modules
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.fingerprint import digest_of
@@ -220,7 +220,7 @@ class PrecisionMeter:
 
 def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
     """Return the settings that decide the precision of a forward pass, by name."""
-    types = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
+    types = {dtype_name(parameter.dtype) for parameter in module.parameters()}
     return {
         "parameter_types": ", ".join(sorted(types)) or "none",
         "autocast": _autocast(device.type),
@@ -234,7 +234,7 @@ def precision_flags() -> dict[str, str | bool]:
     cudnn: Any = torch.backends.cudnn
     mkldnn: Any = torch.backends.mkldnn
     return {
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "default_dtype": dtype_name(torch.get_default_dtype()),
         "float32_matmul": _float32_matmul(),
         "tf32_matmul": _fp32(matmul),
         "tf32_convolutions": _fp32(cudnn.conv),
@@ -280,7 +280,7 @@ def _fp32(operations: Any) -> str:
 def _autocast(device_type: str) -> str:
     try:
         if torch.is_autocast_enabled(device_type):
-            return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+            return dtype_name(torch.get_autocast_dtype(device_type))
     except RuntimeError:  # a kind of device that has no autocast
         pass
     return "off"
@@ -349,14 +349,14 @@ def _parameters(module: nn.Module) -> Facts:
     """Return the parameters' number, types, and a digest of names, shapes and types."""
     named = [(canonical_name(name), p) for name, p in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
-    lines = [f"{name} {_shape(p)} {_type(p)} {p.requires_grad}" for name, p in named]
-    buffers = [f"{name} {_shape(b)} {_type(b)}" for name, b in module.named_buffers()]
+    lines = [f"{name} {_shape(p)} {dtype_name(p.dtype)} {p.requires_grad}" for name, p in named]
+    buffers = [f"{name} {_shape(b)} {dtype_name(b.dtype)}" for name, b in module.named_buffers()]
     return {
         "tensors": len(named),
         "elements": sum(math.prod(_shape(p)) for _, p in named),
         "trained_tensors": len(trained),
         "trained_elements": sum(math.prod(_shape(p)) for p in trained),
-        "types": dict(sorted(Counter(_type(p) for _, p in named).items())),
+        "types": dict(sorted(Counter(dtype_name(p.dtype) for _, p in named).items())),
         "layout": digest_of("\n".join([*lines, "", *buffers]).encode()),
     }
 
@@ -498,14 +498,10 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _plain(value: object) -> object:
     """Return a value as JSON can hold it, else its class."""
     if isinstance(value, Tensor):  # elsewhere it would wait
-        value = value.item() if value.device.type == "cpu" and value.numel() == 1 else _type(value)
+        value = value.item() if value.device.type == "cpu" and value.numel() == 1 else value.dtype
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -513,7 +509,7 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return dtype_name(value)
     return _class_of(value)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind
+from rankscope.bus.words import dtype_name
 from rankscope.errors import RankscopeError
 from rankscope.evidence.mesh.root import AxisPart, over_axes
 from rankscope.evidence.state.trace import PendingRows, TraceReader
@@ -269,4 +270,4 @@ def _describe(parameter: ManagedParameter) -> str:
 def _type_of(parameter: ManagedParameter) -> str:
     device = parameter.group.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return str(cast or parameter.computed_in).removeprefix("torch.")
+    return dtype_name(cast or parameter.computed_in)

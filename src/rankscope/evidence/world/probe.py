@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rankscope.bus.messages import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
@@ -240,7 +241,7 @@ def _unit(
         main=main,
         layout=digest_of("\n".join(lines).encode()),
         names=tuple(name for name, _ in some),
-        dtype=str(some[0][1].dtype).removeprefix("torch."),
+        dtype=dtype_name(some[0][1].dtype),
         divisor=divisor,
         wrapper=_described(job.wrapped),
         axes=axes,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import name_ranks
+from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
 NAME = "collectives"
@@ -31,7 +32,7 @@ EXACT_IN_BF16 = 256
 REPETITIONS = 10
 REPEATED_SIZE = 65_536
 
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+ROUNDOFF = {"fp32": UNIT_ROUNDOFF["float32"], "bf16": UNIT_ROUNDOFF["bfloat16"]}
 """Largest relative error of one rounding."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

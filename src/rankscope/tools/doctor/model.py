@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, dtype_name, name_ranks
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
@@ -86,7 +86,7 @@ def _described(
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             found[name] = ["not initialised", str(tensor.dtype), None]
             continue
-        found[name] = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), None]
+        found[name] = [list(tensor.shape), dtype_name(tensor.dtype), None]
         if id(tensor) in parts:
             found[name][0] = "a part"  # which may be of another size on each rank
         elif not tensor.is_meta and not (  # a type that shows that each rank holds a part

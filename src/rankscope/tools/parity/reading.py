@@ -14,12 +14,15 @@ import numpy as np
 
 from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import BUFFER, FOLDER, HELD, MOMENT, START, UPDATE, RankStep
+from rankscope.bus.words import dtype_name
 from rankscope.errors import RunError
 from rankscope.files import read_file
 from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 _MOST_BYTES = 1 << 31
 _SAME_COPY = 1e-5
+_SINGLE = UNIT_ROUNDOFF["float32"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,11 @@ class Recording:
     @property
     def roundoff(self) -> float:
         """Unit roundoff of the coarsest type of its numbers."""
-        return max(_ROUNDOFF.get(each, 2.0**-24) for each in (*self.types, self.compute))
+        return max(map(_roundoff_of, (*self.types, self.compute)))
 
 
-_ROUNDOFF = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11, "torch.float64": 2.0**-53}
+def _roundoff_of(dtype: str) -> float:
+    return UNIT_ROUNDOFF.get(dtype_name(dtype), _SINGLE)
 
 
 class NotRecordedError(RunError):
@@ -151,9 +155,7 @@ def read_side(directory: Path, name: str) -> Recording:
             len(first["data_ranks"]),
             int(first["passes"]),
             tuple(map(str, first["types"])),
-            max(
-                (str(f["compute"]) for f in facts), key=lambda t: _ROUNDOFF.get(t, 0.0), default=""
-            ),
+            max((str(f["compute"]) for f in facts), key=_roundoff_of, default=""),
             tuple(dict.fromkeys(str(one) for f in facts for one in f["drew"])),
             any(f["drawn"] for f in facts),
         )
@@ -257,9 +259,6 @@ _TIMES = 4.0
 
 _SKETCH = 2e-6
 """Relative rounding of a sketch, which adds in float32."""
-
-_STORED = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11}
-"""Unit roundoffs of types that round away much of an update."""
 
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0
@@ -369,7 +368,8 @@ class Bounds:
         """Return how much of an update the type of the parameters may round away."""
         sizes = []
         for side in (self.a, self.b):
-            coarse = max((_STORED.get(each, 0.0) for each in side.types), default=0.0)
+            coarse = max(map(_roundoff_of, side.types), default=0.0)
+            coarse = coarse if coarse > _SINGLE else 0.0  # which rounds away little of an update
             whole = side.steps[step].figures.get(START, {}).get(name)
             sizes.append(coarse * whole.norm if whole is not None else 0.0)
         return max(sizes)
