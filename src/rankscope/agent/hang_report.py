@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, NotRequired, TypedDict
 
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import first_of, name_ranks
 
 _NAME = "rankscope-collectives"
 _REQUEST, _END = b"?", b"."
@@ -317,9 +317,8 @@ def _calls(entries: Mapping[int, Entry]) -> dict[Call, tuple[int, ...]]:
 def _words(shapes: list[list[int]], types: list[str]) -> str:
     """Return shapes and types as words: ``7×2 Float``."""
     texts = ["×".join(map(str, shape)) or "scalar" for shape in shapes]
-    more = f" and {len(texts) - _SHOWN_SHAPES} more" if len(texts) > _SHOWN_SHAPES else ""
-    shown = f"{', '.join(texts[:_SHOWN_SHAPES])}{more}"
-    return f"{shown} {'/'.join(dict.fromkeys(types))}".strip() or "no tensor"
+    kinds = "/".join(dict.fromkeys(types))
+    return f"{first_of(texts, _SHOWN_SHAPES)} {kinds}".strip() or "no tensor"
 
 
 _ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
@@ -423,9 +422,8 @@ class HangReport:
         if not self.suspects:
             where = f", {CodePlace(self.step, 1, self.phase)}" if self.phase else ""
             return f"{text}; all ranks are equally far{where}"
-        named = [f"{name_ranks([one.rank])} {words_of(one)}" for one in self.suspects[:8]]
-        more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
-        return "; ".join([text, *named, *more])
+        named = [f"{name_ranks([one.rank])} {words_of(one)}" for one in self.suspects]
+        return f"{text}; {first_of(named, 8, between='; ')}"
 
 
 def words_of(one: Standing, *, over: bool = False) -> str:

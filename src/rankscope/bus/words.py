@@ -58,6 +58,12 @@ def shortened(words: Sequence[str], most: int, rest: str = "other") -> str:
     return listed([*words[:most], *more])
 
 
+def first_of(words: Sequence[str], most: int = 3, *, between: str = ", ") -> str:
+    """Return the first words, and how many more there are: ``a, b, c and 2 more``."""
+    more = f"{between.rstrip(', ')} and {len(words) - most} more" if len(words) > most else ""
+    return between.join(words[:most]) + more
+
+
 MOST_RECORDED = 64
 
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.bus.messages import PlainBatch
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import first_of, name_ranks
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.private import find, lacking
@@ -27,7 +27,6 @@ from rankscope.tools.doctor.stage import (
     Facts,
     Stage,
     Status,
-    listed,
 )
 from rankscope.wrappers.passes import in_backward
 
@@ -97,7 +96,7 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
             "They can give other bits from run to run, for other inputs or under load. Where runs "
             "must repeat, replace them."
         )
-        found += f"; torch has no deterministic implementation of {listed(alerts, _SHOWN)}"
+        found += f"; torch has no deterministic implementation of {first_of(alerts, _SHOWN)}"
         return [CheckResult(NAME, Status.NOTE, found, advice, numbers)]
     return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
 
@@ -109,7 +108,7 @@ def _unrepeatable(
     found = f"the same batch gave other bits from run to run {who}"
     fixed = all(facts[rank]["fixed"] for rank in ranks)
     if operators:
-        found += f": {listed(operators, _SHOWN)}"
+        found += f": {first_of(operators, _SHOWN)}"
     if fixed:
         cost = float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
         advice = (
@@ -132,7 +131,7 @@ def _unrepeatable(
         )
     alerts = _merged(facts, "alerts")
     if alerts and not fixed:
-        advice += f" torch has no deterministic implementation of {listed(alerts, _SHOWN)}."
+        advice += f" torch has no deterministic implementation of {first_of(alerts, _SHOWN)}."
     return CheckResult(NAME, Status.WARNING, found, advice, numbers, ranks)
 
 

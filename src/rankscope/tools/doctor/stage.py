@@ -268,12 +268,6 @@ def worst(results: Sequence[CheckResult]) -> Status:
     return max((result.status for result in results), key=lambda s: s.level, default=Status.OK)
 
 
-def listed(names: Sequence[str], shown: int = 3, *, between: str = ", ") -> str:
-    """Return the first names, and how many more there are: ``a, b, c and 2 more``."""
-    more = f"{between.rstrip(', ')} and {len(names) - shown} more" if len(names) > shown else ""
-    return between.join(names[:shown]) + more
-
-
 def ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
     """Return the ranks that have each value, given one value per rank."""
     ranks: dict[str, list[int]] = {}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rankscope.bus.environment import compare_facts, is_compared
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, first_of, name_ranks
 from rankscope.tools.doctor.stage import (
     Bench,
     CheckResult,
@@ -21,7 +21,6 @@ from rankscope.tools.doctor.stage import (
     Stage,
     Status,
     choose_backend,
-    listed,
     ranks_by,
 )
 from rankscope.wrappers.facts import environment_facts, source_revision
@@ -259,7 +258,7 @@ def judge_environment(facts: Sequence[Facts]) -> list[CheckResult]:
     numbers = {"compared": compared, "different": list(words)}
     if odd:
         status = Status[severity.name]
-        found = listed(words, 5, between="; ")
+        found = first_of(words, 5, between="; ")
         return [CheckResult(ENVIRONMENT, status, found, _ADVICE[status], numbers, odd)]
     versions = (f"{name} {facts[0][name]}" for name in _VERSIONS if name in facts[0])
     found = f"{count(compared, 'fact')} alike: {', '.join(versions)}"
