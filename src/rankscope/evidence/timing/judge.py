@@ -23,6 +23,7 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Derived
+from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
@@ -273,10 +274,7 @@ def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
     """Return the hosts, if there are several, or else the single ranks."""
     if len(hosts) != num_workers or len(set(hosts)) < 2:
         return tuple(_Place([rank]) for rank in range(num_workers))
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    return tuple(_Place(ranks[host], host) for host in ranks)
+    return tuple(_Place(ranks, host) for host, ranks in ranks_by(hosts).items())
 
 
 def _duration(seconds: float) -> str:

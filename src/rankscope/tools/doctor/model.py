@@ -10,13 +10,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import minority_ranks, ranks_by
 from rankscope.bus.words import count, dtype_name, first_of, name_ranks
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
 from rankscope.private import find
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"

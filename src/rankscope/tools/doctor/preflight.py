@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rankscope import RankscopeError
+from rankscope.bus.replicas import ranks_by
 from rankscope.bus.words import name_ranks
 from rankscope.errors import UsageError
 from rankscope.files import to_plain
@@ -37,7 +38,6 @@ from rankscope.tools.doctor.stage import (
     in_one_line,
     not_given,
     open_stores,
-    ranks_by,
     split_name,
     where_it_is,
 )

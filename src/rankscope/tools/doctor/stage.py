@@ -268,14 +268,6 @@ def worst(results: Sequence[CheckResult]) -> Status:
     return max((result.status for result in results), key=lambda s: s.level, default=Status.OK)
 
 
-def ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks that have each value, given one value per rank."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """The user's options.

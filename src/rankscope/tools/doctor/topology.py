@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.environment import compare_facts, is_compared
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import minority_ranks, ranks_by
 from rankscope.bus.words import count, first_of, name_ranks
 from rankscope.tools.doctor.stage import (
     Bench,
@@ -21,7 +21,6 @@ from rankscope.tools.doctor.stage import (
     Stage,
     Status,
     choose_backend,
-    ranks_by,
 )
 from rankscope.wrappers.facts import environment_facts, source_revision
 
