@@ -29,8 +29,8 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.words import dtype_name, name_modules
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import known_shape
-from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
+from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import all_of

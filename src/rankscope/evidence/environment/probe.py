@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rankscope.bus.probe import Evaluated, Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.environment import MODES, SETTINGS
-from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
+from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
 from rankscope.wrappers.optimizers import JointOptimizer
 

@@ -36,7 +36,6 @@ from rankscope.evidence.randomness import (
 )
 from rankscope.gradients.fingerprint import (
     Snapshot,
-    digest_of,
     flattened,
     numpy_state,
     python_bytes,
@@ -46,6 +45,7 @@ from rankscope.gradients.fingerprint import (
     torch_state,
 )
 from rankscope.private import Patch
+from rankscope.stats.arrays import digest_of
 
 OF_TORCH = TORCH | ACCELERATOR
 """The bits of torch's generators."""

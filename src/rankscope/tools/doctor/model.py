@@ -14,8 +14,9 @@ from rankscope.bus.replicas import minority_ranks, ranks_by
 from rankscope.bus.words import count, dtype_name, first_of, name_ranks
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import digest_tensor
-from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
+from rankscope.gradients.fingerprint import numpy_state, python_state, torch_state
 from rankscope.private import find
+from rankscope.stats.arrays import digest_of
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
 PARAMETERS = "parameters"
