@@ -21,8 +21,7 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import StepBatch
-from rankscope.bus.weighting import undo_common_scale
+from rankscope.bus.steps import StepBatch, undo_common_scale
 from rankscope.evidence import columns_of
 from rankscope.record import RunWriter
 from rankscope.verdict.diagnosis import Diagnosis

@@ -71,7 +71,13 @@ class Audit:
         parts = [self._part(totals, reduced) for totals in local]
         width = len(parts)
         total = total_of(parts, width, width)
-        return residuals(total, parts[0], self.sections.firsts, width, width)
+        return residuals(
+            total,
+            parts[0],
+            np.searchsorted(self.sections.group_of, range(len(self.sections.groups))),
+            width,
+            width,
+        )
 
     def _part(self, local: GradientTotals, reduced: GradientTotals) -> AuditPart:
         narrow = [

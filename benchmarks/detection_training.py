@@ -51,7 +51,7 @@ def _train_on_rank(directory: str, names: list[str], steps: int, prepared: Prepa
         if training.name in names:
             started = time.monotonic()
             torch.manual_seed(dist.get_rank())
-            model = load(StudyConfig(), prepared.held_out, torch.device("cpu")).model
+            model = load(StudyConfig(), prepared.held_out).model
             vocab_size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
             setup = Setup(samples, dist.get_rank(), vocab_size, kinds)
             _train(Path(directory) / training.name, training, setup, model, steps)

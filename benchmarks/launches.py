@@ -197,7 +197,7 @@ class _Training:
     def repeat_turn(self) -> None:
         """Let the next step compare what the last one has compared."""
         state: Any = self.collector._probes["state"]
-        length = state._meter._plan.length
+        length = state._plan.length
         self.collector.step = -(-self.collector.step // length) * length
 
     def _watched(self, work: Callable[[], None]) -> None:
@@ -279,7 +279,7 @@ def _attribute(counting: _Counting) -> None:
     wrap(SampleMeter, ("see", "collect"), BATCH)
     wrap(LossMeter, ("see", "collect"), BATCH)
     wrap(loss._Multiplier, ("_see",), BATCH)
-    wrap(StateMeter, ("see_local", "see_locals", "see_reduced", "see_applied", "see_state"),
+    wrap(StateMeter, ("see_local", "see_locals", "see_reduced", "before_update", "see_state"),
          EVIDENCE)  # fmt: skip
     wrap(host._Shared, ("begin",), SHARED)
     begin = host.HostCopy.__init__
@@ -305,11 +305,10 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
     from rankscope.evidence.loss import probe as loss
-    from rankscope.evidence.samples import probe as samples
     from rankscope.evidence.state import readings
     from rankscope.gradients.kernels import fused, many, triton, triton_digest
     from rankscope.gradients.kernels.interface import period_signs
-    from rankscope.wrappers import labels
+    from rankscope.wrappers import labels, samples
     from rankscope.wrappers import transfer as handover
 
     replaced: Any
@@ -325,7 +324,7 @@ def _pretend(training: _Training) -> None:
     tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
     tap._sketcher._readers.clear()
     state: Any = training.collector._probes["state"]
-    state._meter._slots.clear()  # what was learnt of them is of the host
+    state._slots.clear()  # what was learnt of them is of the host
     reader = many.DeviceReader(cpu)
     for replaced, name, value in (
         (readings, "native_sum", lambda: None),

@@ -27,12 +27,11 @@ from rankscope.agent.summary import (
     with_directions,
 )
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.measured import sizes_of
-from rankscope.bus.messages import Layout
+from rankscope.bus.messages import Layout, sizes_of
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.stats.consensus import narrowing_for
+from rankscope.stats.direction import narrowing_for
 
 WORKERS = (8, 64, 1024, 10_240)
 PER_HOST = 8

@@ -15,6 +15,7 @@ import torch
 from harness import WARM_UP, Model, make_batch, median_interval
 from rich.console import Console
 
+from rankscope.bus.probe import StepEnd
 from rankscope.evidence.state.trace import TraceMeter
 
 Row = dict[str, Any]
@@ -40,14 +41,14 @@ def run_traces(tokens: int, rounds: int) -> Row:
         update = time.thread_time()
         optimizer.step()
         collect = time.thread_time()
-        pending, _ = meter.collect()
+        pending = meter.collect(StepEnd(step, comparable=True, idle=frozenset(), num_passes=1))
         end = time.thread_time()
         optimizer.zero_grad()
         assert pending is not None
         dotting = time.thread_time()
         torch.dot(flat, flat)
         reading = time.thread_time()
-        pending.read()
+        pending.trace()
         plain.append((reduced - begin) + (collect - update))
         traced.append((update - reduced) + (end - collect))
         dots.append(2 * (reading - dotting))

@@ -21,8 +21,8 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
-from rankscope.bus.rules import RULES
 from rankscope.cli.main import NAME, app
 from rankscope.evidence import columns_of
 

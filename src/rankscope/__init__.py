@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from rankscope.session.options import WatchOptions as WatchOptions
     from rankscope.session.scope import Scope as Scope
     from rankscope.session.start import watch as watch
-    from rankscope.verdict.loaded import LoadedRun as LoadedRun
-    from rankscope.verdict.loaded import load as load
+    from rankscope.verdict.words import LoadedRun as LoadedRun
+    from rankscope.verdict.words import load as load
 
 _HOMES = {
     "Finding": "rankscope.bus.finding",
-    "LoadedRun": "rankscope.verdict.loaded",
+    "LoadedRun": "rankscope.verdict.words",
     "RankscopeError": "rankscope.errors",
     "Run": "rankscope.record",
     "Scope": "rankscope.session.scope",
@@ -47,7 +47,7 @@ _HOMES = {
     "Tier": "rankscope.bus.plan",
     "WatchOptions": "rankscope.session.options",
     "fixed_order": "rankscope.lab.reductions.fixed_order",
-    "load": "rankscope.verdict.loaded",
+    "load": "rankscope.verdict.words",
     "order_free": "rankscope.lab.reductions.order_free",
     "watch": "rankscope.session.start",
 }

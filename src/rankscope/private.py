@@ -443,8 +443,7 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find wrappers.calls evidence.canary.program evidence.environment.facts"
-        " evidence.parity.probe",
+        "wrappers.find wrappers.calls evidence.canary.program wrappers.facts evidence.parity.probe",
         "whether Module.compile was called, for hooks would break the graph of such a module: they"
         " run around the compiled call",
         "it counts as one that is not compiled",
@@ -481,7 +480,7 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "evidence.canary.program evidence.canary.state evidence.state.holdings evidence.state.plan"
+        "evidence.canary.program evidence.canary.state evidence.state.plan"
         " evidence.state.probe evidence.optimizer.probe"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
@@ -497,7 +496,7 @@ USES = (
     Use(
         "torch.nn.Module",
         "_non_persistent_buffers_set",
-        "evidence.environment.training",
+        "wrappers.facts",
         "which buffers no checkpoint holds",
         "such a buffer that differs between workers is an error as any other",
     ),
@@ -519,8 +518,7 @@ USES = (
     Use(
         _DDP,
         "_comm_hooks _get_ddp_logging_data",
-        "evidence.environment.training wrappers.ddp lab.reductions.fixed_order"
-        " lab.reductions.order_free",
+        "wrappers.facts wrappers.ddp lab.reductions.fixed_order lab.reductions.order_free",
         "whether, and in which hook, something else reduces",
         "the run's facts name no hook; fixed_order and order_free refuse",
     ),
@@ -600,7 +598,7 @@ USES = (
         f"{_FSDP}._fsdp_state",
         "_register_root_post_backward_final_callback _root_post_backward_final_callback"
         " _state_ctx _mp_policy",
-        "wrappers.fsdp2_model evidence.environment.training",
+        "wrappers.fsdp2_model wrappers.facts",
         "when a backward pass begins and ends; in which precision it reduces",
         _REFUSES,
     ),
@@ -637,7 +635,7 @@ USES = (
     Use(
         f"{_FSDP}._fully_shard.FSDPModule",
         "_get_fsdp_state",
-        "wrappers.fsdp2_model evidence.environment.training integrations.catch",
+        "wrappers.fsdp2_model wrappers.facts integrations.catch",
         "FSDP2's own objects",
         _REFUSES,
     ),
@@ -688,7 +686,7 @@ USES = (
     Use(
         "datasets.iterable_dataset.IterableDataset",
         "_distributed",
-        "evidence.environment.training",
+        "wrappers.facts",
         "over how many ranks a streamed data set is split",
         "a data set that is split twice is not named",
     ),

@@ -13,15 +13,14 @@ sys.path[:0] = sys.argv[1:]
 os.makedirs("gone"), os.chdir("gone"), os.rmdir("../gone")
 os.environ["TMPDIR"] = os.environ["HOME"] = "/proc/1"
 os.environ["PYTHONHOME"] = "/nowhere"
-from rankscope.agent import launch
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.link import Link
+from rankscope.agent.link import Link, connect, listen, start_agent
 
-listening, address = launch.listen()
+listening, address = listen()
 numbers = listening.fileno()
-started = launch.start(listening, "password", thread=False)
+started = start_agent(listening, "password", thread=False)
 hello = pack(FrameKind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode(), rank=0)
-link = Link(lambda: launch.connect(address), hello)
+link = Link(lambda: connect(address), hello)
 frames = link.wait(30.0)
 assert [frame.kind for frame in frames] == [FrameKind.WELCOME], frames
 assert int(frames[0].payload) == started.pid, frames

@@ -12,15 +12,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.flight_recorder import Reader, RecorderThread, read_dumps
 from rankscope.agent.hang_report import (
     CodePlace,
     Fate,
     HangReport,
+    Reader,
+    RecorderThread,
     Stack,
     Standing,
     hanging_collective,
     judge_collectives,
+    read_dumps,
 )
 from rankscope.agent.hangs import hang_finding
 from rankscope.bus.finding import Severity

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from rankscope.agent import launch, server
 from rankscope.agent import link as link_module
+from rankscope.agent import server
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.link import Link, LinkError
+from rankscope.agent.link import Link, LinkError, connect, listen
 from rankscope.agent.processes import ProgressMark
 from rankscope.agent.server import LocalServer
 from support.accidents import wait_until
@@ -31,7 +31,7 @@ class Agent:
     """The reading half of an agent; it begins to read with ``start``."""
 
     def __init__(self):
-        listening, self.address = launch.listen()
+        listening, self.address = listen()
         self.arrived, self.links = [], []
         self.server = LocalServer(
             listening, check, introduce=lambda *_: None, lives=lambda rank: True
@@ -55,7 +55,7 @@ def agent():
 
 def link_to(agent, rank=0):
     hello = pack(FrameKind.HELLO, json.dumps({"rank": rank, "secret": SECRET}).encode(), rank=rank)
-    link = Link(lambda: launch.connect(agent.address), hello)
+    link = Link(lambda: connect(agent.address), hello)
     agent.links.append(link)
     return link
 
@@ -142,7 +142,7 @@ def test_who_does_not_know_the_secret_is_turned_away(agent, monkeypatch):
         b"",
     ]
     for words in said:
-        stranger = launch.connect(agent.address)
+        stranger = connect(agent.address)
         stranger.sendall(words)
         stranger.settimeout(10.0)
         assert stranger.recv(1) == b""  # closed from the other side

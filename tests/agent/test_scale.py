@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.weighting import undo_common_scale
+from rankscope.bus.steps import undo_common_scale
 from rankscope.evidence import columns_of
 
 W, K, G, NARROW = 4, 50, 3, 7

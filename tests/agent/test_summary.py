@@ -15,8 +15,7 @@ from rankscope.agent.summary import (
     summary_layout,
     with_directions,
 )
-from rankscope.bus.measured import sizes_of
-from rankscope.bus.messages import Layout
+from rankscope.bus.messages import Layout, sizes_of
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from rankscope.bus.governor import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
+from rankscope.bus.pace import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
 
 WORKERS = 4
 

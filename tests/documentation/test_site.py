@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
-from rankscope.bus.rules import RULES
 from rankscope.cli.main import app
 from rankscope.evidence import columns_of
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.faults.catalogue import FaultClass, UsageError, catalogue, select
 from benchmarks.faults.injectors import INJECTORS
 
-from rankscope.bus.rules import RULES
+from rankscope.bus.detector import RULES
 
 FAULTS = {
     "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 28)],

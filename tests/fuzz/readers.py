@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.cli.report import report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError

@@ -9,12 +9,12 @@ import torch
 from rankscope.bus.groups import group_parameters
 from rankscope.evidence.canary.replay import project
 from rankscope.evidence.loss.probe import LossMeter
-from rankscope.evidence.samples import probe as samples
 from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import DEFAULT_WIDTH, NormMeter, Sketcher
 from rankscope.gradients.totals import fold, fold_signs
 from rankscope.lab.reductions.accumulator import native_functions
+from rankscope.wrappers import samples
 from rankscope.wrappers.reduced_product import choose_dot
 from support.collected import to_arrays
 from support.kernel_checks import CPU, SEED, WIDTH, random

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from rankscope.evidence.environment.facts import FLAGS_EVERY, PrecisionMeter
 from rankscope.evidence.loss import probe as loss
-from rankscope.evidence.samples import probe as samples
 from rankscope.gradients.kernels.native import count_labels, digest_samples
 from rankscope.wrappers import labels as labels_module
+from rankscope.wrappers import samples
+from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
 from support.kernel_checks import needs_compiler
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 
 from fuzz.readers import forked
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
 from rankscope.files import archive_of

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.packing import unpack_batch
+from rankscope.bus.messages import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
 from support.loops import PLAN, collect_warnings

@@ -9,6 +9,7 @@ from rankscope.stats.audit import AuditPart, residuals, residuals_by_row, residu
 SIZES = {"a.w": 7, "a.b": 3, "b.w": 4}
 LIMIT = 5
 SECTIONS = cut_sections(SIZES, group_parameters(SIZES), section_elements=LIMIT)
+FIRSTS = np.searchsorted(SECTIONS.group_of, [0, 1])
 PLACES = [(0, 5), (5, 10), (10, 14)]  # of the sections, in all elements
 SIZE = 14
 
@@ -28,12 +29,12 @@ def audit(locals_, held, copies):
         AuditPart(parts_of(local)[0], *parts_of(own))
         for local, own in zip(locals_, held, strict=True)
     ]
-    found = residuals_of_all(parts, SECTIONS.firsts, copies)
+    found = residuals_of_all(parts, FIRSTS, copies)
     hosts = [total_of(some, len(parts), copies) for some in (parts[:1], parts[1:])]
     with np.errstate(invalid="ignore", over="ignore"):
         total = np.sum(np.float32(hosts), axis=0)
     for part, own in zip(parts, found, strict=True):
-        by_hosts = residuals(total, part, SECTIONS.firsts, len(parts), copies)
+        by_hosts = residuals(total, part, FIRSTS, len(parts), copies)
         np.testing.assert_allclose(by_hosts, own, rtol=1e-4, atol=1e-6)
     return found
 

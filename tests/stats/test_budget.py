@@ -2,7 +2,7 @@
 
 from decimal import Decimal
 
-from rankscope.stats.budget import bound_in_words, false_alarm_bound
+from rankscope.stats.bets import bound_in_words, false_alarm_bound
 
 
 def test_a_bound_in_words_is_never_below_the_bound_nor_a_digit_above_it():

@@ -3,19 +3,17 @@
 import numpy as np
 import pytest
 
-from rankscope.stats.consensus import (
-    consensus_of,
-    fold,
-    narrow,
-    step_values,
-)
 from rankscope.stats.direction import (
+    consensus_of,
     cosines_from_gram,
+    fold,
     gram,
     has_direction,
     leave_one_out,
     mean_and_min_cosine,
+    narrow,
     norm_weighted_cosine,
+    step_values,
 )
 
 BY_HALVES = 1e-4

@@ -57,7 +57,6 @@ class NaiveLedger:
         )
         counts = {
             "drawn": sum(map(len, batches)),
-            "distinct": len(ranks_of),
             "new": sum(not self.owners[sample] for sample in ranks_of),
             "repeated_own": own,
             "repeated_cross": cross,

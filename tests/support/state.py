@@ -45,19 +45,19 @@ def train(model, optimizer, meter, step, local=None, between=None):
     meter.see_reduced()
     if between is not None:
         between()
-    meter.see_applied()
+    meter.before_update()
     optimizer.step()
     meter.see_state()
-    return meter.collect().read()
+    return meter.take().digests()
 
 
 def look(meter, step):
     """See a state that rests."""
     meter.begin_step(step)
     meter.see_reduced()
-    meter.see_applied()
+    meter.before_update()
     meter.see_state()
-    return meter.collect().read()
+    return meter.take().digests()
 
 
 def of(state, kind):

@@ -4,7 +4,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rankscope.bus.rules import finding_of
+from rankscope.bus.detector import finding_of
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import RecentBatches, batches_of
 from support.streams import gathered

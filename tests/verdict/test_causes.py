@@ -1,7 +1,7 @@
 """Which finding is the cause, and which are its consequences."""
 
+from rankscope.bus.detector import LATENESS
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import LATENESS
 from rankscope.verdict.rules import explanations, ranked
 
 

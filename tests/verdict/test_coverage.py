@@ -12,8 +12,8 @@ from rankscope.record import Run, RunWriter
 from rankscope.report.study_words import Entry
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.coverage import coverage_of
-from rankscope.verdict.loaded import load
 from rankscope.verdict.news import Announcer
+from rankscope.verdict.words import load
 from support.streams import gathered
 
 ALL = range(80)

@@ -8,9 +8,8 @@ from string import Formatter
 import pytest
 
 from rankscope import evidence
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import RULES, FaultEvidence, finding_of
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import RULES, finding_of
 from rankscope.bus.words import name_ranks, ranks_of_job
 
 

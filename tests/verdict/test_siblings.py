@@ -7,10 +7,9 @@ from typer.testing import CliRunner
 
 from rankscope.cli.main import app
 from rankscope.record import Run, RunWriter
-from rankscope.verdict.assessment import assess
+from rankscope.verdict.assessment import assess, coordinate_of, siblings_of
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
-from rankscope.verdict.siblings import coordinate_of, siblings_of
 from record.run_files import make_finding
 from record.step_reports import make_report
 

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
-from rankscope.bus.weighting import undo_common_scale
+from rankscope.bus.steps import undo_common_scale
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered, sharded
 

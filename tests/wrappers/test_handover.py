@@ -10,7 +10,7 @@ import torch
 
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.bus.groups import group_parameters
-from rankscope.bus.measured import measured_of
+from rankscope.bus.messages import measured_of
 from rankscope.gradients.kernels.launch import Launching
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import fold

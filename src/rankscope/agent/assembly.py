@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rankscope.agent.message import StepMessage, unpack_columns
 from rankscope.agent.summary import HostSummary
 from rankscope.bus.evidence import Source, Table
-from rankscope.bus.messages import Layout, Messages
+from rankscope.bus.messages import Combiner, HeldValues, Layout, Messages
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.evidence import EVIDENCE, columns_of
@@ -57,10 +57,7 @@ class Workers(list[Worker]):
         return all(worker.complete for worker in self) and len(set(delivered)) == 1
 
     def ended(self, delivered: Sequence[int]) -> list[int]:
-        """Return the ranks that have left, in order of last step, then of time.
-
-        On a busy machine several ends may arrive at once.
-        """
+        """Return the ranks that have left, in order of last step, then of time."""
         return sorted(
             self.left,
             key=lambda rank: (self[rank].complete, delivered[rank], self[rank].ended_at),
@@ -81,7 +78,7 @@ class Workers(list[Worker]):
 
 _log = logging.getLogger("rankscope")
 
-_AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
+_AMEND = [amend for each in EVIDENCE if (amend := each.at_root("amend")) is not None]
 
 Sent = StepMessage | HostSummary
 """What a sender delivers of one step."""
@@ -100,8 +97,12 @@ class Assembly:
         self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
         self._num_unheard = layout.num_workers
-        made = (each.find("combine", "make_combiner") for each in EVIDENCE)
-        self._combiners = [make(layout) for make in made if make is not None]
+        self._combiners: list[Combiner] = []
+        for each in EVIDENCE:
+            if (make := each.at_root("make_combiner")) is not None:
+                self._combiners.append(make(layout))
+            if each.held:
+                self._combiners.append(HeldValues(each.held))
 
     @property
     def delivered(self) -> tuple[int, ...]:
@@ -182,14 +183,11 @@ class Assembly:
 
 _STEPS = tuple(column.name for column in columns_of(Table.STEPS, Source.DERIVED))
 _WORKERS = {column.name for column in columns_of(Table.WORKERS, Source.DERIVED)}
-_DERIVE = [derive for each in EVIDENCE if (derive := each.find("combine", "derive")) is not None]
+_DERIVE = [derive for each in EVIDENCE if (derive := each.at_root("derive")) is not None]
 
 
 def summarize(gathered: GatheredStep) -> StepReport:
-    """Compute every DERIVED column of a step.
-
-    Means and spreads leave out missing and non-finite values. Equal inputs give equal reports.
-    """
+    """Compute every DERIVED column of a step from its finite values."""
     steps: dict[str, float] = {"interval": float(gathered.interval)}
     workers: dict[str, Any] = {}
     report: dict[str, Any] = {}

@@ -169,10 +169,7 @@ def identity(place: socket.socket) -> tuple[int, int] | None:
 
 
 def is_of_another_user(place: socket.socket) -> bool:
-    """Return whether another user is at the other end; False where unknown.
-
-    An abstract socket is open to all users.
-    """
+    """Return whether another user is at the other end; False where unknown."""
     if not hasattr(socket, "SO_PEERCRED"):
         return False
     peer = place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)

@@ -24,10 +24,9 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
-from rankscope.agent.ranks import RankProcesses
-from rankscope.bus.detector import FaultEvidence
+from rankscope.agent.processes import RankProcesses
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import name_ranks
 
 _FEWEST_STEPS = 3
@@ -290,10 +289,7 @@ _LOOK_SECONDS = 1.0
 
 
 class HangNotes:
-    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
-
-    A step may take ``hang_seconds``, or 20 typical steps if that is more.
-    """
+    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes."""
 
     def __init__(
         self,

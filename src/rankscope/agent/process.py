@@ -4,6 +4,7 @@ import contextlib
 import hmac
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -11,26 +12,170 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rankscope.agent.forwarder import Forwarder
-from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.processes import lower_priority
-from rankscope.agent.ranks import RankProcesses
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
+from rankscope.agent.message import StepMessage
+from rankscope.agent.processes import RankProcesses, lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
+from rankscope.agent.summary import HostSteps
+from rankscope.bus.messages import Layout
+from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.bus.words import make_printable, name_ranks, ranks_of_job
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
-    from rankscope.agent.remote_hosts import RemoteHosts
+    from rankscope.agent.hosts import RemoteHosts
+
+
+LINGER_SECONDS = 10.0
+"""How long an agent tries to send its remaining frames once its ranks have ended."""
+
+PATIENCE_SECONDS = 60.0
+"""How long it waits for the root's last frame once its ranks have closed their scopes."""
+
+TIGHT_BYTES = 16 << 20
+"""With a longer queue to the root, gradients are left out."""
+
+_LASTING = {FrameKind.HELLO, FrameKind.SUBSCRIBE, FrameKind.BYE, FrameKind.GONE}
+"""Frames that the root must get, also after a broken link."""
+
+
+class Forwarder:
+    """Forwards frames between the ranks of a host and the root, from any host but the root's.
+
+    Beyond 64 workers it waits until all of its ranks have delivered a step, then sends one summary
+    (:mod:`rankscope.agent.summary`).
+
+    ``setup`` comes in the hello frame of the rank that started this agent.
+    """
+
+    def __init__(
+        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: RankProcesses
+    ) -> None:
+        from rankscope.agent.hosts import HostLink  # ZeroMQ: only with several hosts
+
+        self._num_local = int(setup["num_local"])
+        layout = Layout.from_json(setup["layout"])
+        self._steps = None
+        if layout.num_workers > MAX_PAIRED_WORKERS:
+            self._steps = HostSteps(self._num_local, layout)
+        self._send_local = send
+        self._ranks = ranks
+        self._link = HostLink(int(setup["host"]))
+        self._standing: dict[tuple[int, FrameKind], bytes] = {}  # the lasting frames of each rank
+        self._left: set[int] = set()  # ranks that send nothing more
+        self._gone: set[int] = set()  # ranks whose connection has ended
+        self._left_at = math.inf
+        self._dismissed: set[int] = set()
+        self._stacks_wanted = False
+        self.finished = False
+
+    def take(self, rank: int, frame: Frame | None, at: float) -> None:
+        """Forward a frame of a local rank; None: its connection has ended."""
+        if rank >= GUESTS:
+            if frame is not None and frame.kind == FrameKind.EVIDENCE:
+                self._hand_on(FrameKind.EVIDENCE, frame.payload, rank, frame.step)
+        elif frame is None:
+            self._left.add(rank)
+            self._gone.add(rank)
+            why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
+            self._hand_on(FrameKind.GONE, why, rank)
+        elif frame.kind == FrameKind.INVITATION:
+            self._link.open(frame.payload)
+        elif frame.kind == FrameKind.HELLO:
+            self._hand_on(FrameKind.HELLO, b"{}", rank)
+        elif frame.kind == FrameKind.STEP:
+            self._handle_step(rank, frame)
+        else:
+            if frame.kind == FrameKind.BYE:
+                self._left.add(rank)
+            self._hand_on(FrameKind(frame.kind), frame.payload, rank, frame.step)
+
+    def work(self) -> bool:
+        """Exchange frames with the root; return whether more may be waiting."""
+        frames = [frame for each in self._link.poll() for frame in FrameReader().feed(each)]
+        for frame in frames:
+            self._give_back(frame)
+        return bool(frames)
+
+    def idle(self) -> None:
+        """Send requested stacks; end once all ranks of this host have ended."""
+        if self._stacks_wanted:
+            stacks = self._ranks.stacks()
+            if stacks is not None:
+                self._stacks_wanted = False
+                by_rank = {str(rank): stack for rank, stack in stacks.items()}
+                self._hand_on(FrameKind.STATES, json.dumps({"stacks": by_rank}).encode())
+        if len(self._left) < self._num_local:
+            return
+        self._left_at = min(self._left_at, time.monotonic())
+        waited = time.monotonic() - self._left_at
+        if len(self._gone) == self._num_local or waited > PATIENCE_SECONDS:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End after an error in the monitor; the training goes on."""
+        why = f"{type(error).__name__}: {error}"
+        self._send_local(ALL_RANKS, pack(FrameKind.OFF, why.encode()))
+        self._end()
+
+    def _handle_step(self, rank: int, frame: Frame) -> None:
+        tight = self._link.backlog_bytes > TIGHT_BYTES
+        if self._steps is None and not tight:
+            self._hand_on(FrameKind.STEP, frame.payload, rank, frame.step)
+            return
+        message = StepMessage.unpack(frame.payload)
+        if tight:
+            message.without_bulk()
+        if self._steps is None:
+            self._hand_on(FrameKind.STEP, message.pack(), rank, frame.step)
+            return
+        summary = self._steps.add(rank, message)
+        if summary is not None:
+            self._hand_on(FrameKind.SUMMARY, summary, step=frame.step)
+
+    def _hand_on(
+        self, kind: FrameKind, payload: bytes, rank: int = ALL_RANKS, step: int = -1
+    ) -> None:
+        content = pack(kind, payload, rank=rank, step=step)
+        if kind in _LASTING:
+            self._standing[rank, kind] = content
+        self._link.send(content, lasting=kind in _LASTING)
+
+    def _give_back(self, frame: Frame) -> None:
+        if frame.kind == FrameKind.LOOK:
+            states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
+            places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
+            content = json.dumps({"states": states, "places": places}).encode()
+            self._hand_on(FrameKind.STATES, content)
+        elif frame.kind == FrameKind.INTRODUCE:
+            for content in self._standing.values():
+                self._link.send(content, lasting=True)
+        elif frame.kind == FrameKind.STACKS:
+            self._ranks.take_stacks()
+            self._stacks_wanted = True
+        else:
+            content = pack(FrameKind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
+            self._send_local(frame.rank, content)
+            if frame.kind == FrameKind.DONE:
+                self._dismissed.add(frame.rank)
+                if len(self._dismissed) == self._num_local:
+                    self._end(0.0)  # the root has finished
+
+    def _end(self, linger_seconds: float = LINGER_SECONDS) -> None:
+        self.finished = True
+        self._link.close(linger_seconds)
+
 
 _log = logging.getLogger("rankscope")
 
-_LINKED_SECONDS = 0.02  # the same with other hosts
-
 TOGETHER_SECONDS = 0.25
 """How long steps may wait to be judged together with later ones."""
+
+_LINKED_SECONDS = 0.02  # how long an agent waits for its ranks between messages of other hosts
 
 ADDRESS = "RANKSCOPE_ADDRESS"
 """Environment variable with the address at which other hosts reach the root's host."""
@@ -106,10 +251,7 @@ class Agent:
         self._lines.append((level, line, trace))
 
     def _is_orphaned(self, seconds: float) -> bool:
-        """Return whether no run will begin here: the rank that starts it has not connected.
-
-        Frames of a rank that has ended may still wait in its socket.
-        """
+        """Return whether no run will begin here: the rank that starts it has not connected."""
         orphan = self._parent is not None and os.getppid() != self._parent
         if not orphan and (self._server.ranks or not self._early):
             self._alone_since = seconds
@@ -187,7 +329,7 @@ class Agent:
 
     def _begin_as_root(self, setup: dict[str, Any]) -> None:
         if setup["hosts"] > 1:
-            from rankscope.agent.remote_hosts import RemoteHosts
+            from rankscope.agent.hosts import RemoteHosts
 
             self._remote = RemoteHosts(os.environ.get(ADDRESS), setup["master"])
             invitation = pack(FrameKind.INVITATION, self._remote.invitation, rank=0)

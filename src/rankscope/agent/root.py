@@ -17,7 +17,7 @@ from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
 from rankscope.agent.message import StepMessage, pack_report, tag, untag
-from rankscope.agent.ranks import RankProcesses
+from rankscope.agent.processes import RankProcesses
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.summary import (
     HostsStep,
@@ -28,8 +28,8 @@ from rankscope.agent.summary import (
     with_directions,
 )
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
-from rankscope.bus.governor import LAG, Governor
 from rankscope.bus.messages import Layout
+from rankscope.bus.pace import LAG, Governor
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.bus.words import name_ranks
@@ -40,11 +40,11 @@ from rankscope.record.begin import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
+from rankscope.verdict.assessment import Sibling, coordinate_of, siblings_of
 from rankscope.verdict.coverage import CoverageCount
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
-from rankscope.verdict.siblings import Sibling, coordinate_of, siblings_of
 
 _log = logging.getLogger("rankscope")
 
@@ -90,7 +90,7 @@ class Root:
         made = {
             each.name: make(directed)
             for each in EVIDENCE
-            if (make := each.find("root", "make_director")) is not None
+            if (make := each.at_root("make_director")) is not None
         }
         self._directors: dict[str, Director] = {n: d for n, d in made.items() if d is not None}
         self._arrived = -1

@@ -96,7 +96,6 @@ class LocalServer:
         self._held = 0
         self._looked = 0.0
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
-        self._ended: set[int] = set()
         self._closing = False
         self.newest = -1  # the newest step that some rank has sent
         self.unread: Counter[int] = Counter()

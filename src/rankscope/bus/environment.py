@@ -1,8 +1,12 @@
-"""Facts of a rank's environment: which may differ between ranks, and which are secret."""
+"""Facts of a rank's environment: which may differ between ranks, which do, which are secret."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import minority_ranks, name_values
+from rankscope.bus.words import name_ranks
 
 PACKAGES = (
     "transformers",
@@ -211,3 +215,54 @@ def _flag(argument: Any) -> str:
 def _is_secret(name: str) -> bool:
     words = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").lower()
     return bool(_SECRET.search(words)) and not _MARKS_OF_TEXT.match(words)
+
+
+_TITLES = {"revision": "source revision", "revision_changed": "source files"}
+
+
+def compare_facts(
+    facts: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
+    """Return the ranks that differ, the differences in words, serious first, and the severity."""
+    names = sorted(filter(is_compared, {name for own in facts for name in own}))
+    serious: list[str] = []
+    harmless: list[str] = []
+    ranks: set[int] = set()
+    for name in names:
+        values = [_fact(own, name) for own in facts]
+        minority = minority_ranks(values)
+        if not minority:
+            continue
+        ranks.update(minority)
+        note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
+        (harmless if note else serious).append(_difference_of(name, values, minority))
+    severity = Severity.WARNING if serious else Severity.NOTE
+    return tuple(sorted(ranks)), (*serious, *harmless), severity
+
+
+def _fact(facts: Mapping[str, Any], name: str) -> str | int | bool | None:
+    """Return a fact; None where it is unknown, so that it is not compared."""
+    if not facts:
+        return None
+    value = facts.get(name)
+    if isinstance(value, str | int):
+        return value
+    if name.isupper():
+        return "not set"
+    return "not installed" if name in PACKAGES else None
+
+
+def _difference_of(name: str, values: Sequence[str | int | bool | None], odd: Sequence[int]) -> str:
+    if name == "vocabulary":
+        return f"another vocabulary on {name_ranks(odd)}"
+    words = [None if value is None else _word(name, value) for value in values]
+    title = _TITLES.get(name, name.replace("_", " ") if name.islower() else name)
+    return f"{title} {name_values(words)}"
+
+
+def _word(name: str, value: str | int | bool) -> str:
+    if name == "revision_changed":
+        return "changed since the commit" if value else "unchanged"
+    if name == "revision":
+        return str(value)[:10]
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -1,14 +1,18 @@
 """The declaration of one kind of evidence: the one place from which wire, record and report follow.
 
-A kind of evidence is a package with up to five parts, each found by its name:
+A kind of evidence is a package with up to four parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
-- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``;
-- ``combine.py`` turns messages into a step (numpy): ``make_combiner(layout)``, ``derive``;
-- ``judge.py`` compares workers and finds faults at the root (numpy): ``make_judges(run)``;
+- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``
+  returns one, several or None;
+- ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
+  ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
+  ``make_director(run)`` asks the probes, ``next_command`` is one to run after a finding; long ones
+  stand in ``combine.py`` and ``root.py``;
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -172,6 +176,9 @@ KEYS = (
 """The columns that name a row, which no kind of evidence owns."""
 
 
+_AT_ROOT = ("judge", "combine", "root")
+
+
 class Array(NamedTuple):
     """A named array of one worker and step, of any length: ids, losses, sketches."""
 
@@ -189,13 +196,25 @@ class Evidence:
     columns: tuple[Column, ...] = ()
     # arrays that a worker sends in a step's message, besides LOCAL columns
     arrays: tuple[Array, ...] = ()
+    # integers that a worker sends by this name in a few steps: rows of the table of digests
+    held: str = ""
 
-    def find(self, module: str, name: str) -> Any:
-        """Return a name of one of its modules; None where it has no such module or name."""
+    def make_probes(self, job: Any) -> Sequence[Any]:
+        """Return its probes in a training process; the first one gets requests of the root."""
+        make = self._find("probe", "make_probe")
+        made = None if make is None else make(job)
+        if made is None:
+            return ()
+        return made if isinstance(made, tuple) else (made,)
+
+    def at_root(self, name: str) -> Any:
+        """Return what it has by a name for the root: ``make_judges``, ``derive``; None without."""
+        found = (self._find(module, name) for module in _AT_ROOT)
+        return next((each for each in found if each is not None), None)
+
+    def _find(self, module: str, name: str) -> Any:
         path = f"{self.package}.{module}"
-        if find_spec(path) is None:
-            return None
-        return getattr(import_module(path), name, None)
+        return None if find_spec(path) is None else getattr(import_module(path), name, None)
 
     @property
     def findings(self) -> str:

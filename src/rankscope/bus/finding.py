@@ -173,10 +173,7 @@ class FindingEvents:
         return [(each.finding, each.count) for each in self._reported.values()]
 
     def of(self, finding: Finding, count: int = 0) -> FindingEvent | None:
-        """Return the event that an update makes, None if only numbers have changed.
-
-        ``count`` is the amount of evidence; 0 if unknown.
-        """
+        """Return the event that an update makes, None if only numbers have changed."""
         before = self._reported.get(finding.id)
         event = self._event(finding, before, count)
         if event is not None:

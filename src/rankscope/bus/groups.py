@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from rankscope.errors import UsageError
-from rankscope.stats.arrays import Ints
 
 MAX_GROUPS = 128
 """More groups than these are merged with their neighbours: each costs 1 kB a step and worker."""
@@ -24,15 +21,11 @@ GroupsOption = Literal["blocks", "none"] | Callable[[str], str] | Mapping[str, s
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which parameter belongs to which group.
+    """Which parameter belongs to which group."""
 
-    Attributes:
-        names: Name of each group ``[G]``, in the order in which the model declares them.
-        index_of: Group index by parameter name.
-    """
-
+    # name of each group ``[G]``, in the order in which the model declares them
     names: tuple[str, ...]
-    index_of: Mapping[str, int]
+    index_of: Mapping[str, int]  # group index by parameter name
 
     def __len__(self) -> int:
         return len(self.names)
@@ -115,42 +108,21 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Which elements belong to which section.
+    """Which elements belong to which section."""
 
-    Attributes:
-        groups: Names of the groups ``[G]``.
-        group_of: Index of the group of each section ``[S]``; ascending, and every group has one.
-        sizes: Elements in each section ``[S]``.
-        ranges: By parameter, the ranges that make it up, in order.
-    """
-
-    groups: tuple[str, ...]
+    groups: tuple[str, ...]  # names of the groups ``[G]``
+    # index of the group of each section ``[S]``; ascending, and every group has one
     group_of: tuple[int, ...]
-    sizes: tuple[int, ...]
-    ranges: Mapping[str, tuple[Range, ...]]
+    sizes: tuple[int, ...]  # elements in each section ``[S]``
+    ranges: Mapping[str, tuple[Range, ...]]  # by parameter, the ranges that make it up, in order
 
     def __len__(self) -> int:
         return len(self.group_of)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Name of each section ``[S]``: that of its group, and which part of it."""
-        counts = self.counts
-        return tuple(
-            self.groups[group] + (f" ({part + 1} of {counts[group]})" if counts[group] > 1 else "")
-            for group, sections in groupby(self.group_of)
-            for part, _ in enumerate(sections)
-        )
-
-    @property
     def counts(self) -> tuple[int, ...]:
         """How many sections each group has ``[G]``."""
         return tuple(len(list(sections)) for _, sections in groupby(self.group_of))
-
-    @property
-    def firsts(self) -> Ints:
-        """The first section of each group, by index ``[G]``."""
-        return np.searchsorted(self.group_of, np.arange(len(self.groups))).astype(np.int64)
 
 
 def cut_sections(
@@ -158,7 +130,6 @@ def cut_sections(
     groups: Groups,
     *,
     section_elements: int = SECTION_ELEMENTS,
-    max_sections: int = MAX_SECTIONS,
 ) -> Sections:
     """Cut each group into as few sections as possible, of nearly equal sizes.
 
@@ -166,16 +137,14 @@ def cut_sections(
         sizes: Elements of each parameter, in the model's order.
         groups: Which parameter belongs to which group.
         section_elements: Elements in a section, at most. Where that makes more than
-            ``max_sections`` sections, it is doubled until it does not (a single section for each
+            ``MAX_SECTIONS`` sections, it is doubled until it does not (a single section for each
             group is always allowed).
-        max_sections: Sections of the whole model, at most.
 
     Example:
         >>> groups = Groups(("a", "b"), {"a.x": 0, "a.y": 0, "b.z": 1})
         >>> cut = cut_sections({"a.x": 3, "a.y": 5, "b.z": 2}, groups, section_elements=4)
-        >>> cut.names, cut.ranges["a.y"]
-        (('a (1 of 2)', 'a (2 of 2)', 'b'), (Range(section=0, start=0, stop=1), \
-Range(section=1, start=1, stop=5)))
+        >>> cut.counts, cut.ranges["a.y"]
+        ((2, 1), (Range(section=0, start=0, stop=1), Range(section=1, start=1, stop=5)))
     """
     totals = [0] * len(groups)
     for name, size in sizes.items():
@@ -184,7 +153,7 @@ Range(section=1, start=1, stop=5)))
     largest = section_elements - (aligned - 1)  # the remainder goes to the next one
     while True:
         counts = [max(1, -(-total // largest)) for total in totals]
-        if sum(counts) <= max(max_sections, len(groups)):
+        if sum(counts) <= max(MAX_SECTIONS, len(groups)):
             break
         largest *= 2
     first = 0

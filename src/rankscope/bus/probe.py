@@ -1,7 +1,7 @@
 """How a kind of evidence measures in the training process, and decides at the root.
 
-The ``probe.py`` of a kind of evidence has ``make_probe(job) -> Probe | None``. All calls come on
-the training's thread, and none waits for a device. Its ``root.py`` has
+The ``probe.py`` of a kind of evidence has ``make_probe(job)``, which returns a probe, several, or
+None. All calls come on the training's thread, and none waits for a device. Its ``root.py`` has
 ``make_director(run) -> Director | None``, which gets the messages of its probes, and returns
 requests to them; it has no socket and no clock.
 """
@@ -239,10 +239,7 @@ class Probe:
         """The step ends: return the probe's part of the message, and start again."""
 
     def on_message(self, step: int, part: MessagePart) -> None:
-        """A step is about to be sent: the parts of all probes together, on the host.
-
-        It may come some steps later.
-        """
+        """A step is about to be sent: the parts of all probes together, on the host."""
 
     def abort(self) -> None:
         """Forget the step, after an exception or a second begin."""

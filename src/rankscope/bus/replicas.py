@@ -6,7 +6,7 @@ difference is exact evidence, and its place in the model shows where to look.
 """
 
 import functools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -219,9 +219,7 @@ def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> in
 
 def _replicas(replicas_W: Ints) -> list[list[int]]:
     """Return groups of two or more ranks with equal numbers, in order of these."""
-    ranks: dict[int, list[int]] = defaultdict(list)
-    for rank, replica in enumerate(replicas_W.tolist()):
-        ranks[replica].append(rank)
+    ranks = ranks_by(replicas_W.tolist())
     return [ranks[replica] for replica in sorted(ranks) if len(ranks[replica]) > 1]
 
 
@@ -254,15 +252,18 @@ def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any
     return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
 
 
-def name_values(values: Sequence[_Value | None], word: Callable[[_Value], str] = str) -> str:
-    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``.
-
-    ``values`` has one per rank, None where it is unknown.
-    """
+def ranks_by(values: Iterable[_Value | None]) -> dict[_Value, list[int]]:
+    """Return the ranks that have each value, given one per rank; None where it is unknown."""
     ranks: dict[_Value, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:
             ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def name_values(values: Sequence[_Value | None], word: Callable[[_Value], str] = str) -> str:
+    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``."""
+    ranks = ranks_by(values)
     common = majority(Counter({value: len(own) for value, own in ranks.items()}))
     rest = [value for value in ranks if value != common]
     parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]

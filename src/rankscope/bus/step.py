@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.consensus import Consensus
-from rankscope.stats.direction import from_upper_triangle, upper_triangle
+from rankscope.stats.direction import Consensus, from_upper_triangle, upper_triangle
 
 MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
@@ -26,62 +25,46 @@ def as_floats(values: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
-    """The raw values of one step from all W workers.
+    """The raw values of one step from all W workers."""
 
-    Attributes:
-        step: Step number.
-        time: Unix time in seconds.
-        observed: Whether gradients were measured.
-        workers: One array ``[W]`` per LOCAL signal of the workers table, of its declared type
-            (float64, int64 or bool); NaN or ``MISSING_INT`` where a worker had no value.
-        sketches_WK: Linear sketches of the local gradients, or None when not observed.
-        samples: One int64 array per worker: ids or content digests of its samples.
-        micro_losses: One array per worker: the loss of each of its micro-batches.
-        micro_weights: One array per worker, beside ``micro_losses``.
-        micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
-        micro_scales: One array per worker, beside ``micro_losses``: the multiplier of each loss
-            before backward.
-        groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
-        group_norms_WG: Gradient norm by worker and group.
-        group_sketches_WGK: Narrow sketches by worker and group.
-        reduced_copies: How many workers hold each element of the reduced gradient.
-        differences: State that differs between workers that should hold the same.
-        interval: Sampling interval in force: gradients are measured in multiples of it.
-        consensus: Beyond 64 workers, the direction of each against all others.
-        groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
-        residuals_WG: By worker and group, the relative distance of the reduced gradient that this
-            worker holds from the mean of the workers' gradients; None where it was not audited.
-        total_residuals_W: The same of the whole gradient.
-        trace: Rank 0's tensors, where they are traced; None on other ranks.
-        reduced_products_W: Inner product of each worker's gradient with the reduced one, NaN where
-            it is unknown; None in the tiers that do not use it.
-        accumulator_changes_WG: By worker and group, the relative change of the accumulated gradient
-            between two micro-batches, the largest of the step; None where nothing has changed, or
-            nothing is known.
-    """
-
-    step: int
-    time: float
-    observed: bool
+    step: int  # step number
+    time: float  # Unix time in seconds
+    observed: bool  # whether gradients were measured
+    # one array ``[W]`` per LOCAL signal of the workers table, of its declared type (float64, int64
+    # or bool); NaN or ``MISSING_INT`` where a worker had no value
     workers: Mapping[str, NDArray[Any]]
+    # linear sketches of the local gradients, or None when not observed
     sketches_WK: NDArray[np.float32] | None
-    samples: tuple[Ints, ...]
+    samples: tuple[Ints, ...]  # one int64 array per worker: ids or content digests of its samples
+    # one array per worker: the loss of each of its micro-batches
     micro_losses: tuple[Floats, ...] = ()
-    micro_weights: tuple[Floats, ...] = ()
+    micro_weights: tuple[Floats, ...] = ()  # one array per worker, beside ``micro_losses``
+    # one array per worker: gradient norm of each micro-batch; empty when unknown
     micro_norms: tuple[Floats, ...] = ()
+    # one array per worker, beside ``micro_losses``: the multiplier of each loss before backward
     micro_scales: tuple[Floats, ...] = ()
+    # names of the parameter groups ``[G]``; empty when the step was not observed
     groups: tuple[str, ...] = ()
-    group_norms_WG: Floats | None = None
-    group_sketches_WGK: NDArray[np.float32] | None = None
-    reduced_copies: int = 1
+    group_norms_WG: Floats | None = None  # gradient norm by worker and group
+    group_sketches_WGK: NDArray[np.float32] | None = None  # narrow sketches by worker and group
+    reduced_copies: int = 1  # how many workers hold each element of the reduced gradient
+    # state that differs between workers that should hold the same
     differences: tuple[StateDifference, ...] = ()
-    interval: int = 1
+    interval: int = 1  # sampling interval in force: gradients are measured in multiples of it
+    # beyond 64 workers, the direction of each against all others
     consensus: Consensus | None = None
+    # beyond 64 workers, the groups whose directions were compared, by index
     groups_in_turn: Ints | None = None
+    # by worker and group, the relative distance of the reduced gradient that this worker holds from
+    # the mean of the workers' gradients; None where it was not audited
     residuals_WG: Floats | None = None
-    total_residuals_W: Floats | None = None
-    trace: TensorTrace | None = None
+    total_residuals_W: Floats | None = None  # the same of the whole gradient
+    trace: TensorTrace | None = None  # rank 0's tensors, where they are traced; None on other ranks
+    # inner product of each worker's gradient with the reduced one, NaN where it is unknown; None in
+    # the tiers that do not use it
     reduced_products_W: Floats | None = None
+    # by worker and group, the largest relative change of the accumulated gradient between two
+    # micro-batches; None where nothing has changed, or nothing is known
     accumulator_changes_WG: Floats | None = None
 
     @property

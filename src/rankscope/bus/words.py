@@ -58,6 +58,12 @@ def shortened(words: Sequence[str], most: int, rest: str = "other") -> str:
     return listed([*words[:most], *more])
 
 
+def first_of(words: Sequence[str], most: int = 3, *, between: str = ", ") -> str:
+    """Return the first words, and how many more there are: ``a, b, c and 2 more``."""
+    more = f"{between.rstrip(', ')} and {len(words) - most} more" if len(words) > most else ""
+    return between.join(words[:most]) + more
+
+
 MOST_RECORDED = 64
 
 
@@ -69,6 +75,11 @@ def named(names: Sequence[str]) -> dict[str, object]:
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Return a type of torch's by its name alone: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def printable(words: str) -> str:

@@ -8,7 +8,7 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table as Grid
 
-from rankscope.bus.rules import RULES
+from rankscope.bus.detector import RULES
 from rankscope.cli.output import JsonOption, heading, plain, show, terminal
 from rankscope.errors import UsageError
 from rankscope.verdict.rules import cause_pages, page_of_causes

@@ -36,9 +36,16 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.run_script import VARIABLE, ScriptJob, command_for, name_of
 from rankscope.report import needs_extra
-from rankscope.tools.parity.bounds import Bounds, identical
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import NotRecordedError, Recording, joined, part_of, read_side
+from rankscope.tools.parity.reading import (
+    Bounds,
+    NotRecordedError,
+    Recording,
+    identical,
+    joined,
+    part_of,
+    read_side,
+)
 from rankscope.tools.parity.result import Answer, Kind, Phase
 
 MAX_TENSORS = 3

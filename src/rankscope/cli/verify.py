@@ -12,7 +12,7 @@ from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
 from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
-from rankscope.verdict.siblings import coordinate_of, siblings_of
+from rankscope.verdict.assessment import coordinate_of, siblings_of
 
 RIGHT = "right"
 WRONG = "wrong"

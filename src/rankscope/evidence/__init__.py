@@ -17,8 +17,8 @@ VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
     *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
-    *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion", "hangs"),
-    *("reference", "update", "timing", "world", "axes", "frozen", "joined", "parity"),
+    *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion"),
+    *("reference", "update", "timing", "world", "axes", "joined", "parity"),
 )
 
 

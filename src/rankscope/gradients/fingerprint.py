@@ -5,7 +5,6 @@ Reading a state never draws from its generator. All of these states live on the 
 
 import ctypes
 import functools
-import hashlib
 import random
 import sys
 from array import array
@@ -74,11 +73,6 @@ class _TorchState:
 _python = _Twister()
 _numpy = _Twister()
 _torch = _TorchState()
-
-
-def digest_of(data: bytes) -> int:
-    """Return a 63-bit digest of bytes, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def python_state() -> bytes:

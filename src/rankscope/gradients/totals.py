@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from rankscope.bus.measured import SKETCHES
+from rankscope.bus.messages import SKETCHES
 
 _WORD = 8  # bytes
 

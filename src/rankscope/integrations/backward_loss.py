@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rankscope.bus.weighting import LEAST_SCALER
+from rankscope.bus.steps import LEAST_SCALER
 from rankscope.integrations.hooks import BackwardCalls, reaches
 from rankscope.wrappers.calls import ModuleHook
 from rankscope.wrappers.labels import is_spread

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.governor import Intervals
+from rankscope.bus.pace import Intervals
 from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
@@ -78,11 +78,9 @@ class StepCollector:
         job = instruments.make_job(
             optimizer, first_step, guard, channel if channel is not None else Channel()
         )
-        made = {
-            each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))
-        }
-        self._probes: dict[str, Probe] = {n: one for n, one in made.items() if one is not None}
-        probes = self._probes.values()
+        made = {each.name: each.make_probes(job) for each in EVIDENCE}
+        self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
+        probes: list[Probe] = [one for some in made.values() for one in some]
         self._calls = {name: overriding(probes, name) for name in _EVENTS}
         self._turns = [each for each in probes if type(each).on_turn is not Probe.on_turn]
         self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]

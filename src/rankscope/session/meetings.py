@@ -21,9 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.agent import launch
 from rankscope.agent.frames import GUESTS, FrameKind, pack
-from rankscope.agent.link import Link
+from rankscope.agent.link import Link, connect
 from rankscope.agent.message import tag
 from rankscope.bus.probe import Content
 from rankscope.wrappers.find import FSDP2, Wrapped
@@ -138,7 +137,7 @@ def _join(
     number = GUESTS + place.rank
     hello = {"rank": number, "secret": answer["secret"]}
     frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=number)
-    return JoinedMesh(place, ranks, Link(partial(launch.connect, found), frame))
+    return JoinedMesh(place, ranks, Link(partial(connect, found), frame))
 
 
 class WatchedStage:

@@ -24,11 +24,9 @@ import torch
 import torch.distributed as dist
 
 from rankscope import errors
-from rankscope.agent import launch
-from rankscope.agent.flight_recorder import Numbers, RecorderThread
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.launch import Started
-from rankscope.agent.link import Link
+from rankscope.agent.hang_report import Numbers, RecorderThread
+from rankscope.agent.link import Link, Started, connect, listen, start_agent
 from rankscope.agent.processes import ProgressMark
 from rankscope.bus.environment import without_secrets
 from rankscope.bus.messages import Layout
@@ -87,7 +85,7 @@ class RunHandle:
             hello[role] = {**hello[role], "layout": layout}
         frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=self.rank)
         wake = None if self.agent is None else self.agent.wake
-        return Link(partial(launch.connect, self.address, self.problem), frame, wake)
+        return Link(partial(connect, self.address, self.problem), frame, wake)
 
     def note_end_of_agent(self) -> None:
         """Record, on rank 0, that the run ends here if the agent's process has ended."""
@@ -348,8 +346,8 @@ def _connect(
 def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
     """Start this host's agent; return it and its address, which is empty after a failure."""
     try:
-        listening, address = launch.listen()
-        return launch.start(listening, secret, thread=in_thread), address
+        listening, address = listen()
+        return start_agent(listening, secret, thread=in_thread), address
     except Exception as error:  # the other ranks wait for an answer
         _log.warning("no agent of the monitor can be started (%s: %s)", type(error).__name__, error)
         return None, ""

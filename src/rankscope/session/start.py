@@ -14,19 +14,11 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
-from rankscope.agent.launch import IN_THREAD
+from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.probe import check_canary
-from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
-from rankscope.evidence.environment.training import (
-    draws_with_replacement,
-    length_of,
-    sampler_seed,
-    splits_of,
-    training_facts,
-)
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
@@ -35,6 +27,16 @@ from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrappers.facts import (
+    compilation,
+    draws_with_replacement,
+    environment_facts,
+    length_of,
+    sampler_seed,
+    splits_of,
+    training_facts,
+    vocabulary_digest,
+)
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
 from rankscope.wrappers.rendezvous import default_store
@@ -259,7 +261,7 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
     """Return the directory of one data-parallel group, and what its job's groups have in common.
 
-    Each group has a directory of its own, see :mod:`rankscope.verdict.siblings`.
+    Each group has a directory of its own, see :mod:`rankscope.verdict.assessment`.
     """
     given = Store.of(run_dir) or Path(run_dir)
     own = given

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats, Floats32, Ints
-from rankscope.stats.consensus import fold
+from rankscope.stats.direction import fold
 
 _TINY = float(np.finfo(np.float32).tiny)
 

@@ -76,16 +76,6 @@ class SampleShare(Stateful):
         found: Bools = hashes.view(np.uint64) >> np.uint64(64 - self.halvings) == 0
         return found
 
-    def of(self, samples: Sequence[Ints]) -> list[Ints]:
-        """Return the samples of the share, for each worker."""
-        if not self.halvings or not samples:
-            return list(samples)
-        lengths = [len(batch) for batch in samples]
-        flat = np.concatenate(samples).astype(np.int64, copy=False)
-        admitted = self.admits(flat)
-        ends = np.concatenate([[0], np.cumsum(admitted)])[np.cumsum(lengths)]
-        return np.split(flat[admitted], ends[:-1])
-
     def scale_up(self, followed: int) -> tuple[float, float]:
         """Return how many different samples there are, and the standard error of that number.
 

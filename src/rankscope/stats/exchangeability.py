@@ -26,11 +26,11 @@ from rankscope.stats.bets import (
     Ranked,
     Rows,
     Scales,
+    ShiryaevRoberts,
     distances,
     rank_units,
     steady_scales,
 )
-from rankscope.stats.budget import ShiryaevRoberts
 from rankscope.stats.state import State, StateError, Stateful
 from rankscope.stats.units import RECENT, FlaggedUnit, RecentSteps, compare_with_others, friedman
 

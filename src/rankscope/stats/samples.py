@@ -22,6 +22,10 @@ from rankscope.stats.draws import (
 )
 from rankscope.stats.state import Stateful
 
+SURE = 1e-6
+LIKELY = 1e-4
+"""Probabilities of the innocent reading below which an overlap is an error, or a warning."""
+
 MAX_SHARED_PAIRS = 64
 """Pairs of workers that :class:`SampleCounts` lists at most."""
 
@@ -42,7 +46,6 @@ class SampleCounts:
     """
 
     drawn: int  # samples in the global batch
-    distinct: int  # different samples in the global batch
     new: int  # different samples that no earlier step drew, as far as the ledger remembers
     repeated_own: int  # draws of a sample that the same worker drew in an earlier step
     repeated_cross: int  # draws of a sample that only other workers drew in earlier steps
@@ -254,7 +257,7 @@ def _counts(
     )
     found = []
     for step, counts in enumerate(zip(drawn_S, kept_S, *flagged_S, strict=True)):
-        drawn, kept, distinct, new, own, cross = counts
+        drawn, kept, _, new, own, cross = counts
         shared = 0
         links: tuple[tuple[int, int, int], ...] = ()
         if shared_P is not None:
@@ -263,9 +266,7 @@ def _counts(
             links = _links(pairs.samples[here_P], pairs.ranks[here_P])
         crossing = tuple(crossing_SW[step].tolist())
         repeated = drawn - kept
-        found.append(
-            SampleCounts(drawn, distinct, new, own, cross, crossing, repeated, shared, links)
-        )
+        found.append(SampleCounts(drawn, new, own, cross, crossing, repeated, shared, links))
     return found
 
 
@@ -325,19 +326,9 @@ class ThinningLedger(Stateful):
         self._drawn = 0
 
     @property
-    def drawn(self) -> int:
-        """Samples drawn so far, by all workers together."""
-        return self._drawn
-
-    @property
     def one_in(self) -> int:
         """Number of samples that each followed one stands for; 1 while it is exact."""
         return self._share.one_in
-
-    @property
-    def followed(self) -> int:
-        """Different samples that are remembered."""
-        return self._ledger.distinct
 
     @property
     def complete(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError

@@ -1,9 +1,12 @@
 """The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
 
+import glob
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +14,8 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks, ranks_of_job
-from rankscope.evidence.canary.bundle import latest_bundle
-from rankscope.evidence.canary.judge import CANARIES
+from rankscope.errors import RunError
+from rankscope.evidence import EVIDENCE
 from rankscope.record import Coverage, Run
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.states import START_FILE, read_number
@@ -21,9 +24,99 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
 from rankscope.verdict.coverage import checks_of, coverage_of
 from rankscope.verdict.dispersion import Values, dispersion_numbers, noise_numbers
-from rankscope.verdict.rules import next_check_of, settled_by
-from rankscope.verdict.siblings import Sibling, describe_siblings, siblings_of, worst_of
+from rankscope.verdict.rules import (
+    faults_in_words,
+    first_sentence,
+    next_check_of,
+    ranked,
+    settled_by,
+)
 from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """Another run of the same job."""
+
+    path: Path
+    ranks: str  # its workers' ranks in the job, in words
+    status: str  # see ``rankscope.record.Run.status``
+    findings: tuple[Finding, ...]  # its findings, the worst first
+
+    @property
+    def worst(self) -> Finding | None:
+        """Its worst finding beyond notes."""
+        faults = (one for one in self.findings if one.severity > Severity.NOTE)
+        return next(faults, None)
+
+    @property
+    def sentence(self) -> str:
+        """Its worst finding, and the ranks of the job that it compares; empty without one."""
+        worst = self.worst
+        return "" if worst is None else f"Among {self.ranks} of this job: {first_sentence(worst)}"
+
+
+def coordinate_of(info: Any) -> str:
+    """Return a run's place among those of its job, in words; empty if the job has no other."""
+    job = info.get("job")
+    return name_ranks(job["ranks"], of_job=True) if job else ""
+
+
+def siblings_of(run: Run) -> list[Sibling]:
+    """Return the other runs of the same attempt of a run's job, in order of their names.
+
+    They lie beside it, and have names with the same beginning and the same number at the end. One
+    that cannot be read is left out.
+    """
+    job = run.info.get("job")
+    if not job:
+        return []
+    found = []
+    for path in sorted(run.path.parent.glob(f"{glob.escape(job['base'])}*")):
+        if path.name == run.path.name or not Run.is_run(path):
+            continue
+        try:
+            other = Run.open(path)
+            theirs = other.info.get("job") or {}
+            if theirs.get("id") == job["id"] and _number(other) == _number(run):
+                found.append(
+                    Sibling(
+                        path,
+                        coordinate_of(other.info),
+                        other.status,
+                        tuple(ranked(other.findings())),
+                    )
+                )
+        except RunError:
+            continue
+    return found
+
+
+def worst_of(siblings: Iterable[Sibling]) -> Sibling | None:
+    """Return the sibling with the worst finding beyond notes."""
+    faulty = [one for one in siblings if one.worst is not None]
+    return max(faulty, key=lambda one: one.findings[0].severity, default=None)
+
+
+def describe_siblings(siblings: Iterable[Sibling], info: Mapping[str, Any]) -> str:
+    """Return the verdicts of a run's siblings, and its own ranks, in words; empty without any."""
+    parts = [f"{one.path.name} ({one.ranks}): {_in_words(one)}" for one in siblings]
+    if not parts:
+        return ""
+    return (
+        f"This job has {count(len(parts), 'other run')}: {'; '.join(parts)}. This one's workers, "
+        f"which figures and tables number from 0, are {coordinate_of(info)} of the job."
+    )
+
+
+def _in_words(sibling: Sibling) -> str:
+    return faults_in_words(sibling.findings) or coverage_of(Run.open(sibling.path)).verdict
+
+
+def _number(run: Run) -> str:
+    """Return what distinguishes the directory of a later attempt."""
+    return run.path.name.removeprefix(str(run.info["job"]["name"]))
+
 
 _MEANS = (
     "loss_std",
@@ -103,7 +196,7 @@ def _assess(run: Run) -> Assessment:
         recommendation=verdict.recommendation,
         values=values,
         early=verdict.early,
-        command="" if verdict.about is None else replay_command(run, verdict.about),
+        command="" if verdict.about is None else _next_command(run, verdict.about),
     )
 
 
@@ -119,12 +212,12 @@ def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None
     return Verdict(worst.sentence, advice, fault.severity)
 
 
-def replay_command(run: Run, finding: Finding) -> str:
-    """Return the command that replays the batches of a finding; empty where none are kept."""
+def _next_command(run: Run, finding: Finding) -> str:
+    """Return the command that shows more of a finding; empty where there is none."""
     answer = settled_by(finding, run.findings()) or finding
-    until = answer.last_step if answer.id in CANARIES else -1
-    bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
-    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
+    made = (each.at_root("next_command") for each in EVIDENCE)
+    commands = (make(run.path, finding, answer) for make in made if make is not None)
+    return next(filter(None, commands), "")
 
 
 def progress_of(run: Run) -> RunProgress:
@@ -194,10 +287,7 @@ def _cost(run: Run) -> Values:
 
 
 def _cost_of_a_step(run: Run) -> Values:
-    """Return the slowest worker's cost in every step, and the extra cost of reading gradients.
-
-    Both are medians over steps, in seconds.
-    """
+    """Return the slowest worker's median seconds in every step, and for reading gradients."""
     rows = run.sampled(
         Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
     )

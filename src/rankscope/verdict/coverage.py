@@ -27,7 +27,7 @@ def checks_of(
         return ()
     given = options if isinstance(options, Mapping) else {}
     run = CheckedRun(num_workers, given, samples, canaries)
-    made = (each.find("judge", "make_checks") for each in EVIDENCE)
+    made = (each.at_root("make_checks") for each in EVIDENCE)
     return tuple(check for make in made if make is not None for check in make(run))
 
 

@@ -12,10 +12,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, finding_of
 from rankscope.bus.finding import Finding, FindingEvents
 from rankscope.bus.plan import Plan
-from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport, as_recorded
 from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
 from rankscope.bus.words import ranks_of_job
@@ -42,7 +41,7 @@ class Diagnosis:
     """
 
     def __init__(self, run: RunFacts) -> None:
-        made = (each.find("judge", "make_judges") for each in EVIDENCE)
+        made = (each.at_root("make_judges") for each in EVIDENCE)
         # later ones may leave out what earlier ones flag
         self._detectors: list[Detector] = [
             judge for make in made if make is not None for judge in make(run)
@@ -107,18 +106,12 @@ class Diagnosis:
             self._events.note(finding, count)
 
     def observe(self, report: StepReport) -> list[Finding]:
-        """Diagnose one step, in order, from the values that the record will hold.
-
-        Returns the findings to record: those that opened or changed.
-        """
+        """Diagnose one step as its record will hold it; return the findings to record."""
         (events,) = self.observe_many([report])
         return events
 
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
-        """Diagnose consecutive steps; return the findings to record, for each step.
-
-        The findings do not depend on the number of steps in a call.
-        """
+        """Diagnose consecutive steps, however many; return the findings of each to record."""
         recorded = [as_recorded(report) for report in reports]
         batches = batches_of(recorded, self._batches)
         return [events for steps in batches for events in self._observe(steps)]
@@ -179,10 +172,7 @@ def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def comm_hook_of(info: Mapping[str, Any]) -> str:
-    """Return the name of the communication hook that reduces, other than rankscope's, or nothing.
-
-    ``info`` is of the run, or the facts of one rank: hooks are the same on all of them.
-    """
+    """Return the name of the communication hook that reduces, if it is not rankscope's."""
     names = str(_at(info, "training", "reduction", "hook") or "")
     theirs = (name for name in names.split(", ") if not name.startswith("rankscope."))
     return next(theirs, "")

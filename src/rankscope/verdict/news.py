@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
+from rankscope.verdict.assessment import Sibling, worst_of
 from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
-from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
-from rankscope.verdict.siblings import Sibling, worst_of
+from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -102,11 +102,6 @@ def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: 
         waits = missing and coverage.enough
         more = f"{joint}some checks need {count(missing, 'more step')}" if waits else ""
         return f"{coverage.verdict}{noted}{more}."
-    counted = [
-        count(sum(finding.severity is severity for finding in faults), str(severity))
-        for severity in (Severity.ERROR, Severity.WARNING)
-        if any(finding.severity is severity for finding in faults)
-    ]
     closed = sum(finding.status == "closed" for finding in faults)
     kept = f", {closed} of them closed" if closed else ""
-    return f"{' and '.join(counted)}{kept}. {first_sentence(ranked(faults)[0])}"
+    return f"{faults_in_words(faults)}{kept}. {first_sentence(ranked(faults)[0])}"

@@ -2,17 +2,18 @@
 
 One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
 its loss follows. The rules declare which finding explains which (``explains``), and which one
-settles the open question of which (``settles``), see :mod:`rankscope.bus.rules`.
+settles the open question of which (``settles``), see :mod:`rankscope.bus.detector`.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from operator import itemgetter
 
-from rankscope.bus.finding import Finding
-from rankscope.bus.rules import LATENESS, RULES
+from rankscope.bus.detector import LATENESS, RULES
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.words import count, listed
 
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
@@ -46,10 +47,7 @@ def _covers(earlier: Finding, later: Finding) -> bool:
 
 
 def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
-    """Return the latest finding of a run that settles the open question of another, if any.
-
-    A canary of the suspected workers does: it ran one of their batches on every worker.
-    """
+    """Return the latest finding of a run that settles the open question of another, if any."""
     answers = [one for one in findings if settles(one, finding)]
     return max(answers, key=lambda answer: answer.last_step, default=None)
 
@@ -72,6 +70,13 @@ def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
     if answer is None:
         return finding.next_check
     return f"{first_sentence(answer)} {answer.next_check}"
+
+
+def faults_in_words(findings: Iterable[Finding]) -> str:
+    """Return how many errors and warnings there are, in words; empty if none."""
+    totals = Counter(finding.severity for finding in findings)
+    found = [each for each in (Severity.ERROR, Severity.WARNING) if totals[each]]
+    return listed([count(totals[each], str(each)) for each in found])
 
 
 def first_sentence(finding: Finding) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rankscope.bus.detector import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.budget import bound_in_words
+from rankscope.stats.bets import bound_in_words
 from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
 from rankscope.verdict.dispersion import (
     Values,

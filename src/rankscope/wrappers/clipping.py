@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankscope.bus.words import dtype_name
 from rankscope.private import find
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.calls import Relay
@@ -93,7 +94,7 @@ def rounding_of(parameters: Sequence[Tensor]) -> float:
     ``8 u`` with the unit roundoff u of the widest rounding among their types; torch's norm of a
     tensor of n elements errs by up to ``1e-10 n`` more on the CPU, where it adds in float32.
     """
-    types = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    types = {dtype_name(parameter.dtype) for parameter in parameters}
     widest = max((UNIT_ROUNDOFF.get(each, 0.0) for each in types), default=0.0)
     largest = max((p.numel() for p in parameters if p.device.type == "cpu"), default=0)
     return _LEAST + _ROUNDINGS * widest + _OF_AN_ELEMENT * largest

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankscope.bus.groups import Groups
+from rankscope.bus.words import dtype_name
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
@@ -597,7 +598,7 @@ def reduced_types(
             coarsest[group] = max(
                 coarsest.get(group, dtype), dtype, key=lambda each: torch.finfo(each).eps
             )
-    return {group: str(dtype).removeprefix("torch.") for group, dtype in coarsest.items()}
+    return {group: dtype_name(dtype) for group, dtype in coarsest.items()}
 
 
 def _of_engine(engine: Any) -> torch.dtype:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.governor import LAG
+from rankscope.bus.pace import LAG
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import summarize
-from rankscope.bus.detector import RunFacts
+from rankscope.bus.detector import LATENESS, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.rules import LATENESS
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of

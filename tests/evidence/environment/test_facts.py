@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.environment.facts import (
+from rankscope.wrappers.facts import (
     environment_facts,
     source_revision,
 )

@@ -12,10 +12,9 @@ from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.combine import make_combiner
-from rankscope.evidence.environment.facts import FLAGS_EVERY
-from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff
+from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff, make_combiner
 from rankscope.evidence.environment.probe import ModeMeter
+from rankscope.wrappers.facts import FLAGS_EVERY
 from support.stepping import evidence_of, run, words
 from support.streams import gathered
 
@@ -40,7 +39,7 @@ class Workers:
         messages, digests = [], []
         for meter in self.meters:
             meter.read(number)
-            columns, names = meter.collect()
+            columns, names = meter.take()
             digest = columns["modes"]
             self.sent += bool(names)
             packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
@@ -57,7 +56,7 @@ def dropout_off(module):
     """Return what a meter tells of dropout in the first step."""
     meter = ModeMeter(module)
     meter.read(0)
-    return meter.collect()[0]["dropout_off"]
+    return meter.take()[0]["dropout_off"]
 
 
 def test_dropout_counts_beside_trained_parameters():

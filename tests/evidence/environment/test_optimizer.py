@@ -11,8 +11,9 @@ from rankscope.evidence.environment.probe import OptimizerMeter
 
 def watched(optimizer):
     meter = OptimizerMeter(optimizer)
-    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: meter.begin(optimizer))
-    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: meter.count(optimizer))
+    optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: meter.after_update(optimizer, complete=True)
+    )
     return meter
 
 
@@ -33,7 +34,7 @@ def collected(*groups, kind=torch.optim.AdamW, **settings):
     optimizer = kind([{"params": [make_parameter()], **group} for group in groups], **settings)
     meter = watched(optimizer)
     optimizer.step()
-    return meter.collect()
+    return meter.take()
 
 
 def test_settings_on_an_accelerator_are_not_waited_for():
@@ -44,8 +45,8 @@ def test_settings_on_an_accelerator_are_not_waited_for():
     digests = []
     for eps in (elsewhere, elsewhere.clone()):
         group = {"lr": elsewhere, "betas": (elsewhere, 0.9), "eps": eps, "momentum": 0.5}
-        meter.count(SimpleNamespace(param_groups=[group]))
-        collected = meter.collect()
+        meter.after_update(SimpleNamespace(param_groups=[group]), complete=True)
+        collected = meter.take()
         assert collected["optimizer_steps"] == 1
         assert math.isnan(collected["lr"])
         digests.append(collected["settings_digest"])
@@ -63,7 +64,7 @@ def test_an_update_that_a_gradient_scaler_skips_is_not_counted():
         scaler.scale((factor * parameter).sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        counts.append(meter.collect()["optimizer_steps"])
+        counts.append(meter.take()["optimizer_steps"])
     assert counts == [1, 0, 1]
 
 
@@ -77,9 +78,8 @@ def test_an_update_that_a_gradient_scaler_skips_is_not_counted():
 )
 def test_what_an_exotic_optimizer_does_not_have_is_left_out(optimizer):
     meter = OptimizerMeter(torch.optim.SGD([make_parameter()], lr=0.5))
-    meter.begin(optimizer)
-    meter.count(optimizer)
-    collected = meter.collect()
+    meter.after_update(optimizer, complete=True)
+    collected = meter.take()
     assert collected["optimizer_steps"] == 1
     assert math.isnan(collected["lr"])
     assert math.isnan(collected["weight_decay"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.evidence.environment.facts import PrecisionMeter, environment_facts, precision_words
+from rankscope.wrappers.facts import PrecisionMeter, environment_facts, precision_words
 
 CPU = torch.device("cpu")
 

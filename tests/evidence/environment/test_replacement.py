@@ -15,8 +15,8 @@ from torch.utils.data import (
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
-from rankscope.evidence.environment.training import draws_with_replacement
 from rankscope.verdict.diagnosis import diagnose_run
+from rankscope.wrappers.facts import draws_with_replacement
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks

@@ -13,7 +13,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.combine import make_combiner
+from rankscope.evidence.environment.judge import make_combiner
 from rankscope.evidence.environment.probe import OptimizerMeter
 from rankscope.evidence.environment.settings import (
     CALLS,
@@ -60,8 +60,8 @@ def test_settings_that_differ_are_named_with_their_values():
     for number in range(3):
         messages, digests = [], []
         for meter, optimizer in zip(meters, optimizers, strict=True):
-            meter.count(optimizer)
-            digests.append(meter.collect()["settings_digest"])
+            meter.after_update(optimizer, complete=True)
+            digests.append(meter.take()["settings_digest"])
             names = meter.named()
             sent += bool(names)
             packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.evidence.environment.training import training_facts
 from rankscope.files import to_plain
+from rankscope.wrappers.facts import training_facts
 from rankscope.wrappers.optimizers import JointOptimizer
 from support.ranks import run_ranks
 

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from rankscope.evidence.mesh.part import Replicated
-from rankscope.evidence.mesh.root import TieVerdict
+from rankscope.evidence.mesh.root import Replicated, TieVerdict
 
 EMBEDDING = "embedding.weight = head.weight"
 WORKERS = {0: 0, 1: 1}

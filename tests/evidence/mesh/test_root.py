@@ -2,8 +2,7 @@
 
 import pytest
 
-from rankscope.evidence.mesh.part import Replicated
-from rankscope.evidence.mesh.root import AxisVerdict
+from rankscope.evidence.mesh.root import AxisVerdict, Replicated
 
 WORKERS = {0: 0, 4: 1}
 

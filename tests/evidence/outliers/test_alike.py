@@ -5,7 +5,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.outliers.alike import AlikePairs
+from rankscope.evidence.outliers.judge import AlikePairs
 from support.stepping import describe, evidence_of
 from support.streams import gathered
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from rankscope.evidence.randomness.probe import NUMPY, PYTHON, TORCH, RandomMeter
-from rankscope.gradients.fingerprint import digest_of, torch_state
+from rankscope.gradients.fingerprint import torch_state
+from rankscope.stats.arrays import digest_of
 
 CPU = torch.device("cpu")
 

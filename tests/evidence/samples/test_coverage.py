@@ -8,8 +8,8 @@ import pytest
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.environment.training import length_of, splits_of
 from rankscope.evidence.samples.judge import EpochCoverage
+from rankscope.wrappers.facts import length_of, splits_of
 from support.stepping import evidence_of
 from support.streams import reports, sharded, with_replacement
 

@@ -9,7 +9,7 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
-from rankscope.evidence.samples.combine import _fill_samples
+from rankscope.evidence.samples.judge import _fill_samples
 from rankscope.stats.arrays import Ragged
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered, sharded

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.samples.probe import SampleMeter, digest_inputs
+from rankscope.evidence.samples.probe import SampleMeter
+from rankscope.wrappers.samples import digest_inputs
 from support.collected import to_array
 
 

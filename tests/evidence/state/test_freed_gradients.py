@@ -45,8 +45,8 @@ def test_its_norm_is_unknown_where_state_is_compared():
         meter.see_reduced()
         if step == 1:
             free(model.weight.grad)
-        meter.see_applied()
+        meter.before_update()
         meter.see_state()
-        _, values = meter.collect().read()
+        _, values = meter.take().digests()
         known = "applied_scale" in values and math.isfinite(values["applied_scale"])
         assert known == (step != 1)

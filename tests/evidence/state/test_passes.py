@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.probe import StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.judge import FROZEN_MOVES, OTHERS_MOVE, MovesInPasses
 from rankscope.evidence.state.probe import PassMeter
@@ -45,16 +46,16 @@ def moved(*, in_forward, passes, steps=24):
     found = {}
     for _ in range(steps):
         for number in range(passes):
-            meter.see(first=number == 0)
+            meter.before_forward(0, first=number == 0)
             if in_forward:
                 model.follow()
             model(torch.randn(3, 4)).square().mean().backward()
-        meter.see_update()
+        meter.before_update()
         optimizer.step()
         if not in_forward:
             model.follow()
-        pending = meter.collect()
-        for name, changes, frozen in () if pending is None else pending.read():
+        pending = meter.collect(StepEnd(0, comparable=True, idle=frozenset(), num_passes=1))
+        for name, changes, frozen in () if pending is None else pending.moved():
             found[name] = changes, frozen
     return found
 

@@ -78,7 +78,7 @@ def test_gradients_that_nobody_reduces_count_as_left_alone():
         meter.begin_step(step)
         model(torch.ones(1, 4)).sum().backward()
         meter.see_reduced()  # no local gradient was ever seen
-        seen |= reductions(meter.collect().read()[0])
+        seen |= reductions(meter.take().digests()[0])
     assert seen == {"0.weight": False, "0.bias": False, "1.weight": True, "1.bias": False}
 
 
@@ -212,14 +212,14 @@ def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
     meter = StateMeter(model, optimizer, replicated=True, num_slots=1)
     model(torch.ones(4)).sum().backward()
     optimizer.step()
-    moments = ("see_locals", "see_reduced", "see_applied", "see_state")
+    moments = ("see_locals", "see_reduced", "before_update", "see_state")
 
     def seen(meter, step):
         shown = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         meter.begin_step(step)
         for moment in moments:
             getattr(meter, moment)(*([shown] if moment == "see_locals" else []))
-        return meter.collect().read()
+        return meter.take().digests()
 
     seen(meter, 0)
     seen(meter, 1)

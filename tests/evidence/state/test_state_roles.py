@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rankscope.evidence.state.holdings import read_roles, replaced_parameters
+from rankscope.evidence.state.plan import read_roles, replaced_parameters
 from rankscope.evidence.state.roles import Role, role_word
 
 

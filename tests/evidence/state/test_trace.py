@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from rankscope.bus.probe import StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind
 from rankscope.evidence.state.trace import TraceMeter, TraceReader
 from rankscope.gradients.digest import digest_tensor
@@ -134,10 +135,10 @@ class Training:
         if applies:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        pending, seconds = self.meter.collect()
-        assert seconds >= 0
+        end = StepEnd(number, comparable=True, idle=frozenset(), num_passes=1)
+        pending = self.meter.collect(end)
         parameters = {n: int(digest_tensor(p)) for n, p in self.trained.items()}
-        return None if pending is None else pending.read(), gradients, parameters
+        return None if pending is None else pending.trace(), gradients, parameters
 
 
 def digests(trace, kind):

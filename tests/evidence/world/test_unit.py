@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.packing import pack_headed
+from rankscope.bus.messages import pack_headed
 from rankscope.evidence.world.root import Unit, World, first_apart, replicas_apart
 
 ELEMENTS = 64

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
-from rankscope.tools.parity.bounds import Bounds
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Recording, SideStep, Whole
+from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind, Phase
 
 SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.bus.packing import PackedError
+from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import GRADIENT, QUARTERS, WIDTH, RankStep, TensorFigures
 
 

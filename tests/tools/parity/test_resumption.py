@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.parity import HELD, MOMENT
-from rankscope.tools.parity.bounds import Bounds
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import SideStep, Whole, joined, part_of
+from rankscope.tools.parity.reading import Bounds, SideStep, Whole, joined, part_of
 from rankscope.tools.parity.result import Kind, Phase
 from tools.parity.test_compare import SHAPES, sketched, training
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.axes.root import AxesShare, Squares
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.stats.arrays import digest_of
@@ -33,10 +34,7 @@ _MOST_LOSSES = 256
 
 
 class AxesProbe(Probe):
-    """Sends one rank's share of a step; all calls come on the training thread.
-
-    A failure here only ends this comparison.
-    """
+    """Sends one rank's share of a step; all calls come on the training thread."""
 
     def __init__(
         self,
@@ -70,7 +68,7 @@ class AxesProbe(Probe):
         self._step = step
         cast = torch.is_autocast_enabled(self._device)
         chosen = torch.get_autocast_dtype(self._device) if cast else self._given
-        self._dtype = str(chosen).removeprefix("torch.")
+        self._dtype = dtype_name(chosen)
 
     def before_update(self) -> None:
         """Read the squares of the gradients, unless several optimizers take a part of them each."""
@@ -153,7 +151,7 @@ def _make(job: Job) -> AxesProbe | None:
         return None
     placements = [placements_of(parameter) for parameter in parameters]
     cut = [n for n in outer if n.startswith(_MODEL) or any(p.get(n) is False for p in placements)]
-    types = {str(parameter.computed_in).removeprefix("torch.") for parameter in parameters}
+    types = {dtype_name(parameter.computed_in) for parameter in parameters}
     return AxesProbe(
         mesh if outer else None,
         job.channel,

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.rounding import tolerance_of
 

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.errors import RankscopeError
-from rankscope.evidence.samples.probe import digest_inputs
 from rankscope.gradients.host import HostCopy
+from rankscope.wrappers.samples import digest_inputs
 
 MAX_BATCH_BYTES = 64 * 2**20
 """Larger batches are declined: every worker would have to receive them."""

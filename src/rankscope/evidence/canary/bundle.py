@@ -28,7 +28,7 @@ import numpy as np
 
 import rankscope
 from rankscope.bus.finding import Finding
-from rankscope.bus.packing import PlainBatch
+from rankscope.bus.messages import PlainBatch
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict

@@ -1,17 +1,19 @@
 """The detector of canaries: it compares all workers' results on the same two batches."""
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
-from rankscope.bus.finding import Severity
-from rankscope.bus.governor import LAG
+from rankscope.bus.detector import LATENESS, Check, CheckedRun, Detector, FaultEvidence, RunFacts
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateKind
-from rankscope.bus.rules import LATENESS
 from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.evidence.canary.verdict import (
     CanaryCause,
     CanaryResults,
@@ -39,6 +41,13 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     what = "a worker that computes other results from the same batch"
     pending = "no canary has run yet" if run.canaries is False and not impossible else ""
     return (Check(what, CANARY_STEPS, impossible, pending),)
+
+
+def next_command(run_dir: Path, finding: Finding, answer: Finding) -> str:
+    """Return the command that replays the batches of a finding, or of the one that settles it."""
+    until = answer.last_step if answer.id in CANARIES else -1
+    bundle = latest_bundle(run_dir, {finding.id, answer.id}, until)
+    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
 
 
 DATA = "canary-data"

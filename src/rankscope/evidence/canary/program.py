@@ -29,16 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.replicas import RUNNING_STATISTICS
-from rankscope.evidence.environment.facts import library_facts, precision_words
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import (
-    digest_of,
     numpy_state,
     python_state,
     torch_state,
 )
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
+from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.facts import library_facts, precision_words
 from rankscope.wrappers.passes import tensors_in
 
 _log = logging.getLogger("rankscope")

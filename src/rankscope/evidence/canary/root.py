@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.bus.finding import TIMES_LATELY, Finding
-from rankscope.bus.packing import PackedError, unpack_batch
+from rankscope.bus.messages import PackedError, unpack_batch
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import name_ranks

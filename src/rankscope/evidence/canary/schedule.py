@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 import numpy as np
 
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
-from rankscope.bus.governor import LAG
-from rankscope.bus.pace import PACE
-from rankscope.bus.packing import PackedError, PlainBatch, pack_headed, unpack_batch, unpack_headed
+from rankscope.bus.messages import PackedError, PlainBatch, pack_headed, unpack_batch, unpack_headed
+from rankscope.bus.pace import LAG, PACE
 from rankscope.bus.step import MISSING_INT, GatheredStep
 
 FIRST_KEPT = PACE.first_kept

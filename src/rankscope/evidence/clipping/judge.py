@@ -22,8 +22,7 @@ from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, Run
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import known_values, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import Step
-from rankscope.bus.weighting import LEAST_SCALER, common_scale
+from rankscope.bus.steps import LEAST_SCALER, Step, common_scale
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 

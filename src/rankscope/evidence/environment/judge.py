@@ -1,4 +1,4 @@
-"""The detectors of environments: versions, precision, modes of modules."""
+"""Environments compared: versions, precision, modes of modules, settings of the optimizer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -6,12 +6,20 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
-from rankscope.bus.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
+from rankscope.bus.environment import compare_facts
 from rankscope.bus.finding import Severity
-from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name_values
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages
+from rankscope.bus.replicas import (
+    StateDifference,
+    StateKind,
+    known_values,
+    minority_ranks,
+    name_values,
+)
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_modules, name_ranks
+from rankscope.evidence.environment import MODES, SETTINGS
 from rankscope.evidence.environment.settings import (
     DifferentSettings,
     PlannedSeed,
@@ -19,16 +27,16 @@ from rankscope.evidence.environment.settings import (
     ScheduleEnded,
     ScheduleJump,
 )
+from rankscope.stats.arrays import Ints
 
 CAUSE = "env.mismatch"
-MODES = "compute.modes_differ"
+MODES_DIFFER = "compute.modes_differ"
 DROPOUT = "dropout-off"
 _READINGS = 2
 
 STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is reported."""
 
-_TITLES = {"revision": "source revision", "revision_changed": "source files"}
 _MOST_LISTED = 6
 
 
@@ -129,7 +137,7 @@ class DifferentModes(Detector):
         what += f"; and {count(more, 'other difference')}" if more > 0 else ""
         numbers = {"steps": seen.count, "modules": list(self._what)}
         fields = {"what": what}
-        return (seen.evidence(MODES, Severity.WARNING, seen.ranks, fields, numbers),)
+        return (seen.evidence(MODES_DIFFER, Severity.WARNING, seen.ranks, fields, numbers),)
 
 
 class DropoutOff(Detector):
@@ -149,58 +157,9 @@ class DropoutOff(Detector):
             return ()
         over = "" if span.open else " It is on again."
         numbers = {"readings": span.count}
-        return (span.evidence(MODES, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),)
-
-
-def compare_facts(
-    facts: Sequence[Mapping[str, Any]],
-) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
-    """Return the ranks that differ, each difference in words, the serious first, and the severity.
-
-    ``facts`` are in rank order; an empty one is unknown.
-    """
-    names = sorted(filter(is_compared, {name for own in facts for name in own}))
-    serious: list[str] = []
-    harmless: list[str] = []
-    ranks: set[int] = set()
-    for name in names:
-        values = [_value(own, name) for own in facts]
-        minority = minority_ranks(values)
-        if not minority:
-            continue
-        ranks.update(minority)
-        note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
-        (harmless if note else serious).append(_difference(name, values, minority))
-    severity = Severity.WARNING if serious else Severity.NOTE
-    return tuple(sorted(ranks)), (*serious, *harmless), severity
-
-
-def _value(facts: Mapping[str, Any], name: str) -> str | int | bool | None:
-    """Return a fact; None where it is unknown, so that it is not compared."""
-    if not facts:
-        return None
-    value = facts.get(name)
-    if isinstance(value, str | int):
-        return value
-    if name.isupper():
-        return "not set"
-    return "not installed" if name in PACKAGES else None
-
-
-def _difference(name: str, values: Sequence[str | int | bool | None], odd: Sequence[int]) -> str:
-    if name == "vocabulary":
-        return f"another vocabulary on {name_ranks(odd)}"
-    words = [None if value is None else _word(name, value) for value in values]
-    title = _TITLES.get(name, name.replace("_", " ") if name.islower() else name)
-    return f"{title} {name_values(words)}"
-
-
-def _word(name: str, value: str | int | bool) -> str:
-    if name == "revision_changed":
-        return "changed since the commit" if value else "unchanged"
-    if name == "revision":
-        return str(value)[:10]
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
+        return (
+            span.evidence(MODES_DIFFER, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),
+        )
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -215,3 +174,81 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ScheduleJump(),
         PlannedSeed(run.plan.seed, run.sampler_seeds),
     )
+
+
+_MODE_NAMES = ("evaluation", "training")
+_MISSING = "not set"
+
+
+class ComparedNames(Combiner):
+    """Compares all workers' modes of modules and settings of the optimizer, by name.
+
+    A worker sends those that have changed. Modes that differ are a difference of every step in
+    which they are read, settings that differ one of the step in which they begin to.
+    """
+
+    def __init__(self) -> None:
+        self._modes: dict[int, dict[str, int]] = {}
+        self._settings: dict[int, dict[str, str]] = {}
+
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
+        """Return the differences, in words; modules that differ between the same workers as one."""
+        new_settings = False
+        for rank, named in enumerate(messages.named):
+            if MODES in named:
+                names, flags = named[MODES]
+                self._modes[rank] = dict(zip(names, map(int, flags), strict=False))
+            if SETTINGS in named:
+                self._settings[rank] = named[SETTINGS]
+                new_settings = True
+        found: list[StateDifference] = []
+        if _differs(columns["modes"]):
+            found += self._different_modes(len(messages))
+        if new_settings and _differs(columns["settings_digest"]):
+            found += self._different_settings(len(messages))
+        return {"differences": tuple(found)} if found else {}
+
+    def _different_modes(self, num_workers: int) -> list[StateDifference]:
+        modes_W = [self._modes.get(rank, {}) for rank in range(num_workers)]
+        alike: dict[tuple[int, ...], list[str]] = {}
+        for name in modes_W[0]:
+            if all(name in modes for modes in modes_W):
+                flags_W = tuple(modes[name] for modes in modes_W)
+                if len(set(flags_W)) > 1:
+                    alike.setdefault(flags_W, []).append(name)
+        return [
+            _name_difference(
+                StateKind.MODE,
+                f"{name_modules(names, modes_W[0])} "
+                f"({name_values(flags_W, _MODE_NAMES.__getitem__)})",
+                flags_W,
+            )
+            for flags_W, names in alike.items()
+        ]
+
+    def _different_settings(self, num_workers: int) -> list[StateDifference]:
+        settings_W = [self._settings.get(rank) for rank in range(num_workers)]
+        found = []
+        for name in dict.fromkeys(name for each in settings_W if each for name in each):
+            values_W = [None if each is None else each.get(name, _MISSING) for each in settings_W]
+            values = list(dict.fromkeys(value for value in values_W if value is not None))
+            if len(values) > 1:
+                numbers_W = [-1 if value is None else values.index(value) for value in values_W]
+                words = f"{name} is {name_values(values_W)}"
+                found.append(_name_difference(StateKind.OPTION, words, numbers_W))
+        return found
+
+
+def _differs(digests_W: Ints) -> bool:
+    known_W = digests_W != MISSING_INT
+    return bool(known_W.all() and (digests_W != digests_W[0]).any())
+
+
+def _name_difference(kind: StateKind, words: str, values_W: Sequence[int]) -> StateDifference:
+    none_W = np.zeros(len(values_W), bool)
+    return StateDifference(kind, words, np.array(values_W, np.int64), none_W)
+
+
+def make_combiner(layout: Layout) -> ComparedNames:
+    """Return the combiner of modes and settings."""
+    return ComparedNames()

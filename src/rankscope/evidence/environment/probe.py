@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rankscope.bus.probe import Evaluated, Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.environment import MODES, SETTINGS
-from rankscope.evidence.environment.facts import FLAGS_EVERY, PrecisionMeter
-from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
+from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
 from rankscope.wrappers.optimizers import JointOptimizer
 
 _DROPOUT = (
@@ -23,11 +23,11 @@ _DROPOUT = (
 _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 
 
-class ModeMeter:
+class ModeMeter(Probe):
     """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
 
-    The names are sent only when a mode has changed. And it tells whether dropout is off: each such
-    layer beside trained parameters is in evaluation mode.
+    The names are sent only when a mode has changed. Dropout is off where each such layer beside
+    trained parameters is in evaluation mode.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,6 +39,25 @@ class ModeMeter:
         self._digest = math.nan
         self._present = False
         self._names: dict[str, Any] = {}
+        self._step = 0
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Note the step's number."""
+        self._step = step
+
+    def before_forward(self, step: int, *, first: bool) -> None:
+        """Read the modes of the step's first forward pass; later ones are the same."""
+        if first:
+            self.read(step)
+
+    def on_evaluation(self, output: Any, kwargs: Mapping[str, Any]) -> Evaluated:
+        """Read the modes once this pass in evaluation mode proves to be trained on."""
+        return Evaluated(lambda: None, lambda forward: None if forward else self.read(self._step))
+
+    def collect(self, end: StepEnd) -> Ready:
+        """Return the columns, and names with modes."""
+        columns, names = self.take()
+        return Ready(MessagePart(columns, names=names))
 
     def read(self, step: int) -> None:
         """Read them if that is due, in a forward pass that trains, or was trained on."""
@@ -58,7 +77,7 @@ class ModeMeter:
         text = "\n".join(f"{n} {f}" for n, f in zip(names, flags, strict=False))
         self._digest = digest_of(text.encode())
 
-    def collect(self) -> tuple[dict[str, float], dict[str, Any]]:
+    def take(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Return the columns, NaN where modes were not read; and names with modes, if new."""
         if not self._present:
             return {MODES: math.nan, "dropout_off": math.nan}, {}
@@ -86,7 +105,7 @@ _MOST_NAMED = 64
 _LONGEST = 60
 
 
-class OptimizerMeter:
+class OptimizerMeter(Probe):
     """Counts calls of ``optimizer.step`` and reads the settings of the last one.
 
     A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
@@ -119,12 +138,11 @@ class OptimizerMeter:
         self._values: list[object] = []  # of all groups: while they live, their ids are theirs
         self._seen: list[int] = []
         self._digests: dict[str, int] = {}
-        self._read_before = False
         self._optimizer = optimizer
         self._rate_of_pass: object = None
         self._num_changes = 0
 
-    def see_pass(self, *, first: bool) -> None:
+    def before_forward(self, step: int, *, first: bool) -> None:
         """Note the learning rate as a forward pass begins: a schedule should move with updates."""
         groups = getattr(self._optimizer, "param_groups", None)
         rate = groups[0].get("lr") if isinstance(groups, list) and groups else None
@@ -133,22 +151,16 @@ class OptimizerMeter:
             self._num_changes += 1
         self._rate_of_pass = rate
 
-    def begin(self, optimizer: Any) -> None:
-        """Read the settings before ``optimizer.step``, as some optimizers change theirs in it."""
-        self._read(optimizer)
-        self._read_before = True
-
-    def count(self, optimizer: Any) -> None:
-        """Count a call of ``optimizer.step`` that has ended.
-
-        Its settings are the present ones, unless :meth:`begin` has read them before.
-        """
+    def after_update(self, optimizer: Any, *, complete: bool) -> None:
+        """Count a call of ``optimizer.step`` that has ended, and read the settings."""
         self._calls[id(optimizer)] += 1
-        if not self._read_before:
-            self._read(self._joint or optimizer)
-        self._read_before = False
+        self._read(self._joint or optimizer)
 
-    def collect(self) -> dict[str, float]:
+    def collect(self, end: StepEnd) -> Ready:
+        """Return settings and calls."""
+        return Ready(MessagePart(self.take(), names=self.named()))
+
+    def take(self) -> dict[str, float]:
         """Return the settings' columns and the count (NaN when unknown); count from 0 again."""
         steps = max(self._calls.values(), default=0)
         self._calls.clear()
@@ -250,10 +262,7 @@ def _is_fixed(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return numbers as float, text, and sequences of these; None for anything else.
-
-    So 0, 0.0 and False are the same setting.
-    """
+    """Return numbers as float (0 and False are one), text, and sequences of these; else None."""
     if isinstance(value, str):
         return value
     if isinstance(value, (tuple, list)):
@@ -274,66 +283,28 @@ def _number(value: object) -> float:
         return float("nan")
 
 
-class EnvironmentProbe(Probe):
-    """Collects settings, precision and modes of one worker's steps.
+class PrecisionProbe(Probe):
+    """Collects the precision of each step's first forward pass."""
 
-    ``precisions`` and ``modes`` are None where these are not compared.
-    """
-
-    def __init__(
-        self,
-        optimizer: OptimizerMeter,
-        precisions: PrecisionMeter | None,
-        modes: ModeMeter | None = None,
-    ) -> None:
-        self._optimizer = optimizer
-        self._precisions = precisions
-        self._modes = modes
+    def __init__(self, meter: PrecisionMeter) -> None:
+        self._meter = meter
         self._precision = math.nan
-        self._step = 0
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Note the step's number."""
-        self._step = step
 
     def before_forward(self, step: int, *, first: bool) -> None:
-        """Read precision and modes of the step's first forward pass; later ones are the same."""
-        self._optimizer.see_pass(first=first)
-        if first and self._precisions is not None:
-            self._precision = self._precisions.code(step)
-        if first and self._modes is not None:
-            self._modes.read(step)
+        """Read the precision of the step's first forward pass; later ones have the same."""
+        if first:
+            self._precision = self._meter.code(step)
 
-    def on_evaluation(self, output: Any, kwargs: Mapping[str, Any]) -> Evaluated | None:
-        """Read the modes once this pass in evaluation mode proves to be trained on."""
-        return None if self._modes is None else Evaluated(lambda: None, self._begin_evaluated)
-
-    def _begin_evaluated(self, forward: int) -> None:
-        if not forward and self._modes is not None:
-            self._modes.read(self._step)
-
-    def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """Count the call, and read the settings."""
-        self._optimizer.count(optimizer)
-
-    def collect(self, end: StepEnd) -> Ready:
-        """Return settings, calls and precision."""
-        values = self._optimizer.collect()
-        names: dict[str, Any] = dict(self._optimizer.named())
-        if end.comparable:
-            values["precision"] = self._precision
-        if self._modes is not None:
-            columns, modes = self._modes.collect()
-            values |= columns
-            names |= modes
-        return Ready(MessagePart(values, names=names))
+    def collect(self, end: StepEnd) -> Ready | None:
+        """Return the precision of a step after which workers are comparable."""
+        return Ready(MessagePart({"precision": self._precision})) if end.comparable else None
 
 
-def make_probe(job: Job) -> EnvironmentProbe:
-    """Return the probe of settings."""
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of settings, and of precision and modes where these are compared."""
     wrapped = job.wrapped
-    precisions = PrecisionMeter(wrapped.module, wrapped.device) if job.exact else None
-    modes = ModeMeter(wrapped.module) if job.exact else None
-    return EnvironmentProbe(
-        OptimizerMeter(job.optimizer, wrapped.parameters.values()), precisions, modes
-    )
+    settings = OptimizerMeter(job.optimizer, wrapped.parameters.values())
+    if not job.exact:
+        return (settings,)
+    precisions = PrecisionMeter(wrapped.module, wrapped.device)
+    return settings, PrecisionProbe(precisions), ModeMeter(wrapped.module)

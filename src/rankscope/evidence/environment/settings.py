@@ -132,10 +132,7 @@ class DifferentSettings(Detector):
             yield self._settings_evidence()
 
     def _minority(self, values: Sequence[float | int | None]) -> Sequence[int]:
-        """Return the minority; without a majority, the earlier minority, if any.
-
-        So a step in which some do not call the optimizer accuses nobody new.
-        """
+        """Return the minority; without a majority, the earlier minority, if any."""
         odd = minority_ranks(values)
         before = sorted(self._settings.ranks.intersection(odd))
         undecided = len(odd) == sum(value is not None for value in values)
@@ -243,10 +240,7 @@ class DifferentSettings(Detector):
 
 
 def _calls(step: Step) -> Ints:
-    """Return each worker's calls of the optimizer; unknown for one that takes no part in a step.
-
-    In ``join()``, a worker without data only helps the others to reduce.
-    """
+    """Return each worker's calls of the optimizer; unknown for one that takes no part in a step."""
     gathered = step.gathered
     calls_W: Ints = gathered.workers["optimizer_steps"].copy()
     if calls_W.all():

@@ -19,8 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.measured import Found, audit_of, by_rank, measured_in
-from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
+from rankscope.bus.messages import (
+    Columns,
+    Combiner,
+    Found,
+    Layout,
+    Messages,
+    audit_of,
+    by_rank,
+    fill,
+    measured_in,
+)
 from rankscope.bus.replicas import follow_places
 from rankscope.bus.step import MISSING_INT
 from rankscope.stats.arrays import Floats
@@ -111,10 +120,7 @@ def _hidden(part: AuditPart, *, norms: bool = True) -> AuditPart:
 
 
 def _is_weighted_sum(given_SK: Floats, local_WSK: Floats) -> bool:
-    """Return whether a gradient is any weighted sum of the workers' own.
-
-    Otherwise the training has another gradient in mind, as with clipping by sample and noise.
-    """
+    """Return whether a gradient is any weighted sum of the workers' own."""
     if len(local_WSK) > _MOST_WEIGHTED:
         return True
     given_N = given_SK.reshape(-1)
@@ -214,10 +220,7 @@ def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
 
 
 class MeasuredGradients(Combiner):
-    """Gradients of all workers; a step is observed if each has measured its own.
-
-    ``layout``: how to read the messages.
-    """
+    """Gradients of all workers; a step is observed if each has measured its own."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.weighting import follow_tokens, undo_common_scale
+from rankscope.bus.steps import follow_tokens, undo_common_scale
 from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
 

@@ -21,8 +21,7 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import Step
-from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, common_scale, log_spread
+from rankscope.bus.steps import Step, TokenSums, are_alike, as_matrix, common_scale, log_spread
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.stats.arrays import Floats, Ints
@@ -199,7 +198,7 @@ class TokenWeighting(Detector):
 
     Judges steps in which all multipliers are equal though token counts differ. Multipliers that
     follow the token counts weigh all tokens alike; so do losses that are sums over tokens divided
-    by one number for all (:class:`rankscope.bus.weighting.TokenSums`). Over the last 64 such
+    by one number for all (:class:`rankscope.bus.steps.TokenSums`). Over the last 64 such
     steps, and at least 16, the geometric mean of the ratio between the largest and the smallest
     weight of a token decides. One step with a short batch does not move it.
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankscope.bus.probe import Content, Evaluated, Job, MessagePart, Probe, StepEnd
-from rankscope.bus.weighting import LEAST_SCALER
+from rankscope.bus.steps import LEAST_SCALER
 from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels

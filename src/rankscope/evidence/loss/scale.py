@@ -12,8 +12,7 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.steps import Step
-from rankscope.bus.weighting import LEAST_SCALER, TokenSums, are_alike, follow_tokens
+from rankscope.bus.steps import LEAST_SCALER, Step, TokenSums, are_alike, follow_tokens
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful

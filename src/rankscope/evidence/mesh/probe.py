@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind
+from rankscope.bus.words import dtype_name
 from rankscope.errors import RankscopeError
-from rankscope.evidence.mesh.part import AxisPart, over_axes
+from rankscope.evidence.mesh.root import AxisPart, over_axes
 from rankscope.evidence.state.trace import PendingRows, TraceReader
 from rankscope.gradients.digest import word_of
 from rankscope.wrappers.fsdp2_mesh import MeshPlace, placements_of
 from rankscope.wrappers.fsdp2_model import ManagedParameter
+from rankscope.wrappers.labels import own
 
 _log = logging.getLogger("rankscope")
 
@@ -37,51 +38,10 @@ _MOST_PENDING = 4  # steps that wait for their device
 
 
 class MeshProbe(Probe):
-    """Reads one rank's replicas over other axes, and the weights that pipeline stages share."""
-
-    def __init__(self, replicas: "Sequence[_Replicas]") -> None:
-        self._replicas = replicas
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Read parameters at the first forward pass of a step."""
-        for each in self._replicas:
-            each.attempt(_ReplicaMeter.begin_step, step)
-
-    def before_update(self) -> None:
-        """Read gradients when ``optimizer.step`` is about to run."""
-        for each in self._replicas:
-            each.attempt(_ReplicaMeter.see_applied)
-
-    def collect(self, end: StepEnd) -> None:
-        """Send the readings, as soon as they are on the host."""
-        for each in self._replicas:
-            each.attempt(each.end_step, end)
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        for each in self._replicas:
-            each.attempt(_ReplicaMeter.abort)
-
-    def close(self) -> None:
-        """Send the rest, and close a guest's links."""
-        for each in self._replicas:
-            each.attempt(each.hand_over, 0)
-            each.mesh.close()
-
-
-def make_probe(job: Job) -> MeshProbe | None:
-    """Return the probe of replicas over other axes, and over stages; None without such axes."""
-    channel = job.channel
-    meshes = [one for one in (channel.mesh, channel.stages) if one is not None and one.reaches]
-    replicas = [_Replicas(mesh, channel, spacing=job.state_spacing) for mesh in meshes]
-    return MeshProbe(replicas) if replicas else None
-
-
-class _Replicas:
-    """One rank's replicas over one mesh; a failure only ends the comparison over its axes."""
+    """Reads one rank's replicas over one mesh; a failure only ends the comparison over its axes."""
 
     def __init__(self, mesh: Any, channel: Channel, *, spacing: int) -> None:
-        self.mesh = mesh  # with the link to the root that compares it
+        self._mesh = mesh  # with the link to the root that compares it
         self._channel = channel  # link to this run's root
         self._pending: deque[tuple[int, _PendingPart]] = deque()
         self._meter: _ReplicaMeter | None = None
@@ -90,7 +50,28 @@ class _Replicas:
         except Exception as error:  # a model of an unknown kind
             self._end(error)
 
-    def attempt(self, work: Callable[..., object], *args: Any) -> None:
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read parameters at the first forward pass of a step."""
+        self._attempt(_ReplicaMeter.begin_step, step)
+
+    def before_update(self) -> None:
+        """Read gradients when ``optimizer.step`` is about to run."""
+        self._attempt(_ReplicaMeter.see_applied)
+
+    def collect(self, end: StepEnd) -> None:
+        """Send the readings, as soon as they are on the host."""
+        self._attempt(self._end_step, end)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._attempt(_ReplicaMeter.abort)
+
+    def close(self) -> None:
+        """Send the rest, and close a guest's links."""
+        self._attempt(self._hand_over, 0)
+        self._mesh.close()
+
+    def _attempt(self, work: Callable[..., object], *args: Any) -> None:
         """Call a function with the meter, unless something has failed."""
         if self._meter is None:
             return
@@ -109,24 +90,30 @@ class _Replicas:
             error,
         )
 
-    def end_step(self, meter: "_ReplicaMeter", end: StepEnd) -> None:
-        """Send what is on the host."""
+    def _end_step(self, meter: "_ReplicaMeter", end: StepEnd) -> None:
         if not end.comparable:
             meter.abort()
         part = meter.collect()
         if part is not None:
             self._pending.append((end.step, part))
-        self.hand_over(meter, _MOST_PENDING)
+        self._hand_over(meter, _MOST_PENDING)
 
-    def hand_over(self, meter: "_ReplicaMeter", most: int) -> None:
+    def _hand_over(self, meter: "_ReplicaMeter", most: int) -> None:
         """Send all but the last readings, up to ``most`` of them, that are not on the host."""
         while self._pending and (self._pending[0][1].ready or len(self._pending) > most):
             step, part = self._pending.popleft()
             content = part.read().pack()
-            if self.mesh.is_guest:
-                self.mesh.send("mesh", step, content)
+            if self._mesh.is_guest:
+                self._mesh.send("mesh", step, content)
             elif self._channel.has_room():
                 self._channel.send("mesh", step, content)
+
+
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of replicas over other axes, and of weights that pipeline stages share."""
+    channel = job.channel
+    meshes = [one for one in (channel.mesh, channel.stages) if one is not None and one.reaches]
+    return tuple(MeshProbe(mesh, channel, spacing=job.state_spacing) for mesh in meshes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +165,7 @@ class _PendingPart:
 
 
 class _ReplicaMeter:
-    """Reads replicated parameters of one rank; all calls come on the training thread.
-
-    No call waits for the device, or changes anything.
-    """
+    """Reads replicated parameters of one rank, on the training thread; no call waits."""
 
     def __init__(self, place: MeshPlace, *, spacing: int) -> None:
         self._place = place
@@ -255,7 +239,7 @@ class _ReplicaMeter:
         return () if between else self._slots[number % len(self._slots)]
 
     def _read(self, kind: StateKind, tensors: Sequence[tuple[str, Tensor]]) -> PendingRows:
-        local = [(kind, name, _local(tensor)) for name, tensor in tensors]
+        local = [(kind, name, own(tensor)) for name, tensor in tensors]
         device = local[0][2].device
         reader = self._readers.get(device)
         if reader is None:
@@ -265,7 +249,7 @@ class _ReplicaMeter:
 
 def _dealt(parameters: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
     """Deal parameters out to slots, with about as many bytes each."""
-    sizes = [_local(p.tensor).nbytes for p in parameters]
+    sizes = [own(p.tensor).nbytes for p in parameters]
     budget = max(sum(sizes) // _NUM_SLOTS, _LEAST_BYTES)
     slots: list[list[ManagedParameter]] = []
     left = 0
@@ -286,9 +270,4 @@ def _describe(parameter: ManagedParameter) -> str:
 def _type_of(parameter: ManagedParameter) -> str:
     device = parameter.group.device.type
     cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return str(cast or parameter.computed_in).removeprefix("torch.")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return dtype_name(cast or parameter.computed_in)

@@ -20,8 +20,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.evidence import find_column
 from rankscope.evidence.outliers.parts import SignalSet, WorkerSignal
 from rankscope.stats.arrays import Floats
-from rankscope.stats.bets import BetKind
-from rankscope.stats.budget import FAR_BELOW, alarm_level, bound_in_words, false_alarm_bound
+from rankscope.stats.bets import FAR_BELOW, BetKind, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.stats.exchangeability import SignalTrace
 from rankscope.stats.state import State, StateError
 from rankscope.stats.units import HEALED, RECENT
@@ -164,10 +163,7 @@ def _severity(fault: Fault, num_workers: int) -> Severity:
 
 
 def _what(fault: Fault, num_workers: int) -> str:
-    """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``.
-
-    Of two workers neither is the odd one: ``loss by a factor of 1.30``.
-    """
+    """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``."""
     pair = num_workers == 2
     found: dict[str, str] = {}
     for worker in sorted(fault.active or fault.ranks, key=lambda w: -_strength(fault.traces[w])):
@@ -407,10 +403,7 @@ class OutlierSearch(Detector):
         return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
     def _report_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
-        """Report that workers differ, but not which are at fault.
-
-        ``suspects`` begins with the worker that stands out most.
-        """
+        """Report that workers differ, not which is at fault; the first suspect stands out most."""
         traces = {worker: self._traces(worker) for worker in suspects}
         first = self._onset(suspects[0], traces[suspects[0]], gathered)
         absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]

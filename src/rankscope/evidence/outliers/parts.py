@@ -126,10 +126,7 @@ class SizeEffect(Stateful):
 def _relative_sizes(
     present_TU: NDArray[np.bool_], sizes_TU: Floats
 ) -> tuple[Floats, NDArray[np.bool_]]:
-    """Return sizes over their median, as logarithms, and in which steps they are of use.
-
-    ``present_TU``: the units that are compared; others have a size of 0 in the result.
-    """
+    """Return sizes over their median, as logarithms, and in which steps they are of use."""
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
     enough_T = np.count_nonzero(present_TU, axis=1) >= _FEWEST
@@ -196,11 +193,7 @@ def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
 
 
 def totals_of(step: Step, signals: Sequence[WorkerSignal]) -> Floats:
-    """Return the values of workers as wholes ``[S, W]``, NaN where there is none.
-
-    Where some workers have the same batch, signals that compare a worker with all others are of no
-    use: copies agree with copies.
-    """
+    """Return the values of workers as wholes ``[S, W]``; NaN if unknown, or of copies."""
     report = step.report
     derived = {} if step.identical else report.derived
     values_SW = np.full((len(signals), report.gathered.num_workers), np.nan)

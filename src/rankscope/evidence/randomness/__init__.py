@@ -49,4 +49,4 @@ DIGESTS = {
 BETWEEN_BITS = 4
 """How far they are shifted there, of those that moved between the passes of two steps."""
 
-EVIDENCE = Evidence("randomness", __name__, COLUMNS)
+EVIDENCE = Evidence("randomness", __name__, COLUMNS, held=KEY)

@@ -36,7 +36,6 @@ from rankscope.evidence.randomness import (
 )
 from rankscope.gradients.fingerprint import (
     Snapshot,
-    digest_of,
     flattened,
     numpy_state,
     python_bytes,
@@ -46,6 +45,7 @@ from rankscope.gradients.fingerprint import (
     torch_state,
 )
 from rankscope.private import Patch
+from rankscope.stats.arrays import digest_of
 
 OF_TORCH = TORCH | ACCELERATOR
 """The bits of torch's generators."""
@@ -80,11 +80,7 @@ class RandomMeter:
         return {GENERATORS[bit]: digest_of(state) for bit, state in states.items() if state}
 
     def before_forward(self) -> None:
-        """Read the states before a forward pass; those before the first one of a step count.
-
-        Only forward passes with this call are compared, so the first one is enough. A generator
-        that has moved in this step already is not read again.
-        """
+        """Read the states before a forward pass; those before the first one of a step count."""
         used = self._used or 0
         states = {bit: read() for bit, read in self._readers.items() if not used & bit}
         if not self._first:
@@ -223,10 +219,7 @@ class _Starts:
 
 
 class _MoveWatcher:
-    """Checks from time to time whether a generator of this process has moved, and at its end.
-
-    ``row`` is the row of the table that belongs to this process.
-    """
+    """Checks from time to time whether a generator of this process has moved, and at its end."""
 
     def __init__(self, row: Tensor) -> None:
         self._row = row.numpy()

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep, StepReport
-from rankscope.bus.steps import SharedWork, StepBatch
-from rankscope.bus.weighting import common_scale
+from rankscope.bus.steps import SharedWork, StepBatch, common_scale
 from rankscope.bus.words import count, shortened
 from rankscope.evidence.reduction.levels import (
     ELEMENT,

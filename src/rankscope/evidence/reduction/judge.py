@@ -39,8 +39,7 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.steps import Step
-from rankscope.bus.weighting import common_scale
+from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.reduction.audit import ReductionAudit
 from rankscope.stats.arrays import Floats

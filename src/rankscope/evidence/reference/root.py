@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from rankscope.bus.finding import Finding
+from rankscope.bus.messages import PackedError
 from rankscope.bus.pace import PACE
-from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
 from rankscope.evidence.reference.slopes import Slopes
 from rankscope.stats.arrays import Floats, Floats32
 

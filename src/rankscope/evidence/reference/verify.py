@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.weighting import LEAST_SCALER
+from rankscope.bus.steps import LEAST_SCALER
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.stats.arrays import Floats, Floats32, median
 from rankscope.stats.rounding import UNIT_ROUNDOFF

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
 from rankscope.evidence.reference.verify import (

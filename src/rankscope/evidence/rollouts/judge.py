@@ -23,7 +23,7 @@ from rankscope.bus.steps import Step
 from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals
 from rankscope.stats.arrays import Floats
-from rankscope.stats.budget import ROLLOUTS
+from rankscope.stats.bets import ROLLOUTS
 from rankscope.stats.state import State, StateError
 
 COLUMN = "rollout_gap"
@@ -115,10 +115,7 @@ class DifferentRollouts(OutlierSearch):
         )
 
     def _words(self, fault: Fault) -> tuple[list[int], float, float]:
-        """Return the ranks with too large a gap, their smallest gap, and the others' largest.
-
-        Without a majority these are the workers whose gap now differs from the smallest.
-        """
+        """Return the ranks with too large a gap, their smallest gap, and the others' largest."""
         far_W = np.isin(np.arange(self._num_workers), fault.ranks)
         if fault.tie:
             far_W = self._mean_W >= max(LEAST, FACTOR * np.nanmin(self._mean_W))

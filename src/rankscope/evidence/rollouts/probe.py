@@ -14,17 +14,14 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.evidence.samples.batches import is_dense
 from rankscope.gradients.host import Numbers, copy_numbers
+from rankscope.wrappers.samples import is_dense
 
 _log = logging.getLogger("rankscope")
 
 
 class Gaps:
-    """The gap of one step; its sums may still be on the device.
-
-    ``sums`` holds each micro-batch's sum of absolute differences, and their number.
-    """
+    """The gap of one step; its sums may still be on the device."""
 
     def __init__(self, sums: Sequence[Numbers]) -> None:
         self._sums = sums

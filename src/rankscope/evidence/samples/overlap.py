@@ -16,12 +16,8 @@ from rankscope.bus.words import count
 from rankscope.evidence.samples.repeats import Padding
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DrawnSamples, count_common
-from rankscope.stats.samples import Followed, SampleCounts, ThinningLedger
+from rankscope.stats.samples import LIKELY, SURE, Followed, SampleCounts, ThinningLedger
 from rankscope.stats.state import Stateful
-
-SURE = 1e-6
-LIKELY = 1e-4
-"""Probabilities of the innocent reading below which a finding is an error, or a warning."""
 
 _BY_CONTENT = (
     " Samples are told here by the content of the batch's tensors: with scope.batch(ids), equal "
@@ -92,11 +88,7 @@ class OverlappingShards(Detector):
         self._before_W: Sequence[Ints] = ()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Process consecutive steps; yield proven overlaps, again when there are more.
-
-        Digests of content, which stand for samples that the training does not name, also agree
-        when the data hold the same content twice.
-        """
+        """Process consecutive steps; yield proven overlaps, again when there are more."""
         drawn = steps.columns.samples
         if any(step.identical for step in steps):
             drawn = DrawnSamples([_of_different_workers(step) for step in steps])

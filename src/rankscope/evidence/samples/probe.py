@@ -1,14 +1,9 @@
-"""The samples that a worker trains on: ids from the training, or digests of the model's inputs.
-
-A content digest is position-aware and blind to padding: with an attention mask, the same text
-has the same digest whether it was padded on the left, on the right, or not at all.
-"""
+"""The samples that a worker trains on, and the lengths of its sequences."""
 
 import logging
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +13,10 @@ from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 from rankscope.errors import UsageError
-from rankscope.evidence.samples.batches import (
-    digests_of_texts,
-    find_batch,
-    ids_of,
-    is_dense,
-    items_in,
-)
-from rankscope.gradients.host import HostCopy, Numbers, copy_numbers
-from rankscope.gradients.kernels.launch import Launching, launcher
-from rankscope.gradients.kernels.native import count_labels, digest_samples
+from rankscope.gradients.host import Numbers, copy_numbers
+from rankscope.gradients.kernels.native import count_labels
 from rankscope.stats.arrays import Ints
+from rankscope.wrappers.samples import digest_batch, identity_of, is_dense
 
 
 class _Seen(NamedTuple):
@@ -51,7 +39,11 @@ class Lengths:
             s.present is None or isinstance(s.present, int) or s.present.ready for s in self._seen
         )
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> MessagePart:
+        """Wait for the device."""
+        return MessagePart(self.values())
+
+    def values(self) -> dict[str, float]:
         """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
         samples = sum(seen.samples for seen in self._seen)
         tokens = sum(seen.tokens for seen in self._seen)
@@ -68,18 +60,15 @@ class Lengths:
         return values
 
 
-class LengthMeter:
+class LengthMeter(Probe):
     """Collects the lengths of one step on one worker."""
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
 
     @torch.no_grad()
-    def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
-        """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if there is one.
-
-        They are searched by their usual names, in a first mapping, and in the first position.
-        """
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
+        """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if any."""
         first = args[0] if args else None
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
         ids = named.get("input_ids", first)
@@ -92,11 +81,15 @@ class LengthMeter:
         present = _count(mask) if fits else None
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
-    def collect(self, idle: Container[int] = ()) -> Lengths:
-        """Return the lengths since the last call, without those of ``idle`` forward passes."""
+    def collect(self, end: StepEnd) -> Lengths:
+        """Return the lengths since the last call, without those of idle forward passes."""
         seen = self._seen
         self._seen = []
-        return Lengths([one for one in seen if one.forward not in idle])
+        return Lengths([one for one in seen if one.forward not in end.idle])
+
+    def abort(self) -> None:
+        """Forget the step's lengths."""
+        self._seen = []
 
 
 def _count(mask: Any) -> Numbers | int:
@@ -105,13 +98,6 @@ def _count(mask: Any) -> Numbers | int:
 
 
 _log = logging.getLogger("rankscope")
-
-_launching = Launching("samples are digested")
-
-MAX_WORDS = 16_384
-"""Words of one sample that enter its digest; larger samples are read at a regular stride."""
-
-_MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
 
 
 class SampleMeter:
@@ -123,11 +109,8 @@ class SampleMeter:
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
-        """Add ids (of any type that has a content) or the tensors of a batch, in any structure.
-
-        Anything else is declined with one line in the log, and digests stand for the samples.
-        """
-        given = self._unless_declined(lambda: _identity(samples))
+        """Add ids (of any type that has a content) or the tensors of a batch, in any structure."""
+        given = self._unless_declined(lambda: identity_of(samples))
         if given is not None:
             self._given.append((forward, given))
 
@@ -135,7 +118,7 @@ class SampleMeter:
         """Digest the inputs of a forward pass, unless ids were given for this step."""
         if self._given:
             return
-        digests = self._unless_declined(lambda: _recognised(args, kwargs))
+        digests = self._unless_declined(lambda: digest_batch(args, kwargs))
         if digests is None:
             return
         if not isinstance(digests, np.ndarray):
@@ -143,10 +126,7 @@ class SampleMeter:
         self._seen.append((forward, digests))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
-        """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
-
-        No batch may stop the training or the other measures.
-        """
+        """Return what ``work`` returns; None, and once a line in the log, if it raises."""
         try:
             return work()
         except Exception as error:
@@ -175,237 +155,22 @@ class SampleMeter:
         return [part for forward, part in collected if forward not in idle]
 
 
-def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return one digest per sample of a batch, int64 ``[B]`` on the inputs' device.
-
-    None where :func:`find_batch` recognises no batch.
-    """
-    batch, mask = find_batch(args, kwargs)
-    if batch is None:
-        return None
-    if not isinstance(batch, Tensor):
-        items = items_in(batch)
-        return _digests_of_items(items) if items else torch.from_numpy(digests_of_texts(batch))
-    return _digests(batch, mask)
-
-
-def _digests_of_ids(ids: Any, mask: Any) -> NDArray[np.int64] | None:
-    """Return digests of token ids in the usual host layout, in a fraction of the time."""
-    if type(ids) is not Tensor or not ids.is_cpu or ids.dim() != 2 or not len(ids):
-        return None
-    if mask is not None and not (type(mask) is Tensor and mask.shape == ids.shape):
-        return None
-    if mask is not None and mask.layout is not torch.strided:
-        return None
-    digests_B = digest_samples(ids, mask, _weights_at()[0], MAX_WORDS, _MIX)
-    return None if digests_B is None else np.frombuffer(digests_B, np.int64)
-
-
-def _digests_of_items(items: Sequence[Tensor]) -> Tensor:
-    return torch.cat([_digests(item.unsqueeze(0), None) for item in items])
-
-
-def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
-    if mask is not None and mask.shape != batch.shape:
-        mask = None
-    if _on_host(batch):
-        digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
-        if digests_B is not None:
-            return torch.frombuffer(digests_B, dtype=torch.int64)
-    on_device = _digests_on_device(batch, mask) if batch.is_cuda and _launching.possible else None
-    if on_device is not None:
-        return on_device
-    return _digests_in_torch(batch, mask)
-
-
-def _digests_in_torch(batch: Tensor, mask: Tensor | None) -> Tensor:
-    present = None if mask is None else mask != 0
-    words = _words(batch, whole=present is not None).to(torch.int64)
-    if _on_host(words):  # numpy does the same on the host, in a fraction of the time
-        seen = None if present is None else present.numpy()
-        return torch.from_numpy(_mixed(words.numpy(), seen, _weights_on_host()))
-    digests: Tensor = _mixed(words, present, _weights(words.device))
-    return digests
-
-
-def _digests_on_device(batch: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return digests by one launch; None where no kernel works, or not with this mask."""
-    digests: Tensor | None = None
-    try:
-        if _kernel_agrees(batch.device):
-            digests = launch_digests(batch, mask)
-    except Exception as error:
-        _launching.give_up(error)
-    return digests
-
-
-@cache
-def _kernel_agrees(device: torch.device) -> bool:
-    if torch.version.hip is not None:
-        return False
-    check_launched(device)
-    return True
-
-
-def check_launched(device: torch.device) -> None:
-    """Compare the kernel with torch on a device.
-
-    Raises ArithmeticError: it errs.
-    """
-    words = torch.arange(3 * 2050, device=device).mul_(0x5DEECE66D).view(3, 2050)
-    mask = words % 3 > 0
-    waves = words[:, :1500].double().sin().float()
-    for batch, present in ((words, None), (words.int(), mask), (waves, None), (words, mask.long())):
-        launched = launch_digests(batch, present)
-        if launched is None or not torch.equal(launched, _digests_in_torch(batch, present)):
-            raise ArithmeticError("digests of samples on the accelerator err")
-
-
-def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return digests ``[B]`` of a batch ``[B, ...]`` by one launch; None for an unusual mask."""
-    from rankscope.gradients.kernels.triton_digest import digest_rows
-
-    if mask is not None and (batch.dim() != 2 or mask.stride(1) != 1):
-        return None
-    words = _words(batch, whole=mask is not None)
-    counts = words if mask is None else mask.detach()
-    words, counts = (t.view(torch.uint8) if t.dtype is torch.bool else t for t in (words, counts))
-    digests = torch.empty(len(words), dtype=torch.int64, device=words.device)
-    if not words.numel():
-        return None
-    with torch.cuda.device_of(words):  # type: ignore[no-untyped-call]
-        launcher(digest_rows)(
-            len(words), words, counts, _weights(words.device), digests, words.shape[1],
-            words.stride(0), words.stride(1), counts.stride(0), MAX_WORDS, _MIX,
-            MASKED=mask is not None,
-        )  # fmt: skip
-    return digests
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
-
-
-def _mixed(words: Any, present: Any, weights: Any) -> Any:
-    """Return a digest ``[B]`` of each row of words ``[B, n]``, int64, in torch or in numpy.
-
-    ``present``: which of them count, each at its place among those that do; None if all do.
-    """
-    if present is None:
-        weighted = (words + 1) * weights[: words.shape[1]]
-    elif _is_padded_at_end(present):
-        weighted = (words + 1) * weights[: words.shape[1]] * present
-    else:
-        place = present.cumsum(1) - present * 1  # how many stand before it
-        weighted = (words + 1) * weights[place % MAX_WORDS] * present
-    total = weighted.sum(1)
-    total = (total ^ (total >> 29)) * _MIX
-    return total ^ (total >> 32)
-
-
-def _is_padded_at_end(present: Any) -> bool:
-    """Return whether all padding is at the end; False where the answer would wait for a device."""
-    if not isinstance(present, np.ndarray) or present.shape[1] > MAX_WORDS:
-        return False
-    return not (present[:, 1:] > present[:, :-1]).any()
-
-
-def _words(batch: Tensor, *, whole: bool) -> Tensor:
-    """Return integers ``[B, n]``: the bits of all elements of each sample, or of some."""
-    rows = batch if batch.dtype is torch.int64 and batch.dim() == 2 else _as_rows(batch)
-    if rows.is_floating_point():
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        rows = rows.contiguous().view(integer[rows.element_size()])
-    if not whole and rows.shape[1] > MAX_WORDS:
-        rows = rows[:, :: -(-rows.shape[1] // MAX_WORDS)]
-    return rows
-
-
-def _as_rows(batch: Tensor) -> Tensor:
-    rows = batch.detach().reshape(batch.shape[0], -1)
-    if rows.is_complex():
-        rows = torch.view_as_real(rows.resolve_conj()).reshape(batch.shape[0], -1)
-    return rows
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    """Return one odd random weight per position, the same on every worker."""
-    generator = torch.Generator(device="cpu").manual_seed(0x5EED)
-    low = torch.iinfo(torch.int64).min
-    high = torch.iinfo(torch.int64).max
-    words = torch.randint(low, high, (MAX_WORDS,), generator=generator, device="cpu")
-    return (words | 1).to(device)
-
-
-@cache
-def _weights_at() -> tuple[int, Tensor]:
-    """Return the weights' address on the host, and the tensor that owns them."""
-    weights = _weights(torch.device("cpu"))
-    return weights.data_ptr(), weights
-
-
-@cache
-def _weights_on_host() -> NDArray[np.int64]:
-    return _weights(torch.device("cpu")).numpy()
-
-
-@torch.no_grad()
-def _identity(samples: object) -> HostCopy | NDArray[np.int64] | None:
-    """Return the given ids, or digests of the given tensors."""
-    if isinstance(samples, Tensor) and not _is_content(samples):
-        return HostCopy(samples.to(torch.int64).reshape(-1))
-    if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], Tensor):
-        integers = (isinstance(one, Tensor) and one.numel() == 1 for one in samples)
-        if all(integers) and not any(map(_is_content, samples)):
-            return HostCopy(torch.stack([one.reshape(()).to(torch.int64) for one in samples]))
-        if all(isinstance(one, Tensor) and is_dense(one) and one.dim() == 1 for one in samples):
-            return HostCopy(_digests_of_items(samples))
-    batch, _ = find_batch((samples,), {})
-    if isinstance(batch, Tensor) or (batch is not None and items_in(batch)):
-        digests = digest_inputs((samples,), {})
-        return None if digests is None else HostCopy(digests)
-    return ids_of(samples)
-
-
-def _is_content(tensor: Tensor) -> bool:
-    return tensor.dim() > 1 or tensor.is_floating_point()
-
-
-def _recognised(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor | NDArray[np.int64] | None:
-    if not args:
-        of_ids = _digests_of_ids(kwargs.get("input_ids"), kwargs.get("attention_mask"))
-        if of_ids is not None:
-            return of_ids
-    digests = digest_inputs(args, kwargs)
-    if digests is None and (args or kwargs):
-        raise UsageError(
-            "the samples of a batch cannot be told apart: no tensor with a batch dimension and no "
-            "list of texts enters the model; give scope.batch(ids) one id per sample"
-        )
-    return digests
-
-
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
     """The samples (ids or digests, in parts) of one step; they may still be on the device."""
 
     samples: Sequence[Numbers | Ints]
-    lengths: Lengths
     values: Mapping[str, float]
 
     @property
     def ready(self) -> bool:
         """Whether all can be read without waiting."""
-        on_their_way = [one for one in self.samples if not isinstance(one, np.ndarray)]
-        return self.lengths.ready and all(one.ready for one in on_their_way)
+        return all(isinstance(one, np.ndarray) or one.ready for one in self.samples)
 
     def read(self) -> MessagePart:
         """Wait for the device."""
         packed = [_packed(one) for one in self.samples]
-        return MessagePart({**self.values, **self.lengths.read()}, {"samples_B": b"".join(packed)})
+        return MessagePart(self.values, {"samples_B": b"".join(packed)})
 
 
 class SampleProbe(Probe):
@@ -413,29 +178,25 @@ class SampleProbe(Probe):
 
     def __init__(self) -> None:
         self._samples = SampleMeter()
-        self._lengths = LengthMeter()
         self.give = self._samples.give
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Digest the batch, unless the training gave its ids."""
         self._samples.see(args, kwargs, forward)
-        self._lengths.see(args, kwargs, forward)
 
     def collect(self, end: StepEnd) -> PendingSamples:
         """Return the samples of the step's forward passes that had a backward pass."""
         values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
-        samples = self._samples.collect(end.idle)
-        return PendingSamples(samples, self._lengths.collect(end.idle), values)
+        return PendingSamples(self._samples.collect(end.idle), values)
 
     def abort(self) -> None:
         """Forget the step's samples."""
         self._samples.collect()
-        self._lengths.collect()
 
 
-def make_probe(job: Job) -> SampleProbe:
-    """Return the probe of samples."""
-    return SampleProbe()
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of samples, and of their lengths."""
+    return SampleProbe(), LengthMeter()
 
 
 def _packed(samples: Numbers | Ints) -> bytes:

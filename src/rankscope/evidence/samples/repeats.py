@@ -7,13 +7,13 @@ Samples that a sampler repeats at an epoch's end, so that all workers have equal
 fault. They explain repeats in the record.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Recurrence, SharedWork, Step
 from rankscope.bus.words import count, name_ranks
@@ -147,12 +147,11 @@ class SameResults(DuplicateBatches):
         gathered = step.gathered
         if not gathered.observed or any(map(len, gathered.samples)):
             return ()
-        ranks_of: dict[tuple[float, float], list[int]] = {}
-        columns = gathered.workers["loss"].tolist(), gathered.workers["grad_norm"].tolist()
-        for rank, results in enumerate(zip(*columns, strict=True)):
-            if all(map(math.isfinite, results)) and results[1] > 0:
-                ranks_of.setdefault(results, []).append(rank)
-        found = {tuple(ranks): 1 for ranks in ranks_of.values() if len(ranks) > 1}
+        losses_W, norms_W = gathered.workers["loss"], gathered.workers["grad_norm"]
+        known_W = np.isfinite(losses_W) & np.isfinite(norms_W) & (norms_W > 0)
+        results = zip(losses_W.tolist(), norms_W.tolist(), known_W.tolist(), strict=True)
+        groups = ranks_by((loss, norm) if known else None for loss, norm, known in results)
+        found = {tuple(ranks): 1 for ranks in groups.values() if len(ranks) > 1}
         return self._observe(gathered.step, found)
 
 

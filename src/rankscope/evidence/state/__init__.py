@@ -38,4 +38,7 @@ ARRAYS = (
     Array("traced_sketches", np.float32),
 )
 
-EVIDENCE = Evidence("state", __name__, COLUMNS, arrays=ARRAYS)
+FROZEN = "frozen"
+"""Key of the digests of frozen modules beside the watched model."""
+
+EVIDENCE = Evidence("state", __name__, COLUMNS, arrays=ARRAYS, held=FROZEN)

@@ -9,23 +9,35 @@ cost too. All reads at one moment of a step are one call on the host, one launch
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
+from rankscope.bus.probe import Probe, StepEnd
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.state.holdings import (
+from rankscope.evidence.state.plan import (
+    DigestSchedule,
+    Slice,
+    TensorLookup,
+    is_sharded,
     optimizer_state,
     read_roles,
     replaced_parameters,
     signature,
     state_leaves,
+    survey,
 )
-from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
-from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen
+from rankscope.evidence.state.slot import (
+    NO_SLOT,
+    DigestSlot,
+    PendingRoles,
+    PendingState,
+    StepReadings,
+)
 from rankscope.gradients.digest import digest_bits, word_of
 
 _UNREADABLE = word_of("cannot be read")
@@ -44,8 +56,11 @@ evaluation, which has already broadcast."""
 _log = logging.getLogger("rankscope")
 
 
-class StateMeter:
+class StateMeter(Probe):
     """Digests some of a model's state at a time; all calls come on the training thread.
+
+    The new state is read as soon as the model holds it, before the script may change it; where it
+    holds it later, when the step is collected.
 
     No call waits for the device, raises, or changes anything. Unreadable tensors have a digest of
     their own, missing gradients the digest 0.
@@ -60,7 +75,7 @@ class StateMeter:
         reduces: Callable[[Tensor], bool] | None = None,  # None if all gradients are reduced
         left_out: Container[str] = (),  # that each worker may have for itself
         broadcasts: Callable[[], bool] | None = None,  # buffers, by DDP, just now; None for never
-        lasting: Lasting | None = None,  # None if all parameters last
+        lookup: TensorLookup | None = None,  # None if all parameters last
         device: torch.device | None = None,  # where the model lives
         max_items: int = 32,  # digests, at most, for each step
         num_slots: int = 64,  # steps of one cycle of the digest schedule
@@ -69,6 +84,8 @@ class StateMeter:
         sums_by_hand: bool = False,  # over other axes of a mesh: later changes are not recorded
         shards: bool = False,  # read shards too, for changes after the reduction
         summed: Container[str] = (),  # names of parameters summed over other ranks in between
+        sends_names: bool = False,  # of the digested items, which are equal on all workers
+        updates_all: bool = False,  # the model holds the new state once ``optimizer.step`` returns
     ) -> None:
         self._module = module
         self._summed = summed
@@ -76,7 +93,7 @@ class StateMeter:
         self._reduces = reduces
         self._left_out = left_out
         self._broadcasts = broadcasts
-        self._lasting = lasting
+        self._lookup = lookup
         self._new_plan = partial(
             DigestSchedule,
             replicated=replicated,
@@ -88,8 +105,10 @@ class StateMeter:
         )
         self._spacing = spacing
         self._local_steps = local_steps
-        self.alone = False  # whether each worker trains alone, as far as the root knows
+        self._alone = False  # whether each worker trains alone, as far as the root knows
         self._next: tuple[int, bool] | None = None  # step from which that changes
+        self._known: set[int] | None = set() if sends_names else None
+        self._updates_all = updates_all
         self._sums_by_hand = sums_by_hand
         self._replicated = replicated
         self._plan: DigestSchedule | None = None
@@ -97,8 +116,10 @@ class StateMeter:
         self._slots: dict[tuple[int, ...], DigestSlot] = {}
         self._warned = False
         self._unsent = 0
-        self._slot = NOTHING
-        self._seen = Seen()
+        self._step = -1
+        self._is_read = False
+        self._slot = NO_SLOT
+        self._seen = StepReadings()
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
@@ -110,20 +131,19 @@ class StateMeter:
         """Names of the parameters whose local gradient :meth:`see_local` reads."""
         return self._slot.wanted
 
-    def begin_step(self, step: int) -> None:
-        """Choose what to read in a step, at its first forward pass; read buffers.
-
-        What a step counts up in them, and its loop then adds up over workers, is not compared in
-        between.
-        """
+    def begin_step(self, step: int, *, paused: bool = False) -> None:
+        """Choose what to read in a step, at its first forward pass; read buffers."""
+        if step == self._step:
+            return
         self._clear()
+        self._step = step
         if self._next is not None and step >= self._next[0]:
-            self.alone = self._next[1]
+            self._alone = self._next[1]
             self._next = None
         self._first_step = step if self._first_step is None else self._first_step
         self._roles_due = is_role_step(step, self._first_step)
         number, between = (step, 0) if step < _SLOT_EACH_STEP else divmod(step, self._spacing)
-        if self._local_steps or self.alone:
+        if self._local_steps or self._alone:
             number = step // (self._local_steps or _ALONE_STEPS)
             between = 0
         if between:
@@ -139,20 +159,17 @@ class StateMeter:
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
 
-    def change_schedule(self, step: int, *, alone: bool) -> None:
+    def on_request(self, step: int, content: bytes) -> None:
         """Read the same tensors in several steps from ``step`` on, or no longer."""
-        self._next = step, alone
+        self._next = step, content == b"alone"
 
-    def before_forward(self) -> None:
+    def before_forward(self, step: int, *, first: bool) -> None:
         """Count the steps in which DDP broadcasts no buffers: the first pass is about to begin."""
-        if self._broadcasts is not None:
+        if first and self._broadcasts is not None:
             self._unsent = 0 if self._broadcasts() else self._unsent + 1
 
     def enter_module(self) -> None:
-        """Read running statistics if DDP has just broadcast them; the first time in a step counts.
-
-        A forward pass after an evaluation finds them broadcast already, and reads nothing.
-        """
+        """Read running statistics if DDP has just broadcast them, once in a step."""
         rows = self._slot.broadcast
         seen = self._seen
         if self._broadcasts is None or not self._broadcasts():
@@ -163,10 +180,7 @@ class StateMeter:
             seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take a local gradient by its parameter's canonical name; the last one counts.
-
-        It may be overwritten as soon as this returns.
-        """
+        """Digest a local gradient, which may be overwritten then; the last one counts."""
         if name not in self._slot.wanted:
             return
         if not gradient.is_cpu:
@@ -198,14 +212,14 @@ class StateMeter:
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
-        if self._slot is not NOTHING:
+        if self._slot is not NO_SLOT:
             self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
 
-    def see_applied(self) -> None:
+    def before_update(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
         if self._roles_due:
             self._see_replaced()
-        if self._slot is NOTHING or self._optimizer is None:
+        if self._slot is NO_SLOT or self._optimizer is None:
             return
         if StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
@@ -216,12 +230,12 @@ class StateMeter:
             self._read_roles()
         slot = self._slot
         seen = self._seen
-        if slot is NOTHING:
+        if slot is NO_SLOT:
             return
         cached = slot.cached
-        tensors = [part.place.current(self._lasting) for part in slot.parameters.slices]
+        tensors = [part.place.current(self._lookup) for part in slot.parameters.slices]
         try:
-            marks = self._add_kept(tensors, slot)
+            marks = self._add_optimizer_states(tensors, slot)
         except Exception:  # unusual optimizer state: its parts are read one by one
             marks = None
         reading = self._begin_again(cached.state, tensors) if marks == cached.marks else None
@@ -230,16 +244,15 @@ class StateMeter:
         seen.state = reading
         seen.weights, seen.starts = cached.leaves
 
-    def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
-        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
-
-        Returns names of that state; None if some of it may be no tensor.
-        """
+    def _add_optimizer_states(
+        self, tensors: list[Tensor | None], slot: DigestSlot
+    ) -> list[object] | None:
+        """Append a slot's optimizer state; return its names, or None if some may be no tensor."""
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):
-            return None if slot.kept_of else marks
-        for number in slot.kept_of:
+            return None if slot.parameters_with_state else marks
+        for number in slot.parameters_with_state:
             state = states.get(tensors[number])
             if state is None:
                 marks.append(None)
@@ -272,7 +285,27 @@ class StateMeter:
             cached.state.learn(reading, tensors)
         return self._begin(reading)
 
-    def collect(self, *, set_aside: bool = False) -> PendingState:
+    def after_update(self, optimizer: Any, *, complete: bool) -> None:
+        """Read the new state, if it is complete; the last call counts."""
+        if complete and self._updates_all and not self._alone:  # else an average may follow
+            self.see_state()
+            self._is_read = True
+
+    def collect(self, end: StepEnd) -> PendingState | None:
+        """Read the rest, and return all readings of the step."""
+        if not end.comparable:
+            self._clear()
+            return None
+        self.begin_step(end.step)
+        if not self._is_read:
+            self.see_state()
+        return self.take(set_aside=end.set_aside)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._clear()
+
+    def take(self, *, set_aside: bool = False) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
         slot = self._slot
         seen = self._seen
@@ -288,20 +321,23 @@ class StateMeter:
             replicated=self._replicated,
             summed=self._summed,
             set_aside=set_aside,
+            known=self._known,
         )
         self._clear()
         return pending
 
     def _clear(self) -> None:
-        self._slot = NOTHING
-        self._seen = Seen()
+        self._step = -1
+        self._is_read = False
+        self._slot = NO_SLOT
+        self._seen = StepReadings()
         self._roles_due = False
         self._roles = self._replaced = None
 
     def _see_replaced(self) -> None:
         """Look for parameters that the optimizer does not hold, at all of its calls in a step."""
         try:
-            found = replaced_parameters(self._module, self._optimizer, self._lasting)
+            found = replaced_parameters(self._module, self._optimizer, self._lookup)
         except Exception as error:  # a model or an optimizer that cannot be listed
             self._warn_once(error)
             return
@@ -311,7 +347,7 @@ class StateMeter:
     def _read_roles(self) -> None:
         """Read the role of each parameter, and the values of those not reduced."""
         try:
-            found = read_roles(self._module, self._optimizer, self._left_out, self._lasting)
+            found = read_roles(self._module, self._optimizer, self._left_out, self._lookup)
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
             return
@@ -330,7 +366,7 @@ class StateMeter:
         found = survey(
             self._module,
             self._left_out,
-            self._lasting,
+            self._lookup,
             broadcast=self._broadcasts is not None,
         )
         if self._plan is None or found != self._plan.found:
@@ -348,11 +384,11 @@ class StateMeter:
         return slot
 
     def _is_reduced(self, part: Slice) -> bool:
-        parameter = part.place.current(self._lasting)
+        parameter = part.place.current(self._lookup)
         return parameter is None or self._reduces is None or self._reduces(parameter)
 
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
-        parameters = [part.place.current(self._lasting) for part in slices]
+        parameters = [part.place.current(self._lookup) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
         cached = self._slot.cached.gradients
         self._seen.gradients[kind] = self._read(cached, slices, gradients, norm=True)
@@ -395,7 +431,7 @@ class StateMeter:
         """Add the optimizer state of a slice, if there is any yet."""
         first = len(reading)
         try:
-            parameter = part.place.current(self._lasting)
+            parameter = part.place.current(self._lookup)
             state = None if parameter is None else optimizer_state(self._optimizer, parameter)
             for weight, leaf, start, stop in () if state is None else state_leaves(state, part):
                 if isinstance(leaf, int):

@@ -4,9 +4,12 @@ It depends on names, shapes and types alone. So workers with equal models choose
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import lru_cache
+from itertools import chain, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -15,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
-from rankscope.gradients.digest import known_shape, word_of
+from rankscope.evidence.state.roles import MOST_NAMED, Role, Roles, role_word
+from rankscope.gradients.digest import PendingDigest, digest_bits, known_shape, word_of
 from rankscope.gradients.names import canonical_name
 from rankscope.private import find
 
@@ -27,7 +31,7 @@ _OF_BUFFERS: Mapping[bool | None, Kinds] = {
     None: (StateKind.BUFFER,),
 }
 _SHARD = (StateKind.REDUCED, StateKind.APPLIED)
-Lasting = Callable[[nn.Module, str], Tensor | None]
+TensorLookup = Callable[[nn.Module, str], Tensor | None]
 """Returns the lasting tensor of a module's parameter, which is replaced while the model computes;
 None for a parameter that each worker may have for itself."""
 
@@ -54,13 +58,13 @@ class TensorPlace:
     key: str  # its name in ``holder``
     is_buffer: bool
 
-    def current(self, lasting: Lasting | None = None) -> Tensor | None:
+    def current(self, lookup: TensorLookup | None = None) -> Tensor | None:
         """Return the tensor in this place now, or its lasting one."""
         found = self.holder._buffers if self.is_buffer else self.holder._parameters
         tensor = found.get(self.key)
-        if tensor is None or self.is_buffer or lasting is None:
+        if tensor is None or self.is_buffer or lookup is None:
             return tensor
-        return lasting(self.holder, self.key)
+        return lookup(self.holder, self.key)
 
 
 class FoundState(NamedTuple):
@@ -151,7 +155,7 @@ class DigestSchedule:
 def survey(
     module: nn.Module,
     left_out: Container[str] = (),  # that each worker may have for itself
-    lasting: Lasting | None = None,
+    lookup: TensorLookup | None = None,
     *,
     broadcast: bool = False,  # DDP broadcasts buffers
 ) -> list[FoundState]:
@@ -162,7 +166,7 @@ def survey(
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
             for key in tensors:
                 place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
-                tensor = place.current(lasting)
+                tensor = place.current(lookup)
                 if tensor is None or id(tensor) in seen or place.name in left_out:
                     continue
                 seen.add(id(tensor))
@@ -291,3 +295,179 @@ def _one_of(group: list[Item]) -> Item:
         sum(item.bytes for item in group),
         tuple(part for item in group for part in item.slices),
     )
+
+
+class ParameterRoles(NamedTuple):
+    """The roles of a model's parameters, and those that are trained and not reduced."""
+
+    roles: Roles
+    left_out: dict[str, Tensor]  # by name and shape
+
+
+def read_roles(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    left_out: Container[str] = (),
+    lookup: TensorLookup | None = None,
+) -> ParameterRoles:
+    """Return the roles of a model's parameters; a shared one has a role for each of its names.
+
+    The wrapper does not reduce those named in ``left_out``; ``lookup`` returns the lasting tensor
+    of a parameter, None if all parameters last.
+    """
+    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    words: dict[str, int] = {}
+    first_names: dict[int, str] = {}
+    alone: dict[str, Tensor] = {}
+    for name, tensor in _parameters_of(module, lookup):
+        first = first_names.setdefault(id(tensor), name)
+        role = _role(tensor, counts[id(tensor)], apart=name in left_out)
+        words[canonical_name(name)] = role_word(role, "" if first == name else first)
+        if {Role.TRAINED, Role.LEFT_OUT} <= set(role) and len(alone) < MOST_NAMED:
+            alone[f"{name} {known_size(tensor)[0]}"] = tensor
+    return ParameterRoles(Roles(tuple(words), tuple(words.values())), alone)
+
+
+def replaced_parameters(
+    module: nn.Module, optimizer: object, lookup: TensorLookup | None = None
+) -> dict[str, Tensor]:
+    """Return the parameters in whose place an optimizer holds other tensors, by canonical name.
+
+    They have a gradient, and no group of the optimizer has them. As many tensors of their shape in
+    the groups are no parameters of the model, and have neither a gradient nor a state: so copies
+    that an optimizer updates do not count. ``lookup`` is as in :func:`read_roles`.
+    """
+    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
+    held = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    own = {id(tensor): (name, tensor) for name, tensor in _parameters_of(module, lookup)}
+    others = Counter(
+        known_size(tensor)[0]
+        for key, tensor in held.items()
+        if key not in own and tensor.requires_grad and tensor.is_leaf and tensor.grad is None
+        and not optimizer_state(optimizer, tensor)
+    )  # fmt: skip
+    left = [one for key, one in own.items() if key not in held] if others else []
+    left = [(name, tensor) for name, tensor in left if tensor.is_leaf and tensor.grad is not None]
+    sizes = Counter(known_size(tensor)[0] for _, tensor in left)
+    found = {
+        canonical_name(name): tensor
+        for name, tensor in left
+        if tensor.requires_grad and sizes[shape := known_size(tensor)[0]] <= others[shape]
+    }
+    return dict(list(found.items())[:MOST_NAMED])
+
+
+def _parameters_of(module: nn.Module, lookup: TensorLookup | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters with all of their names."""
+    for prefix, holder in module.named_modules():
+        for key in holder._parameters:
+            place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
+            tensor = place.current(lookup)
+            if tensor is not None:
+                yield place.name, tensor
+
+
+def _role(tensor: Tensor, count: int, *, apart: bool) -> Role:
+    role = Role(0)
+    for flag, holds in (
+        (Role.TRAINED, tensor.requires_grad),
+        (Role.OWNED, count > 0),
+        (Role.TWICE, count > 1),
+        (Role.LEFT_OUT, apart),
+    ):
+        role |= flag if holds else Role(0)
+    return role
+
+
+_MODULUS = 1 << 64
+_of_tensor = attrgetter("shape", "dtype", "requires_grad")
+_held = attrgetter("_modules", "_parameters", "_buffers")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+Leaf = tuple[int, Tensor | int, int, int | None]
+"""An odd weight; a tensor, or the digest of a plain value; and the tensor's range that counts."""
+
+
+def optimizer_state(optimizer: object, parameter: Tensor) -> object:
+    """Return the optimizer state of a parameter; None without."""
+    states = getattr(optimizer, "state", None)
+    return states.get(parameter) if isinstance(states, Mapping) else None
+
+
+def digest_optimizer(optimizer: object, parameter: Tensor, part: Slice) -> PendingDigest:
+    """Return a digest of the optimizer state of a slice of a parameter; 0 without."""
+    digest = PendingDigest()
+    state = optimizer_state(optimizer, parameter)
+    for weight, leaf, start, stop in () if state is None else state_leaves(state, part):
+        each = PendingDigest(leaf) if isinstance(leaf, int) else digest_bits(leaf, start, stop)
+        digest.add(each, weight)
+    return digest
+
+
+def state_leaves(state: object, part: Slice, weight: int = 1) -> Iterator[Leaf]:
+    """Yield the leaves of a state: its digest is the weighted sum of their digests."""
+    if isinstance(state, Tensor):
+        yield weight, state, *_share(state, part)
+        return
+    pairs: Iterable[tuple[object, object]]
+    if isinstance(state, Mapping):
+        pairs = state.items()
+    elif isinstance(state, (list, tuple)):
+        pairs = enumerate(state)
+    else:
+        plain = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
+        yield weight, word_of(f"value {plain}"), 0, None
+        return
+    yield weight, _word_of_length(len(state)), 0, None
+    for key, value in pairs:  # in any order: they are added up
+        inner = weight * _weight_of(str(key)) % _MODULUS
+        if isinstance(value, Tensor):
+            yield inner, value, *_share(value, part)
+        else:
+            yield from state_leaves(value, part, inner)
+
+
+@lru_cache(maxsize=4096)
+def _word_of_length(length: int) -> int:
+    return word_of(f"{length} values")
+
+
+@lru_cache(maxsize=4096)
+def _weight_of(key: str) -> int:
+    return word_of(f"key {key}") | 1
+
+
+def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
+    """Return the range of a state tensor that belongs to a range of its parameter."""
+    if part.start == 0 and part.stop is None:
+        return 0, None
+    length = (state.to_local() if isinstance(state, DTensor) else state).numel()
+    if length < 2:
+        return 0, None
+    stop = None if part.stop is None else part.stop * length // part.length
+    return part.start * length // part.length, stop
+
+
+def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object] | None:
+    """Return a signature that is equal while model and optimizer have not changed, if any."""
+    try:
+        groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
+        holders = [module]
+        seen = {id(module)}
+        for holder in holders:
+            for inner in holder._modules.values():
+                if inner is not None and id(inner) not in seen:
+                    seen.add(id(inner))
+                    holders.append(inner)
+        held = list(chain.from_iterable(map(_held, holders)))
+        values = list(chain.from_iterable(map(dict.values, held)))
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return [
+            [list(map(id, group)) for group in groups],
+            list(map(list, held)),
+            list(map(id, values)),
+            list(map(_of_tensor, tensors)),
+        ]
+    except Exception:
+        return None

@@ -1,12 +1,8 @@
-"""Digests of parameters, buffers, optimizer state and gradients, and traces of whole tensors.
+"""The probes of state: digests, traces, what moves in forward passes, and frozen modules."""
 
-And state that changes between the forward passes of a step, where nothing should move it. A few
-tensors in turn are copied, a few elements of each, as each forward pass begins and as the optimizer
-is called. An average of the weights that is updated in ``forward`` moves with each micro-batch, not
-with each step. No digest after the step shows that.
-"""
-
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,235 +11,63 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.bus.replicas import RUNNING_STATISTICS, TensorTrace
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
+from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.slot import PendingState
-from rankscope.evidence.state.trace import PendingTrace, TraceMeter
+from rankscope.evidence.state.trace import TraceMeter
+from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
+from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import FSDP2, MEGATRON
 from rankscope.wrappers.fsdp2_model import ShardLookup
+from rankscope.wrappers.living import live_objects
+
+_log = logging.getLogger("rankscope")
 
 _TENSORS = 4  # a step, that are copied at each forward pass
 _ELEMENTS = 256  # of each
 _FEWEST_PASSES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStateMessage:
-    """The digests and traces of one step; they may still be on the device.
+class ReplicaProbe(Probe):
+    """Sends which workers hold the same; equal numbers hold equal parameters."""
 
-    Names of the digested items are equal on all workers: the first one sends them once.
-    """
+    def __init__(self, replica: int) -> None:
+        self._part = Ready(MessagePart({"replica": replica}))
 
-    state: PendingState | None
-    trace: PendingTrace | None
-    passes: "PendingPasses | None"
-    sent: set[int] | None  # digests of the names that the root has; None on other workers
-    replica: int | None
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        parts = [part for part in (self.trace, self.state, self.passes) if part is not None]
-        return all(part.ready for part in parts)
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        part = MessagePart()
-        values: dict[str, float] = {}
-        arrays: dict[str, bytes] = {}
-        names: dict[str, Any] = {}
-        if self.replica is not None:
-            values["replica"] = self.replica
-        if self.state is not None:
-            part.items = self._add_digests(self.state, values, arrays, names)
-        if self.passes is not None and (moved := self.passes.read()):
-            names["passes"] = moved
-        if self.trace is not None:
-            names["traced"] = _add_trace(arrays, self.trace.read())
-        part.values = values
-        part.arrays = arrays
-        part.names = names
-        return part
-
-    def _add_digests(
-        self,
-        pending: PendingState,
-        values: dict[str, float],
-        arrays: dict[str, bytes],
-        names: dict[str, Any],
-    ) -> int:
-        state, signals = pending.read()
-        values.update(signals)
-        arrays["digests_D"] = state.digests_D.tobytes()
-        arrays["unchanged_D"] = state.unchanged_D.tobytes()
-        if self.sent is not None and len(state.names) and state.items not in self.sent:
-            self.sent.add(state.items)
-            kinds = [str(kind) for kind in state.kinds]
-            names["items"] = [[state.items, kinds, list(state.names)]]
-        if pending.changed:
-            names["changed"] = list(pending.changed)
-        if pending.roles is not None:
-            names["roles"] = pending.roles.read().to_json(named=self.sent is not None)
-        return state.items
+    def collect(self, end: StepEnd) -> Ready:
+        """Return the number."""
+        return self._part
 
 
-class StateProbe(Probe):
-    """Compares one worker's state exactly.
-
-    The new state is read as soon as the model holds it, before the script may change it; where it
-    holds it later, when the step is collected.
-    """
-
-    def __init__(
-        self,
-        meter: StateMeter | None,  # digests state; None where nothing is compared
-        tracer: TraceMeter | None,  # traces tensors; None without
-        passes: "PassMeter | None",  # likewise at each forward pass
-        *,
-        sends_names: bool,
-        replica: int | None,  # equal numbers hold equal parameters; None: one owner each
-        updates_all: bool,  # the model holds the new state as soon as ``optimizer.step`` returns
-    ) -> None:
-        self._meter = meter
-        self._tracer = tracer
-        self._passes = passes
-        self._sent: set[int] | None = set() if sends_names else None
-        self._replica = replica
-        self._updates_all = updates_all
-        self._step = -1
-        self._is_read = False
-
-    @property
-    def wanted_names(self) -> Collection[str]:
-        """Names of the parameters whose local gradient is compared in this step."""
-        return () if self._meter is None else self._meter.wanted_names
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Choose the items to read in a step, unless it has begun already."""
-        self._begin(step)
-        if self._tracer is not None:
-            self._tracer.begin_step(step, paused=paused)
-
-    def before_forward(self, step: int, *, first: bool) -> None:
-        """Check whether DDP broadcasts buffers."""
-        if first and self._meter is not None:
-            self._meter.before_forward()
-        if self._passes is not None:
-            self._passes.see(first=first)
-
-    def enter_module(self) -> None:
-        """Read running statistics that DDP has just broadcast."""
-        if self._meter is not None:
-            self._meter.enter_module()
-
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Digest a local gradient."""
-        if self._meter is not None:
-            self._meter.see_local(name, gradient)
-
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Digest several local gradients."""
-        if self._meter is not None:
-            self._meter.see_locals(gradients)
-
-    def see_reduced(self) -> None:
-        """Digest and trace gradients right after the reduction."""
-        if self._meter is not None:
-            self._meter.see_reduced()
-        if self._tracer is not None:
-            self._tracer.see_reduced()
-
-    def before_update(self) -> None:
-        """Digest gradients as the optimizer gets them."""
-        if self._meter is not None:
-            self._meter.see_applied()
-        if self._passes is not None:
-            self._passes.see_update()
-
-    def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """Read the new state, if it is complete; the last call counts."""
-        if self._meter is None or self._meter.alone:  # an average may follow
-            return
-        if complete and self._updates_all:
-            self._meter.see_state()
-            self._is_read = True
-
-    def collect(self, end: StepEnd) -> Pending:
-        """Read the rest, and return all readings of the step."""
-        state = self._collect_state(end)
-        trace = None
-        if self._tracer is not None:
-            end.busy_seconds -= self._tracer.busy_seconds
-            if not end.comparable:
-                self._tracer.abort()
-            trace, seconds = self._tracer.collect()
-            end.leave_out(seconds)
-        passes = None if self._passes is None else self._passes.collect()
-        return PendingStateMessage(state, trace, passes, self._sent, self._replica)
-
-    def _collect_state(self, end: StepEnd) -> PendingState | None:
-        if self._meter is None:
-            return None
-        if not end.comparable:
-            self._forget()
-            return None
-        self._begin(end.step)
-        if not self._is_read:
-            self._meter.see_state()
-        return self._meter.collect(set_aside=end.set_aside)
-
-    def _begin(self, step: int) -> None:
-        if self._meter is not None and self._step != step:
-            self._step = step
-            self._is_read = False
-            self._meter.begin_step(step)
-
-    def _forget(self) -> None:
-        if self._meter is not None:
-            self._meter.collect()
-        self._step = -1
-
-    def on_request(self, step: int, content: bytes) -> None:
-        """Change the schedule of digests from a step on, as all ranks do."""
-        if self._meter is not None:
-            self._meter.change_schedule(step, alone=content == b"alone")
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        self._forget()
-        if self._passes is not None:
-            self._passes.collect()
-        if self._tracer is not None:
-            self._tracer.abort()
-
-
-def make_probe(job: Job) -> StateProbe:
-    """Return the probe of a model's state."""
+def make_probe(job: Job) -> tuple[Probe, ...]:
+    """Return the probes of a model's state: digests, what moves in passes, traces, replicas."""
     wrapped = job.wrapped
-    tracer = None
+    probes: list[Probe] = []
+    if job.exact:
+        frozen = FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
+        probes += [_meter(job), PassMeter(wrapped.module), frozen]
     if job.trace:
-        tracer = TraceMeter(
-            wrapped.module,
-            wrapped.parameters,
-            wrapped.device,
-            job.optimizer,
-            every=job.every,
-            leave_out=job.leave_out,
+        probes.append(
+            TraceMeter(
+                wrapped.module,
+                wrapped.parameters,
+                wrapped.device,
+                job.optimizer,
+                every=job.every,
+                leave_out=job.leave_out,
+            )
         )
-    return StateProbe(
-        _meter(job) if job.exact else None,
-        tracer,
-        PassMeter(wrapped.module) if job.exact else None,
-        sends_names=job.rank == 0,
-        replica=wrapped.replica,
-        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
-    )
+    if wrapped.replica is not None:
+        probes.append(ReplicaProbe(wrapped.replica))
+    return tuple(probes)
 
 
 def _meter(job: Job) -> StateMeter:
@@ -256,22 +80,20 @@ def _meter(job: Job) -> StateMeter:
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
         left_out=wrapped.left_out(),
-        lasting=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
+        lookup=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
         device=wrapped.device,
         spacing=job.state_spacing,
         local_steps=job.local_steps,
         sums_by_hand=wrapped.mesh is not None,
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
         summed=job.channel.shared_weights,
+        sends_names=job.rank == 0,
+        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )
 
 
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
-
-    Not where DeepSpeed gathers them afterwards, nor where the known optimizer holds only a part of
-    them.
-    """
+    """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns."""
     if optimizer is None or not wrapped.kind.updates_at_once:
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -279,30 +101,10 @@ def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer's state is stored by parameter, and is the same on replicas.
-
-    DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
-    """
+    """Return whether an optimizer's state is stored by parameter, and is the same on replicas."""
     if wrapped.kind is MEGATRON:
         return _updates_all(wrapped, optimizer)
     return bool(wrapped.kind.state_by_parameter)
-
-
-def _add_trace(arrays: dict[str, bytes], trace: TensorTrace) -> dict[str, Any]:
-    """Put a trace into a message, after that of the initial model; return the names."""
-    parts = [part for part in (trace.initial, trace) if part is not None]
-    columns: tuple[tuple[str, str, type[np.generic]], ...] = (
-        ("traced_digests_N", "digests_N", np.int64),
-        ("traced_norms_N", "norms_N", np.float64),
-        ("traced_sketches", "sketches_NK", np.float32),
-    )
-    for name, field, dtype in columns:
-        arrays[name] = b"".join([getattr(part, field).astype(dtype).tobytes() for part in parts])
-    return {
-        what: [[str(kind) for kind in part.kinds], list(part.names)]
-        for what, part in (("initial", trace.initial), ("own", trace))
-        if part is not None
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +121,12 @@ class PendingPasses:
         """Whether :meth:`read` would not wait."""
         return all(copy.ready for copy in self.copies)
 
-    def read(self) -> list[tuple[str, int, bool]]:
+    def read(self) -> MessagePart:
+        """Wait for the device."""
+        moved = self.moved()
+        return MessagePart(names={"passes": moved} if moved else {})
+
+    def moved(self) -> list[tuple[str, int, bool]]:
         """Return name, number of changes, and whether it is frozen, of each that has changed."""
         moments = [np.split(copy.numpy(), self.ends[:-1]) for copy in self.copies]
         changes = [
@@ -339,8 +146,12 @@ class _Chosen(NamedTuple):
     tensor: Tensor
 
 
-class PassMeter:
-    """Copies a few tensors of a model at each forward pass of a step, in turn.
+class PassMeter(Probe):
+    """Finds state that changes between the forward passes of a step, where nothing should move it.
+
+    A few tensors in turn are copied, a few elements of each, as each forward pass begins and as the
+    optimizer is called. An average of the weights that is updated in ``forward`` moves with each
+    micro-batch, not with each step. No digest after the step shows that.
 
     Left out are whole numbers (counters), and buffers of torch's own modules: running statistics,
     spectral norms and observers move with each forward pass.
@@ -359,24 +170,28 @@ class PassMeter:
         self._ends: list[int] = []
         self._copies: list[HostCopy] = []
 
-    def see(self, *, first: bool = False) -> None:
+    def before_forward(self, step: int, *, first: bool) -> None:
         """Copy the tensors in turn, where a forward pass begins."""
         if first:
             self._begin()
         self._passes += 1
         self._copy()
 
-    def see_update(self) -> None:
+    def before_update(self) -> None:
         """Copy them once more, where the optimizer is first called."""
         if len(self._copies) == self._passes:
             self._copy()
 
-    def collect(self) -> PendingPasses | None:
-        """Return the step's copies; None where there are too few to compare."""
-        copies = self._copies
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
         self._copies = []
         self._passes_before = self._passes
         self._passes = 0
+
+    def collect(self, end: StepEnd) -> PendingPasses | None:
+        """Return the step's copies; None where there are too few to compare."""
+        copies = self._copies
+        self.abort()
         if len(copies) <= _FEWEST_PASSES:
             return None
         names = [each.name for each in self._chosen]
@@ -443,3 +258,124 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.numel() > 0
         and tensor.is_contiguous()
     )
+
+
+READ_AT = (1, 64)
+"""Steps since the start in which frozen modules are read; they are looked for in the first."""
+
+_BEGINNING = 1 << 16  # elements of each frozen parameter
+_MOST_PARAMETERS = 4096
+_WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule}
+
+
+class FrozenProbe(Probe):
+    """Sends digests of frozen modules outside of the watched model, in two steps of a session.
+
+    A module that the training holds by itself is in no wrapper, so nobody makes its copies equal.
+    The beginning of each parameter is digested.
+    """
+
+    def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
+        self._inside = {id(part) for model in watched for part in model.modules()}
+        self._first_step = first_step
+        self._modules: list[weakref.ref[nn.Module]] | None = None
+        self._reading: _FrozenReading | None = None
+
+    def before_forward(self, step: int, *, first: bool) -> None:
+        """Begin to read the modules, in the first forward pass of a step in which it is due."""
+        if not first or step - self._first_step not in READ_AT:
+            return
+        try:
+            self._begin()
+        except Exception as error:  # whatever other modules of the process are
+            _log.debug("frozen modules are not compared: %r", error)
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        if self._modules is None:
+            self._modules = [weakref.ref(module) for module in frozen_modules(self._inside)]
+        modules = [module for one in self._modules if (module := one()) is not None]
+        parameters: list[list[Tensor]] = [list(module.parameters()) for module in modules]
+        digests = [digest_tensor(p, stop=_BEGINNING) for each in parameters for p in each]
+        if digests and len(digests) <= _MOST_PARAMETERS:
+            devices = dict.fromkeys(digest.device for digest in digests)  # in order
+            copies = [
+                HostCopy(torch.stack([one for one in digests if one.device == device]), own=True)
+                for device in devices
+            ]
+            self._reading = _FrozenReading(
+                [label_of(module) for module in modules], parameters, copies
+            )
+
+    def collect(self, end: StepEnd) -> "_FrozenReading | None":
+        """Return what was read in this step."""
+        reading, self._reading = self._reading, None
+        return reading
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._reading = None
+
+
+class _FrozenReading:
+    """Digests of modules, perhaps still on the device."""
+
+    def __init__(
+        self, labels: list[str], parameters: list[list[Tensor]], copies: list[HostCopy]
+    ) -> None:
+        self._labels = labels
+        self._devices = [[p.device for p in each] for each in parameters]
+        self._copies = copies
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return all(copy.ready for copy in self._copies)
+
+    def read(self) -> MessagePart:
+        """Wait for the device; return a digest of each module by its label."""
+        devices = dict.fromkeys(device for each in self._devices for device in each)
+        numbers = {d: iter(c.numpy().tolist()) for d, c in zip(devices, self._copies, strict=True)}
+        by_label: dict[str, list[int]] = {}
+        for label, each in zip(self._labels, self._devices, strict=True):
+            digests = [next(numbers[device]) for device in each]
+            by_label.setdefault(label, []).append(digest_of(repr(digests).encode()))
+        held = {
+            label if len(found) == 1 else f"{label}, number {number}": digest
+            for label, found in by_label.items()
+            for number, digest in enumerate(sorted(found), 1)
+        }
+        return MessagePart(names={FROZEN: {StateKind.STARTED: held}})
+
+
+def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
+    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
+    modules: list[nn.Module] = [
+        each for each in _living_modules() if id(each) not in inside and _is_frozen(each)
+    ]
+    parts = {id(part) for each in modules for part in each.modules() if part is not each}
+    yield from (each for each in modules if id(each) not in parts)
+
+
+def _living_modules() -> list[nn.Module]:
+    modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+    wrapped = [each for each in modules if not _WRAPPERS.isdisjoint(type(each).__mro__)]
+    apart = {id(part) for each in wrapped for part in each.modules()}
+    return [each for each in modules if id(each) not in apart]
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    try:
+        found = list(module.parameters())
+    except Exception:  # such as a module that was never initialised
+        return False
+    return bool(found) and all(
+        not p.requires_grad and type(p.data) is Tensor and not p.is_meta and p.numel()
+        for p in found
+    )
+
+
+def label_of(module: nn.Module) -> str:
+    """Return a module's class and its number of elements."""
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} ({size:,} elements)"

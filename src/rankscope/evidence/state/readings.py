@@ -153,10 +153,7 @@ class PendingDigests:
 
 
 class CachedReading:
-    """A reading that is repeated with new tensors of the same sizes and types.
-
-    It holds none of them, and only looks up their addresses.
-    """
+    """A reading that is repeated with new tensors of the same sizes and types, by address."""
 
     __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading", "_types")
 
@@ -169,10 +166,7 @@ class CachedReading:
         self._offsets: list[int] | None = None
 
     def learn(self, reading: PendingDigests, tensors: Sequence[Tensor | None]) -> None:
-        """Cache a reading before it begins, if all of its tensors lie in memory.
-
-        ``tensors`` are those that were added to it, in the same order.
-        """
+        """Cache a reading, before it begins, of tensors that all lie in memory."""
         self._reading = None
         kept = reading._kept
         plain = len(kept) == len(tensors) and all(map(is_, kept, tensors))

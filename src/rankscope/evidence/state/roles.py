@@ -131,10 +131,7 @@ def in_shares(words_WN: Ints) -> bool:
 
 
 def owned_names(roles_W: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
-    """Return the parameters that some worker's optimizer holds, from :meth:`Roles.to_json`.
-
-    None where the first worker has not sent their names.
-    """
+    """Return the parameters that some worker's optimizer holds; None while names are unknown."""
     first = roles_W[0]
     if "names" not in first:
         return None

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.bus.probe import MessagePart
 from rankscope.bus.replicas import StateDigests, StateKind, digest_of_digests
 from rankscope.evidence.state.plan import Item, Slice
 from rankscope.evidence.state.readings import CachedReading, PendingReading
@@ -40,10 +41,7 @@ _MOST_LOCAL = 8  # cached sets of local gradients of a slot
 
 
 class Rows:
-    """The digests of one kind in a step, and the slices that each is made of.
-
-    ``first`` is the number of the first slice of this kind among all that are read.
-    """
+    """The digests of one kind in a step, and the slices that each is made of."""
 
     def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:
         before = 0
@@ -91,7 +89,7 @@ class Rows:
         return joined
 
 
-class Local(NamedTuple):
+class LocalDigests(NamedTuple):
     """The slices to read of local gradients that arrive together."""
 
     numbers: tuple[int, ...]
@@ -113,7 +111,7 @@ class CachedReadings:
         )  # weights, starts
         self.gradients = CachedReading()  # reduced gradients and applied gradients
         self.broadcast = CachedReading()  # running statistics after their broadcast
-        self.local: dict[tuple[str, ...], Local] = {}  # by names of parameters
+        self.local: dict[tuple[str, ...], LocalDigests] = {}  # by names of parameters
 
 
 class DigestSlot:
@@ -132,7 +130,7 @@ class DigestSlot:
         self.reduced = Rows(StateKind.REDUCED, items)
         self.applied = Rows(StateKind.APPLIED, items)
         numbers = {part: number for number, part in enumerate(self.parameters.slices)}
-        self.kept_of = [numbers[part] for part in self.optimizer.slices]
+        self.parameters_with_state = [numbers[part] for part in self.optimizer.slices]
         """Numbers of the parameters for which the optimizer keeps state."""
         self.cached = CachedReadings()
         self.wanted: dict[str, list[tuple[int, Slice]]] = {}
@@ -140,7 +138,7 @@ class DigestSlot:
         for number, part in enumerate(self.reduced.slices):
             self.wanted.setdefault(part.place.name, []).append((number, part))
 
-    def local_of(self, names: tuple[str, ...]) -> Local:
+    def local_of(self, names: tuple[str, ...]) -> LocalDigests:
         """Return the slices to read of the local gradients of parameters."""
         cached = self.cached.local
         local = cached.get(names)
@@ -153,16 +151,13 @@ class DigestSlot:
                 for number, part in self.wanted.get(name, ())
             ]
             numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
-            local = cached[names] = Local(numbers, slices, sources, CachedReading())
+            local = cached[names] = LocalDigests(numbers, slices, sources, CachedReading())
         return local
 
 
 @dataclass(slots=True)
-class Seen:
-    """The readings of one step; None for those that were not taken.
-
-    Local gradients, before the reduction, are by the numbers of their slices; later ones count.
-    """
+class StepReadings:
+    """The readings of one step; None for those that were not taken."""
 
     state: PendingReading | None = None  # parameters, then optimizer state, after the step
     weights: Sequence[int] = ()  # of the leaves of the optimizer state
@@ -197,7 +192,7 @@ class PendingState:
     """The digests of one step on their way to the host."""
 
     slot: DigestSlot
-    seen: Seen
+    seen: StepReadings
     layout: int | None  # digest of the plan; None without one
     roles: PendingRoles | None  # None in most steps
     sent: bool  # DDP broadcasts running statistics; else they are buffers like others
@@ -205,6 +200,7 @@ class PendingState:
     replicated: bool  # else digests of gradients would only differ, and are left out
     summed: Container[str]  # over other ranks after the reduction, which is no change
     set_aside: bool  # an earlier gradient was: one that is no multiple of the last may hold both
+    known: set[int] | None = None  # digests of the names that the root has; None: it needs none
     changed: tuple[str, ...] = ()  # gradients changed otherwise than most; known once read
 
     @property
@@ -217,13 +213,30 @@ class PendingState:
         readings += [] if self.roles is None else [self.roles.reading]
         return all(reading.ready for reading in readings)
 
-    def read(self) -> tuple[StateDigests, dict[str, float | int]]:
+    def read(self) -> MessagePart:
         """Wait for the device."""
+        state, values = self.digests()
+        names: dict[str, Any] = {}
+        if self.known is not None and len(state.names) and state.items not in self.known:
+            self.known.add(state.items)
+            names["items"] = [[state.items, list(map(str, state.kinds)), list(state.names)]]
+        if self.changed:
+            names["changed"] = list(self.changed)
+        if self.roles is not None:
+            names["roles"] = self.roles.read().to_json(named=self.known is not None)
+        arrays = {
+            "digests_D": state.digests_D.tobytes(),
+            "unchanged_D": state.unchanged_D.tobytes(),
+        }
+        return MessagePart(values, arrays, names, state.items)
+
+    def digests(self) -> tuple[StateDigests, dict[str, float | int]]:
+        """Wait for the device; return the digests, and values by column."""
         slot = self.slot
         values: dict[str, float | int] = {}
         if self.layout is not None:
             values["state_layout"] = self.layout
-        if slot is NOTHING:
+        if slot is NO_SLOT:
             return _NO_DIGESTS, values
         digests = [0] * len(slot.kinds)
         unchanged = bytearray(len(slot.kinds))
@@ -370,7 +383,7 @@ def odd_factors(
     return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
 
 
-NOTHING = DigestSlot(())
+NO_SLOT = DigestSlot(())
 _NO_DIGESTS = StateDigests()
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from rankscope.bus.probe import MessagePart, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
-from rankscope.evidence.state.holdings import digest_optimizer
-from rankscope.evidence.state.plan import Slice, TensorPlace
+from rankscope.evidence.state.plan import Slice, TensorPlace, digest_optimizer
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.digest import PendingDigest, word_of
 from rankscope.gradients.host import HostCopy
@@ -200,13 +200,33 @@ class PendingTrace:
         initial = self.initial is None or self.initial.ready
         return initial and all(rows.ready for rows in self.rows)
 
-    def read(self) -> TensorTrace:
-        """Wait for the device."""
+    def read(self) -> MessagePart:
+        """Wait for the device; the trace of the initial model comes first."""
+        trace = self.trace()
+        parts = [part for part in (trace.initial, trace) if part is not None]
+        columns: tuple[tuple[str, str, type[np.generic]], ...] = (
+            ("traced_digests_N", "digests_N", np.int64),
+            ("traced_norms_N", "norms_N", np.float64),
+            ("traced_sketches", "sketches_NK", np.float32),
+        )
+        arrays = {
+            name: b"".join([getattr(part, field).astype(dtype).tobytes() for part in parts])
+            for name, field, dtype in columns
+        }
+        names = {
+            what: [[str(kind) for kind in part.kinds], list(part.names)]
+            for what, part in (("initial", trace.initial), ("own", trace))
+            if part is not None
+        }
+        return MessagePart(arrays=arrays, names={"traced": names})
+
+    def trace(self) -> TensorTrace:
+        """Wait for the device; return the tensors."""
         initial = None if self.initial is None else self.initial.read()
         return replace(_joined([rows.read() for rows in self.rows]), initial=initial)
 
 
-class TraceMeter:
+class TraceMeter(Probe):
     """Traces a training on one rank; all calls come on the training thread, none waits."""
 
     def __init__(
@@ -261,8 +281,11 @@ class TraceMeter:
         self._reduced = self._reader.read(gradients)
         self._leave_out(self._spent(start))
 
-    def collect(self) -> tuple[PendingTrace | None, float]:
-        """Read the parameters after the step; return its trace, if any, and the seconds spent."""
+    def collect(self, end: StepEnd) -> PendingTrace | None:
+        """Read the parameters after the step; return its trace, if any."""
+        end.busy_seconds -= self.busy_seconds
+        if not end.comparable:
+            self.abort()
         start = time.perf_counter()
         rows = []
         if self._due and self._reduced is not None:
@@ -271,7 +294,8 @@ class TraceMeter:
         trace = PendingTrace(tuple(rows), self._initial) if rows or self._initial else None
         self._initial = None
         self.abort()
-        return trace, self._spent(start)
+        end.leave_out(self._spent(start))
+        return trace
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

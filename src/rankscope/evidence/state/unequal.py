@@ -235,10 +235,7 @@ class UnequalState(Detector):
             yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
 
     def _reduced_elsewhere(self, applied_W: Ints) -> bool:
-        """Return whether all optimizers get the same bits: then the training itself reduces them.
-
-        In a step without these digests, the last one with them counts.
-        """
+        """Return whether all optimizers get the same bits: then the training itself reduces."""
         known_W = applied_W != MISSING_INT
         if known_W.any():
             self._applied_alike = bool(known_W.all() and (applied_W == applied_W[0]).all())
@@ -408,10 +405,7 @@ def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
 
 
 def _trained_by_place(gathered: GatheredStep) -> tuple[str, ...]:
-    """Return the trained parameters that follow a rank's place in its group, as experts do.
-
-    So does the gradient that the optimizer gets, and a fault of all gradients would have others.
-    """
+    """Return the trained parameters that follow a rank's place in its group, as experts do."""
     own = (StateKind.REDUCED, StateKind.APPLIED)
     placed = {d.name for d in gathered.differences if d.kind in own and d.follows_places}
     return tuple(

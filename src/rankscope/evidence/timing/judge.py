@@ -6,6 +6,7 @@ no random sample, so this stands beside the budget of false alarms: it raises no
 Legend of shapes: S steps of a window, W workers.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Severity
+from rankscope.bus.messages import Derived
+from rankscope.bus.replicas import ranks_by
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
 from rankscope.stats.arrays import Bools, Floats, Ints
@@ -164,10 +168,7 @@ class Stragglers(Detector):
 
 
 class _Place(PersistentFault):
-    """A host with its ranks, or a single rank, and its evidence.
-
-    ``host`` is empty when hosts are unknown, or all the same.
-    """
+    """A host with its ranks, or a single rank, and its evidence."""
 
     SETTINGS = (*PersistentFault.SETTINGS, "members", "host")
 
@@ -185,10 +186,7 @@ class _Place(PersistentFault):
         return f"time.straggler:{f'host-{self.host}' if self.host else f'rank-{self.members[0]}'}"
 
     def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
-        """Process the latest window and those before it; return whether the evidence changed.
-
-        ``confirmed_W``: workers that were slow in the latest window and in the one before.
-        """
+        """Process the latest window and those before it; return whether the evidence changed."""
         confirmed = [rank for rank in self.members if confirmed_W[rank]]
         if not self.open:
             if confirmed:
@@ -276,10 +274,7 @@ def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
     """Return the hosts, if there are several, or else the single ranks."""
     if len(hosts) != num_workers or len(set(hosts)) < 2:
         return tuple(_Place([rank]) for rank in range(num_workers))
-    ranks: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        ranks.setdefault(host, []).append(rank)
-    return tuple(_Place(ranks[host], host) for host in ranks)
+    return tuple(_Place(ranks, host) for host, ranks in ranks_by(hosts).items())
 
 
 def _duration(seconds: float) -> str:
@@ -299,3 +294,10 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
     return (Check("slow workers", WARM_UP + WINDOW),)
+
+
+def derive(gathered: GatheredStep) -> Derived:
+    """Return the slowest worker's overhead."""
+    seconds_W = gathered.workers["overhead_seconds"]
+    known_W = seconds_W[np.isfinite(seconds_W)]
+    return Derived({"overhead_seconds": float(known_W.max()) if known_W.size else math.nan})

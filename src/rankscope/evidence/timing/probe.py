@@ -8,10 +8,7 @@ from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 
 @dataclass(frozen=True, slots=True)
 class PendingTimes:
-    """The times of one step by column; accelerator overhead may still be on the device.
-
-    ``device_overhead`` is None on the host.
-    """
+    """The times of one step by column; accelerator overhead may still be on the device."""
 
     values: dict[str, float]
     device_overhead: Any

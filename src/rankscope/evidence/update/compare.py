@@ -23,7 +23,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 FIELDS = (

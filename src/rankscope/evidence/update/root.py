@@ -4,12 +4,11 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.messages import PackedError
 from rankscope.bus.pace import PACE
-from rankscope.bus.packing import PackedError
 from rankscope.bus.probe import DirectedRun, Director, Request
-from rankscope.bus.rules import finding_of
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.update.compare import (

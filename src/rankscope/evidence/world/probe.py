@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from rankscope.bus.packing import pack_headed
+from rankscope.bus.messages import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, REPLICATE, Wrapped
 from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
+from rankscope.wrappers.labels import own
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.rendezvous import default_store
 
@@ -43,10 +44,7 @@ _sessions = itertools.count(1)  # of this process: ranks that run one program co
 
 
 class WorldProbe(Probe):
-    """Publishes the units that this rank is the first of; all calls come on the training thread.
-
-    A failure here only ends this comparison.
-    """
+    """Publishes the units that this rank is the first of; all calls come on the training thread."""
 
     def __init__(
         self,
@@ -187,18 +185,13 @@ def _elements(tensors: Sequence[Tensor]) -> Tensor:
     """Return the first elements of some parameters, float32 ``[E]``, by few kernels."""
     starts: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        start = _local(tensor).as_strided((ELEMENTS,), (1,))
+        start = own(tensor).as_strided((ELEMENTS,), (1,))
         starts.setdefault(start.dtype, []).append(start)
     return torch.cat([torch.cat(some).to(torch.float32) for some in starts.values()])
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and _local(tensor).numel() >= ELEMENTS
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.is_floating_point() and own(tensor).numel() >= ELEMENTS
 
 
 def _ratio(applied_E: NDArray[Any], reduced_E: NDArray[Any]) -> float:
@@ -248,7 +241,7 @@ def _unit(
         main=main,
         layout=digest_of("\n".join(lines).encode()),
         names=tuple(name for name, _ in some),
-        dtype=str(some[0][1].dtype).removeprefix("torch."),
+        dtype=dtype_name(some[0][1].dtype),
         divisor=divisor,
         wrapper=_described(job.wrapped),
         axes=axes,
@@ -283,11 +276,11 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
             for one in parameters_by_mesh(wrapped.wrapper)
         ]
     found = []
-    for own, named, divisor, axes in groups:
-        main = set(own) == set(ranks)
-        alone = main and len(own) == dist.get_world_size() and len(groups) == 1
-        if not alone and own[0] == dist.get_rank():
-            unit = _unit(job, named, own, main=main, divisor=divisor, axes=axes)
+    for members, named, divisor, axes in groups:
+        main = set(members) == set(ranks)
+        alone = main and len(members) == dist.get_world_size() and len(groups) == 1
+        if not alone and members[0] == dist.get_rank():
+            unit = _unit(job, named, members, main=main, divisor=divisor, axes=axes)
             found += [] if unit is None else [unit]
     return found
 

@@ -21,12 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.packing import unpack_headed
+from rankscope.bus.messages import unpack_headed
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.files import parse, read_file
 from rankscope.stats.arrays import Floats

@@ -137,10 +137,7 @@ def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
 
 
 def algorithms(tables: Tables, sums: Values) -> Spec:
-    """Return the errors of all algorithms at one world size; ticks are bounds.
-
-    Filled points: partial sums in the buffer's own type. Open ones: added in float32.
-    """
+    """Return the errors of all algorithms at one world size; ticks are bounds."""
     workers = usual_workers(sums)
     rows = [
         {
@@ -281,10 +278,7 @@ def _positive(value: float | None) -> float | None:
 
 
 def growth_rows(growth: Values, name: str) -> list[Row]:
-    """Return one series of the pairs that are drawn as rows ``{step, value, pair, family}``.
-
-    Of differences, the size is taken. Zeros are left out.
-    """
+    """Return one series of the pairs that are drawn as rows ``{step, value, pair, family}``."""
     return [
         {"step": step, "value": abs(value), "pair": PAIRS[pair["name"]][1],
          "family": PAIRS[pair["name"]][0], "dashed": PAIRS[pair["name"]][2]}

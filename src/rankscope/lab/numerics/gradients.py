@@ -35,17 +35,11 @@ class GradientKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalGradients:
-    """Gradients of several workers for the same parameters, before they are reduced.
+    """Gradients of several workers for the same parameters, before they are reduced."""
 
-    Attributes:
-        kind: ``recorded``, ``synthetic`` or ``file``.
-        name: What they are called where they are shown.
-        arrays: Gradients ``[W, n]`` by parameter name, float32 and finite, W the same for all.
-    """
-
-    kind: str
-    name: str
-    arrays: Mapping[str, NDArray[np.float32]]
+    kind: str  # ``recorded``, ``synthetic`` or ``file``
+    name: str  # what they are called where they are shown
+    arrays: Mapping[str, NDArray[np.float32]]  # ``[W, n]`` by parameter name, finite
 
     @property
     def num_workers(self) -> int:
@@ -61,17 +55,7 @@ class LocalGradients:
 def synthetic(
     kind: GradientKind, num_workers: int, *, seed: int = 0, num_elements: int = SYNTHETIC_ELEMENTS
 ) -> LocalGradients:
-    """Make up gradients of four layers, each a tenth as large as the one before it.
-
-    Args:
-        kind: What they are like.
-        num_workers: How many, at least 2.
-        seed: Decides the numbers.
-        num_elements: Elements of a gradient, at least 4.
-
-    Raises:
-        UsageError: There are too few workers or elements.
-    """
+    """Make up gradients of four layers, each a tenth as large as the one before it."""
     if num_workers < 2 or num_elements < 4:
         raise UsageError(
             f"expected at least 2 workers and 4 elements, got {num_workers} and {num_elements}"
@@ -98,16 +82,10 @@ def _made_up(
 
 
 def read(path: Path) -> LocalGradients:
-    """Read gradients from a file.
+    """Read gradients from a file; DataError if it holds no finite ones of two workers or more.
 
-    Args:
-        path: ``.npz`` with an array ``[W, …]`` for each parameter, or ``.npy`` with one array
-            ``[W, …]``; float16, float32 or float64 (rounded to float32). Row i is worker i's
-            gradient; further dimensions are flattened. Empty arrays are left out.
-
-    Raises:
-        DataError: The file cannot be read, or does not hold finite gradients of at least two
-            workers.
+    A ``.npz`` file has an array ``[W, …]`` for each parameter, a ``.npy`` file has one: float16,
+    float32 or float64 (rounded to float32). Row i is worker i's gradient, flattened.
     """
     if path.suffix not in SUFFIXES:
         raise DataError(f"expected a .npz or .npy file of gradients, got {path}: {_HOW}")
@@ -171,12 +149,7 @@ def _checked(path: Path, name: str, array: Any) -> NDArray[np.float32]:
 
 
 def save(gradients: LocalGradients, path: Path) -> None:
-    """Write gradients to a ``.npz`` file that :func:`read` reads.
-
-    Raises:
-        UsageError: The name does not end in ``.npz``, or there can be no such file.
-        RunError: The file cannot be written.
-    """
+    """Write gradients to a ``.npz`` file that :func:`read` reads."""
     if path.suffix != ".npz":
         raise UsageError(f"gradients are saved in a .npz file, got {path}: end the name in .npz")
     try:
@@ -196,13 +169,7 @@ def for_workers(
     ones have. So it has the expected norm, and the expected cosine with others of its kind, that
     the given ones have.
 
-    Args:
-        gradients_WN: Given gradients of at least 2 workers.
-        num_workers: How many to return; the first ones are the given ones.
-        rng: Decides the mixtures.
-
-    Returns:
-        The gradients ``[num_workers, N]``, and how many of them are made up.
+    Returns the gradients ``[num_workers, N]``, the given ones first, and how many are made up.
     """
     given = len(gradients_WN)
     if num_workers <= given:

@@ -113,24 +113,18 @@ LEAST_PER_LAYER = 256
 class SumOptions:
     """The options of a measurement.
 
-    Attributes:
-        workers: World sizes, rising, each at least 2.
-        orders: Orders to try, at least 2; up to five workers all there are are tried instead.
-        types: Types of the buffer; 16-bit ones are summed in 32 bits and in 16 bits.
-        seed: Decides the orders, and gradients that are made up.
-        divide: When the sum is divided by W.
-        max_elements: Elements that take part, at most; more are sampled by layer.
-
     Raises:
         UsageError: A value is out of range.
     """
 
-    workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # world sizes, rising, each at least 2
+    # orders to try, at least 2; up to five workers all there are are tried instead
     orders: int = 32
+    # types of the buffer; 16-bit ones are summed in 32 bits and in 16 bits
     types: tuple[str, ...] = TYPES
-    seed: int = 0
-    divide: Divide = Divide.BEFORE
-    max_elements: int = MAX_ELEMENTS
+    seed: int = 0  # decides the orders, and gradients that are made up
+    divide: Divide = Divide.BEFORE  # when the sum is divided by W
+    max_elements: int = MAX_ELEMENTS  # elements that take part, at most; more are sampled by layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", tuple(sorted(set(self.workers))))
@@ -397,13 +391,7 @@ def measure(
     options: SumOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Add the gradients up in many ways, and compare the results.
-
-    Args:
-        gradients: Local gradients of at least 2 workers.
-        options: What to measure.
-        progress: Called with the name of the present part, the parts done, and their number.
-    """
+    """Add the gradients up in many ways, and compare the results."""
     options = options or SumOptions()
     sample = draw_sample(gradients, options)
     worlds: list[Values] = []

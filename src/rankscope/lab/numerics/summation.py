@@ -71,18 +71,13 @@ class Divide(StrEnum):
 class Arithmetic:
     """The types of a reduction, and when it divides; the mean comes back in the buffer's type.
 
-    Attributes:
-        inputs: Type of the buffer: ``float32``, ``bfloat16`` or ``float16``.
-        sums: Type of partial sums.
-        divide: When the sum is divided by W.
-
     Raises:
         UsageError: A type is not one of these.
     """
 
-    inputs: str = "float32"
-    sums: str = "float32"
-    divide: Divide = Divide.BEFORE
+    inputs: str = "float32"  # type of the buffer: ``float32``, ``bfloat16`` or ``float16``
+    sums: str = "float32"  # type of partial sums
+    divide: Divide = Divide.BEFORE  # when the sum is divided by W
 
     def __post_init__(self) -> None:
         for name in (self.inputs, self.sums):
@@ -120,21 +115,9 @@ def reduce_buffers(
 ) -> Array:
     """Add up the workers' buffers and return their mean.
 
-    Args:
-        buffers_WN: What :func:`to_buffers` returned.
-        scheme: How they are added.
-        arithmetic: Types, and when to divide.
-        order: Permutation of the workers ``[W]``; for ``ARRIVAL`` one for each bucket ``[B, W]``.
-            In rank order when None.
-        positions_N: Where in the buffer each element stands, when these are a sample of it.
-        num_total: Elements of the whole buffer, when these are a sample of it.
-        bucket_elements: Elements of a bucket.
-
-    Returns:
-        The mean ``[N]``, in numbers of the type ``arithmetic.inputs``.
-
-    Raises:
-        UsageError: The order does not fit.
+    The ``order`` is a permutation of the workers ``[W]``, for ``ARRIVAL`` one for each bucket ``[B,
+    W]``. Where the buffers are a sample of larger ones, ``positions_N`` is where each element
+    stands in them, of ``num_total``. The mean is in numbers of the type ``arithmetic.inputs``.
 
     Example:
         >>> arithmetic = Arithmetic(divide=Divide.AFTER)
@@ -197,10 +180,7 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
 
 
 def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
-    """Return the error of an element from rounding to the smallest numbers of the types.
-
-    It matters for float16, whose smallest positive number is 6 · 10⁻⁸.
-    """
+    """Return the error of an element from rounding to the smallest numbers of the types."""
     half = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
     least_in = half[arithmetic.inputs]
     least_sums = half[arithmetic.sums]
@@ -224,22 +204,15 @@ def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.array([math.fsum(column) for column in columns], dtype=np.float64)
 
 
-def check_reference(
-    gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXACT
-) -> dict[str, float]:
+def check_reference(gradients_WN: NDArray[np.float32]) -> dict[str, float]:
     """Compare float64 with exact sums on elements spread evenly over the buffer.
 
-    Args:
-        gradients_WN: Finite gradients.
-        max_exact: Elements to sum exactly, at most.
-
-    Returns:
-        ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64 in
-        Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
-        last place of float64.
+    Returns ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64
+    in Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
+    last place of float64.
     """
     num_elements = gradients_WN.shape[1]
-    chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
+    chosen = np.unique(np.linspace(0, num_elements - 1, min(MAX_EXACT, num_elements)).astype(int))
     sample = gradients_WN[:, chosen]
     exact = exact_sums(sample)
     approximate = sums_in_float64(sample)

@@ -52,12 +52,7 @@ _BLOCK = 1 << 14  # elements that plain torch works on at a time on a CPU: they 
 
 
 class Accumulator:
-    """The sum of tensors of one shape.
-
-    Args:
-        digits: Int64 ``[N, 2]``, contiguous: where the digits are kept. Its contents do not
-            matter.
-    """
+    """The sum of tensors of one shape; ``digits``, int64 ``[N, 2]``, hold it."""
 
     def __init__(self, digits: Tensor) -> None:
         self.digits = digits
@@ -86,11 +81,7 @@ class Accumulator:
 
     @torch.no_grad()
     def deposit(self, values: Tensor) -> None:
-        """Add a summand.
-
-        Args:
-            values: N elements of any shape, of one of ``DTYPES``.
-        """
+        """Add a summand: N elements of any shape, of one of ``DTYPES``."""
         if self._num_added >= _ROOM:
             self.normalize()
         flat = values.detach().reshape(-1)
@@ -234,10 +225,7 @@ def native_functions() -> "_Native | None":
 
 
 class _Native:
-    """The functions in C, on one thread, without holding the interpreter's lock.
-
-    NoLibraryError if there is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
-    """
+    """The functions in C, on one thread, without holding the interpreter's lock."""
 
     def __init__(self) -> None:
         self._deposit = compiled("deposit")

@@ -142,10 +142,7 @@ class OrderFree(BucketReduction):
         this.remember(gradient)
 
     def _begin_pass(self) -> None:
-        """At the beginning of a backward pass, forget the sums that the training has cleared.
-
-        UnsupportedError if there are gradients that no accumulator holds.
-        """
+        """At the beginning of a backward pass, forget the sums that the training has cleared."""
         self._abandon()  # the rest of a pass that raised
         carried_over = []
         for this in self._gradients.values():
@@ -214,10 +211,7 @@ class _Gradient:
         self._version = gradient._version
 
     def is_untouched(self, additions: int) -> bool:
-        """Return whether nothing but so many additions has touched ``.grad`` since.
-
-        Not so after ``zero_grad``, with which the training forgets all micro-batches so far.
-        """
+        """Return whether nothing but so many additions has touched ``.grad`` since."""
         gradient = self.parameter.grad
         return (
             gradient is not None

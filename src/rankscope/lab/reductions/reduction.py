@@ -121,10 +121,7 @@ class Reduction:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def trim(self) -> None:
-        """Free memory that nothing needed since the last call; between exchanges only.
-
-        DDP makes other buckets after its first step, often smaller ones.
-        """
+        """Free memory that nothing needed since the last call; between exchanges only."""
         if self._memory.numel() > self._largest:
             self._memory = self._memory.new_empty(0)
         self._largest = 0
@@ -160,10 +157,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class OrderedExchange(Exchange):
-    """A buffer whose values of all workers are being collected; in the end, their mean.
-
-    That is this worker's piece of all, and the last n mod W values of all.
-    """
+    """A buffer whose values of all workers are being collected; in the end, their mean."""
 
     pieces_WN: Tensor
     ends_WE: Tensor
@@ -229,10 +223,7 @@ class OrderedMean(Reduction):
 
 
 class Arena:
-    """The digits of a bucket's parameters, one after the other; they are moved here for good.
-
-    They are cut into equal pieces, one for each worker; the last one is padded.
-    """
+    """The digits of a bucket's parameters, one after the other; they are moved here for good."""
 
     def __init__(self, sums: list[Accumulator], num_workers: int) -> None:
         self.sums = sums

@@ -167,10 +167,7 @@ def build(config: BaseConfig, tokenizer: Any) -> nn.Module:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: the same bits on machines with any number of cores.
-
-    It costs little, because the model is too small for several threads to gain much.
-    """
+    """Compute on one thread: the same bits on machines with any number of cores."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -183,11 +180,7 @@ def one_thread() -> Iterator[None]:
 def train(
     model: nn.Module, samples: EncodedSet, steps: int, seed: int, config: BaseConfig
 ) -> list[float]:
-    """Train in place with AdamW on batches of samples of similar length.
-
-    Returns:
-        The loss of each step, in nats per label token.
-    """
+    """Train in place with AdamW; return the loss of each step, in nats per label token."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -253,10 +253,7 @@ TASKS: Final[tuple[Callable[[random.Random], Task], ...]] = (
 
 
 def generate(seed: int, count: int = NUM_RECORDS) -> Iterator[dict[str, str]]:
-    """Yield distinct records with the keys ``instruction``, ``input`` and ``output``.
-
-    The same seed gives the same records everywhere; ``count`` is up to some tens of thousands.
-    """
+    """Yield distinct records with the keys ``instruction``, ``input`` and ``output``."""
     rng = random.Random(seed)
     seen: set[tuple[str, str]] = set()
     while len(seen) < count:

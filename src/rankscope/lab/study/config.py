@@ -65,41 +65,25 @@ class Combination:
 
 @dataclass(frozen=True, slots=True)
 class StudyConfig:
-    """All options of a study; the same options and seed give the same numbers.
+    """All options of a study; the same options and seed give the same numbers."""
 
-    Attributes:
-        data: ``builtin``, a JSON or JSONL file in Alpaca's format, or a Hugging Face data set.
-        model: ``tiny``, ``pangu-1b``, or a Hugging Face name or directory.
-        weights: Directory of published weights for ``pangu-1b``; empty for random ones.
-        workers: W, the number of workers.
-        steps: Optimizer steps per combination; 64 complete all checks.
-        batch_size: Samples per worker and micro-batch.
-        accumulation: Micro-batches per step.
-        readings: Readings to try.
-        settings: Settings to try.
-        seed: Seed of everything.
-        limit: First N records of the data; None for all.
-        max_length: Longest sample in tokens.
-        learning_rate: AdamW's learning rate; 0 for the model's default.
-        precision: Arithmetic of forward and backward passes.
-        save_all: Save the models of all combinations, not of the sharded reading alone.
-    """
-
+    # ``builtin``, a JSON or JSONL file in Alpaca's format, or a Hugging Face data set
     data: str = "builtin"
-    model: str = "tiny"
-    weights: str = ""
-    workers: int = 8
-    steps: int = 64
-    batch_size: int = 4
-    accumulation: int = 1
+    model: str = "tiny"  # ``tiny``, ``pangu-1b``, or a Hugging Face name or directory
+    weights: str = ""  # directory of published weights for ``pangu-1b``; empty for random ones
+    workers: int = 8  # W, the number of workers
+    steps: int = 64  # optimizer steps per combination; 64 complete all checks
+    batch_size: int = 4  # samples per worker and micro-batch
+    accumulation: int = 1  # micro-batches per step
+    # readings to try
     readings: tuple[ShardReading, ...] = (ShardReading.SHARDED, ShardReading.REPLICATED)
-    settings: tuple[Setting, ...] = (Setting.S1_1, Setting.S1_2, Setting.S1_3)
-    seed: int = 0
-    limit: int | None = None
-    max_length: int = 1024
-    learning_rate: float = 0.0
-    precision: Precision = Precision.AUTO
-    save_all: bool = False
+    settings: tuple[Setting, ...] = (Setting.S1_1, Setting.S1_2, Setting.S1_3)  # settings to try
+    seed: int = 0  # seed of everything
+    limit: int | None = None  # first N records of the data; None for all
+    max_length: int = 1024  # longest sample in tokens
+    learning_rate: float = 0.0  # adamW's learning rate; 0 for the model's default
+    precision: Precision = Precision.AUTO  # arithmetic of forward and backward passes
+    save_all: bool = False  # save the models of all combinations, not of the sharded reading alone
 
     def __post_init__(self) -> None:
         least = {"workers": 2, "steps": 1, "batch_size": 1, "accumulation": 1}

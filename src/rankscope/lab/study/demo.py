@@ -44,12 +44,7 @@ class CharacterModel(nn.Module):
 
 
 def train_both(output: Path, num_workers: int, num_steps: int) -> None:
-    """Train on this machine, first with a sampler and then without; each records its run.
-
-    Raises:
-        RunError: A worker failed, or the directory cannot be written.
-        KeyboardInterrupt: A signal came; the workers have ended.
-    """
+    """Train on this machine, first with a sampler and then without; each records its run."""
     error_log = output / "error.log"
     try:
         output.mkdir(parents=True, exist_ok=True)

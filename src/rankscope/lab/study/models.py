@@ -42,9 +42,8 @@ def load_model(
     tokenizer_records: Sequence[Record] = (),
     cache_dir: Path | None = None,
     base_steps: int = BASE_STEPS,
-    device: torch.device | str = "cpu",
 ) -> LoadedModel:
-    """Load a model by name.
+    """Load a model by name, on the CPU.
 
     Args:
         spec: ``"tiny"``, ``"pangu-1b"``, or a Hugging Face name or directory.
@@ -54,7 +53,6 @@ def load_model(
             model's base training runs on them.
         cache_dir: Where base models are kept; the user's cache directory when None.
         base_steps: Steps of the tiny model's base training.
-        device: Where to put the model.
 
     Raises:
         UsageError: There is no such model, or its files do not fit it.
@@ -85,7 +83,7 @@ def load_model(
         raise UsageError(f"the tokenizer of {spec!r} has no end token: choose another model")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model.to(device).train()
+    model.train()
     count = sum(parameter.numel() for parameter in model.parameters())
     return LoadedModel(model, tokenizer, label, count)
 
@@ -108,10 +106,7 @@ def _hugging_face(spec: str) -> tuple[nn.Module, Any]:
 
 
 def pangu_config() -> Any:
-    """Return the architecture of openPangu-Embedded-1B as a ``transformers.LlamaConfig``.
-
-    It is a Llama with biases in attention, so that no remote code is needed to train it.
-    """
+    """Return the architecture of openPangu-Embedded-1B as a ``transformers.LlamaConfig``."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -133,11 +128,7 @@ def pangu_config() -> Any:
 
 
 def build_pangu() -> nn.Module:
-    """Return the model with random weights, about 1.156 B parameters.
-
-    It is built on torch's current default device: under ``torch.device("meta")`` it takes no
-    memory.
-    """
+    """Return the model with random weights, about 1.156 B parameters."""
     from transformers import LlamaForCausalLM
 
     model: nn.Module = LlamaForCausalLM(pangu_config())
@@ -278,15 +269,10 @@ class PreparedModel:
 
 
 def prepare(config: StudyConfig) -> PreparedModel:
-    """Load the data, train or find the base model, and encode the samples.
-
-    Raises:
-        UsageError: Options that cannot work with this data.
-        DataError: The data cannot be used.
-    """
+    """Load the data, train or find the base model, and encode the samples."""
     records = load_records(config.data, seed=config.seed, limit=config.limit)
     _check_enough(config, len(records.records))  # before the base model is trained
-    loaded = load(config, records.held_out, torch.device("cpu"))
+    loaded = load(config, records.held_out)
     samples = encode(records.records, loaded.tokenizer, config.max_length)
     _check_enough(config, len(samples))
     facts = {
@@ -308,12 +294,11 @@ def _check_enough(config: StudyConfig, num_samples: int) -> None:
         check_enough_samples(reading, num_samples, config.batch_size, config.workers)
 
 
-def load(config: StudyConfig, held_out: Sequence[Record], device: torch.device) -> LoadedModel:
-    """Load a fresh copy of the study's base model."""
+def load(config: StudyConfig, held_out: Sequence[Record]) -> LoadedModel:
+    """Load a fresh copy of the study's base model, on the CPU."""
     return load_model(
         config.model,
         weights=Path(config.weights) if config.weights else None,
         seed=config.seed,
         tokenizer_records=held_out,
-        device=device,
     )

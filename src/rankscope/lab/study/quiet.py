@@ -28,21 +28,14 @@ def quiet_hub() -> Iterator[None]:
 
 
 def quiet_deepspeed() -> None:
-    """Make DeepSpeed, which transformers imports where it is installed, run on the CPU.
-
-    Where there is nothing else it finds that out itself, but prints it among the results.
-    """
+    """Make DeepSpeed, which transformers imports where it is installed, run on the CPU."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and notices of transformers, and of the library it downloads with.
-
-    Raises:
-        MissingExtraError: ``transformers`` is not installed.
-    """
+    """Silence progress bars and notices of transformers, and of the library it downloads with."""
     try:
         from transformers.utils import logging as transformers_logging
     except ImportError as error:

@@ -183,11 +183,7 @@ class Ingredients:
 
 
 def prepare_growth(options: GrowthOptions) -> Ingredients:
-    """Make the data and the base model.
-
-    Raises:
-        MissingExtraError: ``transformers`` is not installed.
-    """
+    """Make the data and the base model."""
     records = load_records(None, seed=options.seed)
     tokenizer = train_tokenizer(records.held_out, SMALL_CONFIG.vocab_size)
     with torch.random.fork_rng(devices=[]):

@@ -1,7 +1,4 @@
-"""Pairs of trainings that differ in rounding: their options and their results.
-
-Results are series, fits, and plain words.
-"""
+"""Pairs of trainings that differ in rounding: their options and their results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -51,29 +48,18 @@ SGD_LEARNING_RATE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GrowthOptions:
-    """The trainings, and the pairs to compare.
+    """The trainings, and the pairs to compare."""
 
-    Attributes:
-        steps: Optimizer steps.
-        workers: W of the first training; a global batch has 2 W micro-batches of one sample.
-        seed: Decides data, initial weights, order of the data and orders of arrival.
-        learning_rate: 0 for the study's own (AdamW), or 0.05 (SGD).
-        pairs: What to compare with the first training: keys of ``TITLES``.
-        optimizer: ``adamw`` or ``sgd``.
-        evaluations: How often the held-out loss is taken, evenly over the steps.
-        base_steps: Steps of the base training; 0 leaves the model's weights random.
-        loss_scale: Where the scaler of ``float16-scaled`` begins: a power of two.
-    """
-
-    steps: int = 60
-    workers: int = 8
-    seed: int = 0
-    learning_rate: float = 0.0
+    steps: int = 60  # optimizer steps
+    workers: int = 8  # W of the first training; a global batch has 2 W micro-batches of one sample
+    seed: int = 0  # decides data, initial weights, order of the data and orders of arrival
+    learning_rate: float = 0.0  # 0 for the study's own (AdamW), or 0.05 (SGD)
+    # what to compare with the first training: keys of ``TITLES``
     pairs: tuple[str, ...] = tuple(TITLES)
-    optimizer: str = "adamw"
-    evaluations: int = 10
-    base_steps: int = 120
-    loss_scale: float = 1024.0
+    optimizer: str = "adamw"  # ``adamw`` or ``sgd``
+    evaluations: int = 10  # how often the held-out loss is taken, evenly over the steps
+    base_steps: int = 120  # steps of the base training; 0 leaves the model's weights random
+    loss_scale: float = 1024.0  # where the scaler of ``float16-scaled`` begins: a power of two
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
@@ -121,10 +107,7 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a distance grows from its first step (from 1) to its largest value, by a factor.
-
-    The law that describes it is the first of ``laws``; there are none with too few points.
-    """
+    """How a distance grows from its first step (from 1) to its largest value, by a factor."""
 
     first_step: int
     last_step: int
@@ -305,10 +288,7 @@ class GrowthResult:
         )
 
     def summary(self) -> str:
-        """Return how rounding's effect compares with that of another order of the data.
-
-        Empty when one of these two pairs was not run, or its numbers are not finite.
-        """
+        """Return how rounding's effect compares with that of another order of the data."""
         data = self.pair(DATA)
         order = self.pair(ORDER)
         if data is None or order is None or not data.distance[-1] > 0:

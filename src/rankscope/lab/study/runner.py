@@ -141,10 +141,7 @@ def _prepare_on_each_machine(config: StudyConfig) -> PreparedModel:
 
 
 def _fail_together(work: Callable[[], T], *, here: bool) -> T | None:
-    """Work where ``here`` is true; when a rank cannot, all ranks end alike.
-
-    Every rank calls it. Rank 0 raises the error, so that it is shown once.
-    """
+    """Work where ``here`` is true; when a rank cannot, all ranks end alike."""
     result = None
     problem = ""
     if here:
@@ -171,10 +168,7 @@ def _how_to_go_on(output: Path) -> str:
 def _check(
     config: StudyConfig, output: Path, *, resume: bool, overwrite: bool
 ) -> list[Combination]:
-    """Check that the directory may be written; return the trainings that are left to do.
-
-    Nothing is written or removed yet: data or model may turn out to be unusable.
-    """
+    """Check that the directory may be written; return the trainings that are left to do."""
     taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
     ours = (output / STUDY_FILE).exists()
     if taken and overwrite and not ours:

@@ -73,10 +73,7 @@ def run_combinations(
 
 @contextlib.contextmanager
 def _deferred_warnings(show: Callable[[str], None]) -> Iterator[None]:
-    """Show the monitor's warnings after a training has ended, and none after it has failed.
-
-    The monitor notices as well that a worker has died; one line about that is enough.
-    """
+    """Show the monitor's warnings after a training has ended, and none after it has failed."""
     log = logging.getLogger("rankscope")
     held = BufferingHandler(capacity=1000)
     propagated = log.propagate
@@ -119,13 +116,10 @@ def train(
     device: torch.device,
     on_step: Callable[[rankscope.StepReport | None], None],
 ) -> None:
-    """Fine-tune under one combination, watched, and save the model.
-
-    ``on_step`` is called after each step, on every worker, with the last gathered report.
-    """
+    """Fine-tune under one combination, watched, and save the model."""
     rank = dist.get_rank()
     _seed_everything(combination.setting.seed_of(rank, config.seed))
-    loaded = load(config, prepared.held_out, torch.device("cpu"))
+    loaded = load(config, prepared.held_out)
     model = loaded.model.to(device)
     _seed_everything(combination.setting.seed_of(rank, config.seed))
     ddp = DistributedDataParallel(model)

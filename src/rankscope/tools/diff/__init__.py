@@ -7,7 +7,7 @@ import numpy as np
 from rankscope import Run
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.classes import DifferenceCase, different, identical
-from rankscope.tools.diff.parting import CURVES, curves_of, first_parting, growth_of
+from rankscope.tools.diff.parting import CURVES, Pair, curves_of, first_parting, growth_of
 from rankscope.tools.diff.reading import (
     DiffSide,
     align,
@@ -28,7 +28,6 @@ from rankscope.tools.diff.result import (
     Moment,
     Parting,
 )
-from rankscope.tools.diff.signals import Pair
 
 __all__ = [
     "Alignment",

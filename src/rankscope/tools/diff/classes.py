@@ -10,6 +10,8 @@ import numpy as np
 from rankscope.bus.words import name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.parting import (
+    ComparedColumn,
+    Pair,
     jump_of,
     most_apart,
     predicted,
@@ -28,7 +30,6 @@ from rankscope.tools.diff.result import (
     Moment,
     Parting,
 )
-from rankscope.tools.diff.signals import ComparedColumn, Pair
 
 REDUCTION_ALLOWANCE = 30.0
 """How many times the predicted distance a reduced gradient may have: parts of it may cancel."""

@@ -1,17 +1,330 @@
 """Where two runs first part, by how much, how that grows and where it jumps. P pairs of steps."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.evidence import DType, Table
-from rankscope.evidence import columns_of
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence import columns_of, find_column
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
-from rankscope.tools.diff.result import Curve, DifferenceGrowth, Jump, Moment, Parting
-from rankscope.tools.diff.signals import BEFORE, ComparedColumn, Pair, TensorDistance
+from rankscope.tools.diff.reading import DiffSide, Tensors, same_samples
+from rankscope.tools.diff.result import Alignment, Curve, DifferenceGrowth, Jump, Moment, Parting
+
+Bools = NDArray[np.bool_]
+
+COLUMNS = {
+    Moment.RANDOM: (
+        *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
+        *("rng_private", "loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
+    ),
+    Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
+    Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
+}
+"""Columns of the workers table by moment; each is compared by its type."""
+BEFORE = ("parameter", "optimizer", "buffer")
+_NEED_LAYOUT = {"reduced_digest", *COLUMNS[Moment.AFTER]}
+_OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
+"""Columns that rank 0 reports for all workers: comparable between other numbers of them."""
+
+MEASURED_OTHERWISE = 1e-5
+"""Relative difference of two norms of one gradient that was added up in other parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedColumn:
+    """One signal of both runs.
+
+    ``name`` is the column, or ``traces (reduced)``, ``traces (parameter)``. ``differs_PW``: where
+    both know it and differ; one column for a signal without workers (``per_worker`` is false).
+    ``relative_PW``: relative distance; NaN for digests.
+    """
+
+    moment: Moment
+    name: str
+    differs_PW: Bools
+    relative_PW: Floats
+    per_worker: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDistance:
+    """Distance of the N tensors of one kind that both runs have, in one pair of steps.
+
+    ``differs_N``: they differ in any bit. ``distance_N``: Euclidean, estimated from sketches.
+    ``norms_N``: in run A. ``buckets_NK``: squared differences of the sketches, number by number.
+    """
+
+    names: tuple[str, ...]
+    differs_N: Bools
+    distance_N: Floats
+    norms_N: Floats
+    buckets_NK: Floats
+
+    @property
+    def total(self) -> float:
+        """Relative distance of all tensors together."""
+        norm = float(np.sqrt((self.norms_N**2).sum()))
+        distance = float(np.sqrt((self.distance_N**2).sum()))
+        if norm > 0:
+            return distance / norm
+        return 0.0 if distance == 0 else float("inf")
+
+    def relative(self) -> dict[str, float]:
+        """Return the relative distance of each tensor that differs, largest first."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            relative_N = self.distance_N / self.norms_N
+        rows = np.flatnonzero(self.differs_N)
+        key = np.nan_to_num(relative_N, nan=np.inf)
+        rows = rows[np.argsort(-key[rows], kind="stable")]
+        return {self.names[row]: float(relative_N[row]) for row in rows}
+
+
+class Pair:
+    """Two aligned runs: their signals side by side.
+
+    With ``other_types`` the runs keep their tensors in other types: bits are not comparable.
+    """
+
+    def __init__(
+        self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
+    ) -> None:
+        self.a = a
+        self.b = b
+        self.alignment = alignment
+        self.other_types = other_types
+        self._at_a = np.searchsorted(a.steps_T, alignment.steps_a)
+        self._at_b = np.searchsorted(b.steps_T, alignment.steps_b)
+        self._distances: dict[tuple[int, str, int], TensorDistance | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._at_a)
+
+    def values(self, name: str) -> tuple[NDArray, NDArray]:  # type: ignore[type-arg]
+        """Return a column of both runs ``[P, W]``; with other numbers of workers, rank 0's."""
+        one = self.a.column(name)[self._at_a]
+        other = self.b.column(name)[self._at_b]
+        if not self.alignment.same_width:
+            one = one[:, :1]
+            other = other[:, :1]
+        return one, other
+
+    def losses(self) -> tuple[Floats, Floats]:
+        """Return the losses of the workers ``[P, W]``; between other W, the global batch's."""
+        if self.alignment.same_width:
+            return self.values("loss")
+        one = self.a.weighted_loss()
+        other = self.b.weighted_loss()
+        return one[self._at_a][:, None], other[self._at_b][:, None]
+
+    def diverged(self) -> dict[str, Bools]:
+        """Return by run in which steps its losses alone are infinite or not a number ``[P]``.
+
+        A step whose loss is finite and whose gradients are not, as a gradient scaler skips it,
+        does not count, nor does one in which the other run has no loss.
+        """
+        bad = []
+        fine = []
+        for side, at in ((self.a, self._at_a), (self.b, self._at_b)):
+            finite_PW = np.isfinite(side.column("loss")[at])
+            bad.append((side.column("nonfinite")[at] & ~finite_PW).any(axis=1))
+            fine.append(finite_PW.any(axis=1) & ~bad[-1])
+        return {"A": bad[0] & fine[1], "B": bad[1] & fine[0]}
+
+    def divergence(self) -> tuple[int, str] | None:
+        """Return the first pair in which one run alone has diverged, and which; None without."""
+        firsts = [
+            (int(np.flatnonzero(alone_P)[0]), run)
+            for run, alone_P in self.diverged().items()
+            if alone_P.any()
+        ]
+        return min(firsts, default=None)
+
+    def steps_column(self, name: str) -> tuple[Floats, Floats]:
+        """Return a column of the steps tables ``[P]``."""
+        return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
+
+    def distance(self, pair: int, kind: str, *, back: int = 0) -> TensorDistance | None:
+        """Return the distance of the traced tensors of one kind; None without traces.
+
+        ``pair`` is the number of the pair of steps; ``kind`` is ``parameter``, ``reduced``, …;
+        ``back`` is 1 for the state before the step.
+        """
+        if (pair, kind, back) not in self._distances:
+            step_a = int(self.alignment.steps_a[pair]) - back
+            step_b = int(self.alignment.steps_b[pair]) - back
+            one = self.a.traces.get((step_a, kind))
+            other = self.b.traces.get((step_b, kind))
+            apart = None if one is None or other is None else self._apart(one, other)
+            self._distances[pair, kind, back] = apart
+        return self._distances[pair, kind, back]
+
+    def update(self, pair: int) -> float:
+        """Return the norm of a step's change of A's traced parameters; 0 if unknown."""
+        step = int(self.alignment.steps_a[pair])
+        before = self.a.traces.get((step - 1, "parameter"))
+        after = self.a.traces.get((step, "parameter"))
+        if before is None or after is None:
+            return 0.0
+        taken = self._apart(before, after)
+        return 0.0 if taken is None else float(np.sqrt((taken.distance_N**2).sum()))
+
+    def _apart(self, one: Tensors, other: Tensors) -> TensorDistance | None:
+        names, rows_a, rows_b = np.intersect1d(one.names, other.names, return_indices=True)
+        if not len(names) or one.sketches_NK.shape[1] != other.sketches_NK.shape[1]:
+            return None
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart_NK = one.sketches_NK[rows_a] - other.sketches_NK[rows_b]
+            buckets_NK = apart_NK**2
+        differs_N = one.digests_N[rows_a] != other.digests_N[rows_b]
+        if self.other_types:
+            differs_N = (buckets_NK != 0).any(axis=1)
+        else:
+            buckets_NK[~differs_N] = 0.0
+        return TensorDistance(
+            tuple(names.tolist()),
+            differs_N,
+            np.sqrt(buckets_NK.sum(axis=1)),
+            one.norms_N[rows_a],
+            buckets_NK,
+        )
+
+    def signals(self) -> list[ComparedColumn]:
+        """Return all signals, in the order in which a step makes them known."""
+        return [signal for signal in self._signals() if signal.differs_PW.size]
+
+    def _signals(self) -> Iterator[ComparedColumn]:
+        same = self.alignment.same_width
+        yield self._data()
+        if same:
+            yield from (self._column(name, Moment.RANDOM) for name in COLUMNS[Moment.RANDOM])
+        yield self._before()
+        yield self._floats(Moment.LOSS, "loss", *self.losses())
+        if same:
+            yield self._column("nonfinite", Moment.LOSS)
+            yield from self._local_gradients()
+        else:
+            yield self._only_one_diverged()
+        yield from self._reduced()
+        yield from (self._column(name, Moment.SETTINGS) for name in COLUMNS[Moment.SETTINGS])
+        for name in COLUMNS[Moment.AFTER]:
+            if same or name in _OF_ALL_WORKERS:
+                yield self._column(name, Moment.AFTER)
+        yield self._traced(Moment.AFTER, "parameter")
+
+    def _data(self) -> ComparedColumn:
+        steps = zip(self.alignment.steps_a.tolist(), self.alignment.steps_b.tolist(), strict=True)
+        one = self.a.samples
+        other = self.b.samples
+        width = self.a.num_workers if self.alignment.same_width else 1
+        differs_PW = np.zeros((len(self), width), bool)
+        digests = self._column("batch_digest", Moment.DATA).differs_PW
+        for pair, (step_a, step_b) in enumerate(steps):
+            if step_a not in one or step_b not in other:
+                if self.alignment.same_width:
+                    differs_PW[pair] = digests[pair]
+            elif not self.alignment.same_width:
+                differs_PW[pair] = not same_samples(one[step_a], other[step_b])
+            else:
+                for rank in range(width):
+                    left = one[step_a].get(rank)
+                    right = other[step_b].get(rank)
+                    differs_PW[pair, rank] = (left is None) != (right is None) or (
+                        left is not None and not np.array_equal(np.sort(left), np.sort(right))  # type: ignore[arg-type]
+                    )
+        unknown = np.full(differs_PW.shape, np.nan)
+        per_worker = self.alignment.same_width
+        return ComparedColumn(Moment.DATA, "samples", differs_PW, unknown, per_worker)
+
+    def _before(self) -> ComparedColumn:
+        """Compare the models before the first pair; later, that is the step before."""
+        differs_P1 = np.zeros((len(self), 1), bool)
+        for kind in BEFORE:
+            apart = self.distance(0, kind, back=1)
+            differs_P1[0] |= apart is not None and bool(apart.differs_N.any())
+        unknown = np.full(differs_P1.shape, np.nan)
+        return ComparedColumn(Moment.BEFORE, "traces", differs_P1, unknown, per_worker=False)
+
+    def _local_gradients(self) -> Iterator[ComparedColumn]:
+        if self.a.info.get("options", {}).get("tier") != self.b.info.get("options", {}).get("tier"):
+            return
+        grouped = [
+            (f"grad_norm of {group}", norms[self._at_a], self.b.groups[group][self._at_b])
+            for group, norms in self.a.groups.items()
+            if group in self.b.groups
+        ]
+        for name, one, other in [("grad_norm", *self.values("grad_norm")), *grouped]:
+            signal = self._floats(Moment.GRADIENT, name, one, other)
+            yield self._unless_traced_equal(signal)
+
+    def _reduced(self) -> Iterator[ComparedColumn]:
+        yield self._traced(Moment.REDUCED, "reduced")
+        yield self._column("reduced_digest", Moment.REDUCED)
+        if self.alignment.same_width:
+            norms = self.values("reduced_norm")
+        else:
+            one, other = self.steps_column("grad_norm_reduced")
+            norms = one[:, None], other[:, None]
+        signal = self._floats(Moment.REDUCED, "reduced_norm", *norms)
+        yield self._unless_traced_equal(signal)
+
+    def _unless_traced_equal(self, signal: ComparedColumn) -> ComparedColumn:
+        """Leave out differences of norms that were only added up in other parts.
+
+        A norm is measured bucket by bucket: with other buckets it may have other last digits,
+        though the traced gradients are equal to the bit.
+        """
+        equal_P = np.zeros(len(self), bool)
+        for pair in np.flatnonzero(signal.differs_PW.any(axis=1)):
+            apart = self.distance(int(pair), "reduced")
+            equal_P[pair] = apart is not None and not apart.differs_N.any()
+        small_PW = signal.relative_PW <= MEASURED_OTHERWISE
+        differs_PW = signal.differs_PW & ~(equal_P[:, None] & small_PW)
+        return ComparedColumn(signal.moment, signal.name, differs_PW, signal.relative_PW)
+
+    def _traced(self, moment: Moment, kind: str) -> ComparedColumn:
+        differs_P1 = np.zeros((len(self), 1), bool)
+        relative_P1 = np.full((len(self), 1), np.nan)
+        for pair in range(len(self)):
+            apart = self.distance(pair, kind)
+            if apart is not None:
+                differs_P1[pair] = apart.differs_N.any()
+                relative_P1[pair] = apart.total if differs_P1[pair] else 0.0
+        return ComparedColumn(moment, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
+
+    def _floats(self, moment: Moment, name: str, one: Floats, other: Floats) -> ComparedColumn:
+        known = np.isfinite(one) & np.isfinite(other)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            apart = np.abs(one - other)
+            size = np.maximum(np.abs(one), np.abs(other))
+            relative = np.where(apart == 0, 0.0, apart / size)
+        relative[~known] = np.nan
+        return ComparedColumn(moment, name, known & (one != other), relative)
+
+    def _column(self, name: str, moment: Moment) -> ComparedColumn:
+        """Compare a column of the workers by its declared type: number, digest or flag."""
+        one, other = self.values(name)
+        dtype = find_column(Table.WORKERS, name).dtype
+        if dtype is DType.FLOAT:
+            return self._floats(moment, name, one, other)
+        if dtype is DType.BOOL:
+            differs_PW = one != other
+            return ComparedColumn(moment, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
+        known_PW = (one != MISSING_INT) & (other != MISSING_INT)
+        if name in _NEED_LAYOUT:
+            layout_a, layout_b = self.values("state_layout")
+            known_PW &= layout_a == layout_b
+        return ComparedColumn(moment, name, known_PW & (one != other), np.full(one.shape, np.nan))
+
+    def _only_one_diverged(self) -> ComparedColumn:
+        alone_P1 = np.logical_or(*self.diverged().values())[:, None]
+        relative_P1 = np.where(alone_P1, np.inf, np.nan)
+        return ComparedColumn(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
+
 
 _NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
 _TRACED = {Moment.REDUCED: "reduced", Moment.AFTER: "parameter"}

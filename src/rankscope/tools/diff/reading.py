@@ -178,10 +178,7 @@ class DiffSide:
         return Disagreement(step, kind, name, ranks)
 
     def weighted_loss(self) -> Floats:
-        """Return the global batch's loss ``[T]``: weighted by label tokens where these are known.
-
-        NaN in steps where a worker has no loss.
-        """
+        """Return the global batch's loss ``[T]``, weighted by label tokens where known."""
         losses = self.column("loss")
         weights = self.column("loss_weight")
         known = (weights > 0).all(axis=1, keepdims=True)
@@ -386,10 +383,7 @@ def types_of(side: DiffSide) -> list[str]:
 
 
 def changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
-    """Return the settings and facts of ``run.json`` that differ, the decisive ones first.
-
-    Names of directories, hosts and processes are no settings.
-    """
+    """Return the settings and facts of ``run.json`` that differ, the decisive ones first."""
     found = []
     for part in ("training", "config", "options"):
         one = _flat(a.info.get(part), part)

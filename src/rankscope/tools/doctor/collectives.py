@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import name_ranks
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
+from rankscope.bus.words import first_of, name_ranks
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
 NAME = "collectives"
 REPEATED = "repeatability"
@@ -31,7 +32,7 @@ EXACT_IN_BF16 = 256
 REPETITIONS = 10
 REPEATED_SIZE = 65_536
 
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+ROUNDOFF = {"fp32": UNIT_ROUNDOFF["float32"], "bf16": UNIT_ROUNDOFF["bfloat16"]}
 """Largest relative error of one rounding."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,7 +77,7 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
             CheckResult(
                 NAME,
                 Status.ERROR,
-                listed(problems, between="; "),
+                first_of(problems, between="; "),
                 "Do not train on this: every gradient passes through these operations. Update or "
                 "replace driver, communication library and network card of these ranks' hosts.",
                 numbers,
@@ -262,10 +263,7 @@ def _repeat(dtype: str, bench: Bench) -> dict[str, Any]:
 
 
 def ill_conditioned(num_ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers of many sizes whose sums over workers nearly cancel, ``[W, n]``.
-
-    Every worker makes the same ones; no common random generator is touched.
-    """
+    """Return numbers of many sizes whose sums over workers nearly cancel, ``[W, n]``."""
     size = min(REPEATED_SIZE, max(1, LARGEST_IN_ALL // num_ranks))
     generator = torch.Generator().manual_seed(20)
     sizes = 10 ** (6 * torch.rand(num_ranks, size, generator=generator, dtype=torch.float64) - 3)
@@ -346,12 +344,11 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         load = f"; load {fact['load']:.1f} on {fact['cores']} cores at {name_ranks(busy)}"
     if slow and len(facts) > 1:
         by_size = sorted(slow, key=lambda rank: -seconds[rank])
-        slowest = ", ".join(f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size[:6])
-        more = f" and {len(slow) - 6} more" if len(slow) > 6 else ""
+        slowest = first_of([f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size], 6)
         return CheckResult(
             STRAGGLERS,
             Status.NOTE,
-            f"slower than the median at the same computation: {slowest}{more}{load}",
+            f"slower than the median at the same computation: {slowest}{load}",
             "All ranks wait for the slowest in each step. Look for other processes, heat or "
             "power limits, or another kind of device at these ranks; repeat the preflight.",
             numbers,

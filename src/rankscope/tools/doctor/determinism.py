@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankscope.bus.packing import PlainBatch
-from rankscope.bus.words import name_ranks
+from rankscope.bus.messages import PlainBatch
+from rankscope.bus.words import first_of, name_ranks
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.private import find, lacking
@@ -27,7 +27,6 @@ from rankscope.tools.doctor.stage import (
     Facts,
     Stage,
     Status,
-    listed,
 )
 from rankscope.wrappers.passes import in_backward
 
@@ -58,10 +57,7 @@ Run = Callable[[], int]
 
 
 def look(bench: Bench) -> Facts:
-    """Run one batch several times: as it is, operator by operator, with deterministic algorithms.
-
-    Everything is as before afterwards: parameters, buffers, random generators, gradients.
-    """
+    """Run one batch several times: as it is, by operators, with deterministic algorithms."""
     module = bench.model
     if not isinstance(module, FullyShardedDataParallel):  # inside of it are parts of a model
         module = getattr(module, "module", module)
@@ -100,7 +96,7 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
             "They can give other bits from run to run, for other inputs or under load. Where runs "
             "must repeat, replace them."
         )
-        found += f"; torch has no deterministic implementation of {listed(alerts, _SHOWN)}"
+        found += f"; torch has no deterministic implementation of {first_of(alerts, _SHOWN)}"
         return [CheckResult(NAME, Status.NOTE, found, advice, numbers)]
     return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
 
@@ -112,7 +108,7 @@ def _unrepeatable(
     found = f"the same batch gave other bits from run to run {who}"
     fixed = all(facts[rank]["fixed"] for rank in ranks)
     if operators:
-        found += f": {listed(operators, _SHOWN)}"
+        found += f": {first_of(operators, _SHOWN)}"
     if fixed:
         cost = float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
         advice = (
@@ -135,7 +131,7 @@ def _unrepeatable(
         )
     alerts = _merged(facts, "alerts")
     if alerts and not fixed:
-        advice += f" torch has no deterministic implementation of {listed(alerts, _SHOWN)}."
+        advice += f" torch has no deterministic implementation of {first_of(alerts, _SHOWN)}."
     return CheckResult(NAME, Status.WARNING, found, advice, numbers, ranks)
 
 
@@ -331,10 +327,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same bits; those that have no plain bits count as equal.
-
-    Waits for the device.
-    """
+    """Return whether two tensors have the same bits, if they have plain bits."""
     if first is second or first.layout is not torch.strided or first.is_meta:
         return True
     if first.shape != second.shape or first.dtype != second.dtype:

@@ -1,6 +1,5 @@
 """Whether ranks read different data, equally much of it, and in a new order each epoch."""
 
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,11 @@ from torch import Tensor
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
-from rankscope.evidence.environment.training import draws_with_replacement
-from rankscope.evidence.samples.overlap import LIKELY, SURE
-from rankscope.evidence.samples.probe import digest_inputs
+from rankscope.stats.samples import LIKELY, SURE
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
+from rankscope.wrappers.facts import draws_with_replacement
 from rankscope.wrappers.labels import IGNORED_LABEL
+from rankscope.wrappers.samples import digest_inputs, digests_of_texts
 
 SHARE_OF_TIME = 0.5
 """Share of a stage's time that reading the first epoch may take."""
@@ -116,10 +115,7 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[di
 
 
 def _look_alike(samples: list[list[int]]) -> bool:
-    """Return whether one rank's samples have hardly any different digests, as labels do.
-
-    The same few samples in batch after batch are no such case.
-    """
+    """Return whether one rank's samples have hardly any different digests, as labels do."""
     drawn = [sample for batch in samples for sample in batch]
     distinct = len(set(drawn))
     if distinct > max(FEW, len(drawn) // ALIKE) or len(drawn) < 2 * (distinct + 1):
@@ -179,7 +175,7 @@ def _recognised(batch: Any) -> tuple[list[int], float] | None:
     if isinstance(batch, str | bytes):
         return None
     if isinstance(batch, Sequence) and batch and all(isinstance(x, str | bytes) for x in batch):
-        return [_digest(text) for text in batch], math.inf
+        return digests_of_texts(batch).tolist(), math.inf
     if isinstance(batch, Mapping):
         plain = [
             part
@@ -217,11 +213,6 @@ def _listed(digests: Tensor | None) -> list[int] | None:
         return None
     values: list[int] = digests.to(torch.int64).cpu().tolist()
     return values
-
-
-def _digest(text: str | bytes) -> int:
-    data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 SHARDS = "shards"

@@ -10,13 +10,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.replicas import minority_ranks, ranks_by
+from rankscope.bus.words import count, dtype_name, first_of, name_ranks
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import digest_tensor
-from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
+from rankscope.gradients.fingerprint import numpy_state, python_state, torch_state
 from rankscope.private import find
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
+from rankscope.stats.arrays import digest_of
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -86,7 +87,7 @@ def _described(
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             found[name] = ["not initialised", str(tensor.dtype), None]
             continue
-        found[name] = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), None]
+        found[name] = [list(tensor.shape), dtype_name(tensor.dtype), None]
         if id(tensor) in parts:
             found[name][0] = "a part"  # which may be of another size on each rank
         elif not tensor.is_meta and not (  # a type that shows that each rank holds a part
@@ -113,11 +114,7 @@ def _parts(model: nn.Module) -> frozenset[int]:
 
 
 def dropouts(model: nn.Module) -> list[str]:
-    """Return the names of modules that drop at random while training.
-
-    These are dropout modules, and modules with a number above 0 under a name with ``drop`` in it,
-    as recurrent layers and attention blocks have.
-    """
+    """Return the names of modules that drop at random while training, dropout's or others'."""
     return [
         name or type(module).__name__ for name, module in model.named_modules() if _drops(module)
     ]
@@ -151,10 +148,7 @@ def _optimizer(optimizer: Any, parts: Container[int]) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, parts: Container[int]) -> dict[str, list[Any]]:
-    """Return an optimizer's state, by position of the parameter and name.
-
-    The state of a rank's part of a parameter is left out: no other rank has the same.
-    """
+    """Return an optimizer's state, by position of the parameter and name."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
     tensors: list[tuple[str, Tensor]] = []
@@ -206,7 +200,7 @@ def _tensors(name: str, facts: Sequence[Facts]) -> CheckResult:
     if len(ranks) == 1:
         who = f"{name_ranks(ranks)} differs"
     total = count(len(tables[0]), what)
-    found = f"{who} in {len(different)} of {total}: {listed(different)}"
+    found = f"{who} in {len(different)} of {total}: {first_of(different)}"
     if name == PARAMETERS and not facts[0]["wrapped"] and _looks_unseeded(tables, different):
         found += "; every rank seems to begin from random numbers of its own"
         return CheckResult(name, Status.WARNING, found, _UNSEEDED, numbers, ranks)
@@ -240,7 +234,7 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(
             OPTIMIZER,
             Status.ERROR,
-            listed(parts, between="; "),
+            first_of(parts, between="; "),
             "Ranks that step differently drift apart although their gradients are equal: give all "
             "of them the same settings.",
             {"different": different},
@@ -253,7 +247,8 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(
             OPTIMIZER,
             Status.ERROR,
-            f"what the optimizer remembers differs on {name_ranks(ranks)}, in {listed(differing)}",
+            f"what the optimizer remembers differs on {name_ranks(ranks)}, in "
+            f"{first_of(differing)}",
             f"Check which optimizer state {name_ranks(ranks)} loaded.",
             {"different": differing},
             ranks,
@@ -280,7 +275,7 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
             Status.WARNING,
             f"{name_ranks(shared[generator])} have the same state of torch's generator after the "
             "model is built, and the model has modules that drop at random: "
-            f"{len(dropout)} with dropout ({listed(dropout)})",
+            f"{len(dropout)} with dropout ({first_of(dropout)})",
             "These ranks would drop the same units in each step. Seed them differently after the "
             "model is built: torch.manual_seed(seed + rank).",
             numbers,
@@ -306,7 +301,7 @@ def _batch_norms(facts: Sequence[Facts]) -> list[CheckResult]:
     if not names or len(facts) == 1:
         return []
     modules = count(len(names), "module")
-    found = f"{modules} with statistics of each rank's own batch: {listed(names)}"
+    found = f"{modules} with statistics of each rank's own batch: {first_of(names)}"
     advice = (
         "Small batches per rank make them noisy: torch.nn.SyncBatchNorm.convert_sync_batchnorm "
         "takes them over all ranks."
@@ -328,7 +323,7 @@ def _other_layout(name: str, what: str, tables: Sequence[Table]) -> CheckResult 
         name,
         Status.ERROR,
         f"{name_ranks(others)} built another model: names, shapes or types of {what}s are not "
-        f"those of rank {usual} in {listed(differing)}",
+        f"those of rank {usual} in {first_of(differing)}",
         "Ranks would add up gradients that do not belong together: build the same model on all.",
         {"different": differing},
         odd,

@@ -18,22 +18,26 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from rankscope import RankscopeError
+from rankscope.bus.replicas import ranks_by
 from rankscope.bus.words import name_ranks
 from rankscope.errors import UsageError
 from rankscope.files import to_plain
 from rankscope.tools.doctor import collectives, determinism, loader, model, topology
-from rankscope.tools.doctor.meeting import Meeting, c10d, choose_device, find_place, open_stores
 from rankscope.tools.doctor.stage import (
     BLOCKS,
     Bench,
     CheckResult,
+    Meeting,
     Options,
     Stage,
     Status,
+    c10d,
+    choose_device,
+    find_place,
     function_stage,
     in_one_line,
     not_given,
-    ranks_by,
+    open_stores,
     split_name,
     where_it_is,
 )

@@ -11,13 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.environment import is_compared
-from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.words import count, name_ranks
-from rankscope.evidence.environment.facts import environment_facts, source_revision
-from rankscope.evidence.environment.judge import compare_facts
-from rankscope.tools.doctor.meeting import choose_backend
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
+from rankscope.bus.environment import compare_facts, is_compared
+from rankscope.bus.replicas import minority_ranks, ranks_by
+from rankscope.bus.words import count, first_of, name_ranks
+from rankscope.tools.doctor.stage import (
+    Bench,
+    CheckResult,
+    Facts,
+    Stage,
+    Status,
+    choose_backend,
+)
+from rankscope.wrappers.facts import environment_facts, source_revision
 
 NAME = "topology"
 GROUP = "process_group"
@@ -176,10 +181,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _device_id(device: torch.device) -> str:
-    """Return an id unique among a host's accelerators, even when each rank sees only its own.
-
-    Empty for a CPU, which ranks may share.
-    """
+    """Return an id unique among a host's accelerators, even when each rank sees only its own."""
     if device.type == "cpu":
         return ""
     module: Any = torch.get_device_module(device)
@@ -255,7 +257,7 @@ def judge_environment(facts: Sequence[Facts]) -> list[CheckResult]:
     numbers = {"compared": compared, "different": list(words)}
     if odd:
         status = Status[severity.name]
-        found = listed(words, 5, between="; ")
+        found = first_of(words, 5, between="; ")
         return [CheckResult(ENVIRONMENT, status, found, _ADVICE[status], numbers, odd)]
     versions = (f"{name} {facts[0][name]}" for name in _VERSIONS if name in facts[0])
     found = f"{count(compared, 'fact')} alike: {', '.join(versions)}"

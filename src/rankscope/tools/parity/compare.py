@@ -19,12 +19,19 @@ from rankscope.bus.parity import (
     UPDATE,
     WIDTH,
 )
-from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
-from rankscope.tools.parity.reading import Recording, SideStep, Whole
+from rankscope.bus.words import first_of
+from rankscope.tools.parity.reading import (
+    Bounds,
+    Recording,
+    SideStep,
+    Whole,
+    distance,
+    factor,
+    spread_distance,
+)
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
 
 _MOST_NOTES = 4
-_MOST_NAMED = 3
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
@@ -322,7 +329,7 @@ class _Comparison:
                     continue
                 ranks = sorted({rank for each in there for rank in each.ranks})
                 what = {START: "parameters", GRADIENT: "gradients", UPDATE: "updates"}[kind]
-                shown = _named([each.name for each in there])
+                shown = first_of([each.name for each in there])
                 several = len(ranks) > 1
                 who = f"rank{'s' if several else ''} {', '.join(map(str, ranks))}"
                 verb = "hold" if several else "holds"
@@ -386,7 +393,7 @@ class _Comparison:
 
     def _drew(self) -> str:
         layers = [*self._a.drew, *self._b.drew]
-        shown = _named(list(dict.fromkeys(layers))) if layers else "the model"
+        shown = first_of(list(dict.fromkeys(layers))) if layers else "the model"
         return (
             f"random numbers are drawn inside the forward pass ({shown}), which differ between "
             "layouts; use --no-dropout"
@@ -410,7 +417,7 @@ class _Comparison:
         if len(found) == compared and compared > 1:
             which = f"all {compared} {what}s"
         else:
-            which = _named([each.name for each in found])
+            which = first_of([each.name for each in found])
         look = common if count == len(found) else _range_of_looks(found, common, count)
         if len(found) == compared and count == len(found):
             look += likely(found[0].factor, self._sides)
@@ -531,7 +538,7 @@ def _counters_apart(own: Mapping[str, float], other: Mapping[str, float]) -> str
     if not names:
         return ""
     first, second = own.get(names[0], 0), other.get(names[0], 0)
-    which = "" if len(names) == len({*own, *other}) else f" of {_named(names)}"
+    which = "" if len(names) == len({*own, *other}) else f" of {first_of(names)}"
     return f"the optimizer's step counter{which} is {first:g} in A and {second:g} in B"
 
 
@@ -546,9 +553,3 @@ def _settings_apart(a: SideStep, b: SideStep) -> str:
             if own.get(name) != other.get(name):
                 return f"{name} is {own.get(name)} in A and {other.get(name)} in B."
     return ""
-
-
-def _named(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    more = len(names) - _MOST_NAMED
-    return f"{shown} and {more} more" if more > 0 else shown

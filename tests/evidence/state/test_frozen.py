@@ -8,8 +8,8 @@ from torch import nn
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
-from rankscope.evidence.frozen.judge import CAUSE
-from rankscope.evidence.frozen.probe import frozen_modules
+from rankscope.evidence.state.judge import FROZEN_DIFFER
+from rankscope.evidence.state.probe import frozen_modules
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -40,7 +40,11 @@ def test_a_frozen_module_that_differs_is_a_warning_that_names_it(tmp_path):
     healthy, faulty = (list(Run.open(tmp_path / n).findings()) for n in ("healthy", "faulty"))
     assert [f.cause for f in healthy if f.severity > Severity.NOTE] == []
     [found] = [f for f in faulty if f.severity > Severity.NOTE]
-    assert (found.cause, found.severity, found.ranks) == (CAUSE, Severity.WARNING, (0, 1, 2))
+    assert (found.cause, found.severity, found.ranks) == (
+        FROZEN_DIFFER,
+        Severity.WARNING,
+        (0, 1, 2),
+    )
     assert "Sequential (84 elements)" in found.explanation
 
 
