@@ -10,7 +10,14 @@ import pytest
 
 from rankscope.cli import main
 from rankscope.record import Run
-from support.study_command import StudyCommand, names, shared_folder, short_records, tree
+from support.study_command import (
+    StudyCommand,
+    cache_base,
+    names,
+    shared_folder,
+    short_records,
+    tree,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -30,6 +37,7 @@ def finished(study: StudyCommand, tmp_path_factory: pytest.TempPathFactory) -> P
     rows[5]["output"] = " \n"
     rows[7]["instruction"] = "word " * 400
     data.write_text("\n".join(map(json.dumps, rows)))
+    cache_base(data, Path(study.environment["XDG_CACHE_HOME"]))
     options = {"data": data, "max_length": 256, "reading": "replicated", "settings": "s1-3"}
     process = study.call(folder / "study", steps=2, **options)
     (folder / "stderr").write_text(process.stderr)

@@ -1,7 +1,7 @@
 """Runs ``rankscope study`` with real workers: in a process of its own, or one after the other.
 
-All tests of a session share one cache, so that the base model is trained once. Its data is a
-small file of short records, on which that takes a few seconds.
+All tests of a session share one cache with one base model. Its data is a small file of short
+records, and its training a few steps: what these tests hold does not depend on a good one.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import pyarrow as pa
 
@@ -52,14 +53,24 @@ def shared_folder(base: Path) -> Path:
 
 
 def _make(data: Path, cache: Path) -> None:
-    from rankscope.lab.study.data import load_records
-    from rankscope.lab.study.models import TINY, load_model
-
     partial = data.with_name("partial.json")
     partial.write_text(json.dumps(short_records()))
-    held_out = load_records(str(partial), seed=0).held_out
-    load_model(TINY, tokenizer_records=held_out, cache_dir=cache / "rankscope")
+    cache_base(partial, cache)
     partial.replace(data)
+
+
+def cache_base(data: Path, cache: Path) -> None:
+    """Put a base model of 8 steps where a study on this data looks for its own."""
+    from rankscope.lab.study import base
+    from rankscope.lab.study.data import load_records
+
+    def train(model: Any, samples: Any, steps: int, *rest: Any) -> list[float]:
+        return trained(model, samples, 8, *rest)
+
+    trained = base.train
+    with patch.object(base, "train", train):
+        records = load_records(str(data), seed=0).held_out
+        base.load_base(records, seed=0, cache_dir=cache / "rankscope")
 
 
 class StudyCommand:
