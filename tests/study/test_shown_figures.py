@@ -8,7 +8,7 @@ import pytest
 
 from report.html_reader import Page
 from support.recomputed import Recomputed, rounded
-from support.study_command import StudyCommand, shared_folder
+from support.study_command import FinishedStudy, StudyCommand, shared_folder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -18,15 +18,13 @@ NAMES = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """A small study: its runs recomputed, and what terminal, page and Markdown show."""
-    study = StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
-    path = tmp_path_factory.mktemp("shown") / "study"
-    ended = study.call(path, report=True, workers=3, steps=7)
-    assert ended.returncode == 0, ended.stderr
+    """The small study: its runs recomputed, and what terminal, page and Markdown show."""
+    done = FinishedStudy.make_once(StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))).done
+    path = done.path
     return SimpleNamespace(
         runs={name: Recomputed(path / "runs" / name) for name in NAMES},
-        out=ended.stdout,
-        err=ended.stderr,
+        out=done.out,
+        err=done.err,
         page=Page((path / "report.html").read_text()),
         markdown=(path / "summary.md").read_text(),
         cards={name: (path / "models" / name / "README.md").read_text() for name in NAMES[:3]},

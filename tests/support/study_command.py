@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -45,21 +47,24 @@ def shared_folder(base: Path) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
     folder.mkdir(exist_ok=True)
     data = folder / "records.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # without it, each test process would train a base
+    with _locked(folder):  # without it, each test process would train a base
         if not data.exists():
-            _make(data, folder / "cache")
+            partial = data.with_name("partial.json")
+            partial.write_text(json.dumps(short_records()))
+            _cache_base(partial, folder / "cache")
+            partial.replace(data)
     return folder
 
 
-def _make(data: Path, cache: Path) -> None:
-    partial = data.with_name("partial.json")
-    partial.write_text(json.dumps(short_records()))
-    cache_base(partial, cache)
-    partial.replace(data)
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process of the session holds the folder's lock, and hold it."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def cache_base(data: Path, cache: Path) -> None:
+def _cache_base(data: Path, cache: Path) -> None:
     """Put a base model of 8 steps where a study on this data looks for its own."""
     from rankscope.lab.study import base
     from rankscope.lab.study.data import load_records
@@ -84,7 +89,7 @@ class StudyCommand:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._host: Host | None = None
         self.data = folder / "records.json"
         self.environment = {
@@ -117,9 +122,9 @@ class StudyCommand:
             start_new_session=True,
         )
 
-    def call(self, output: Path, *, report: bool = False, **options: Any) -> Ended:
-        """Run a study to its end in the process that all calls share; draw figures if asked."""
-        return self._process().run(self.arguments(output, options), TIMEOUT, report=report)
+    def call(self, output: Path, **options: Any) -> Ended:
+        """Run a study to its end, without its figures, in the process that all calls share."""
+        return self._process().run(self.arguments(output, options), TIMEOUT)
 
     def begin(self, output: Path, **options: Any) -> "Begun":
         """Begin a study, without its figures, in the process that all calls share."""
@@ -127,9 +132,51 @@ class StudyCommand:
 
     def _process(self) -> Host:
         if self._host is None:
-            folder = Path(tempfile.mkdtemp(prefix="host-", dir=self._folder))
+            folder = Path(tempfile.mkdtemp(prefix="host-", dir=self.folder))
             self._host = Host(folder, self.environment)
         return self._host
+
+
+@dataclass(frozen=True)
+class FinishedStudy:
+    """The study of all combinations that all tests of a session share; none of them changes it.
+
+    Some of its records cannot be used. It takes three workers, and two micro-batches in each of
+    seven steps.
+
+    Attributes:
+        done: What it left and printed.
+        options: What it was started with.
+    """
+
+    done: "Done"
+    options: Mapping[str, Any]
+
+    @classmethod
+    def make_once(cls, study: StudyCommand) -> "FinishedStudy":
+        """Return it; the first test process that asks for it runs it, as a user would."""
+        data = study.folder / "records.jsonl"
+        path = study.folder / "new" / "finished"  # a parent that does not exist either
+        options = {"data": data, "workers": 3, "steps": 7, "accumulation": 2, "max_length": 256}
+        printed = study.folder / "finished.json"
+        with _locked(study.folder):
+            if not printed.exists():
+                _write_unusable(data)
+                _cache_base(data, study.folder / "cache")
+                ended = finish(study.start(path, **options))
+                printed.write_text(json.dumps([ended.returncode, ended.stdout, ended.stderr]))
+        ended = subprocess.CompletedProcess([], *json.loads(printed.read_text()))
+        assert ended.returncode == 0, ended.stderr
+        return cls(Done(path, ended), options)
+
+
+def _write_unusable(data: Path) -> None:
+    """Write the session's records, of which three cannot be used."""
+    rows = short_records()
+    rows[3]["output"] = ""
+    rows[5]["output"] = " \n"
+    rows[7]["instruction"] = "word " * 400
+    data.write_text("\n".join(map(json.dumps, rows)))
 
 
 class Begun:
@@ -145,7 +192,7 @@ class Begun:
     def __init__(self, host: Host, words: list[str]) -> None:
         self._host, self._words = host, words
         self._stay = host.group()
-        host.begin(words, report=False)
+        host.begin(words)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process that launched the workers, and to nothing else."""
