@@ -123,6 +123,8 @@ def test_a_directory_that_is_no_study_is_never_touched(
     ("changed", "words"),
     [
         ({"steps": 9}, "--steps was 7 and is 9"),
+        ({"learning_rate": 0.1}, "--learning-rate was 0.0 and is 0.1"),
+        ({"reading": "sharded"}, "--reading was sharded,replicated and is sharded"),
         ({"settings": "s1-1,s1-3"}, "--settings was s1-1,s1-2,s1-3 and is s1-1,s1-3"),
     ],
 )

@@ -28,7 +28,6 @@ from support.study_host import Host
 
 TIMEOUT = 240.0
 Record = dict[str, str]
-Started: TypeAlias = subprocess.Popen[str]
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 
 
@@ -110,16 +109,16 @@ class StudyCommand:
                 words.append(str(value))
         return words
 
-    def start(self, output: Path, **options: Any) -> Started:
-        """Start a study in a process group of its own."""
-        return subprocess.Popen(
+    def run(self, output: Path, **options: Any) -> Ended:
+        """Run a study to its end, as a user does: with its figures, in a process of its own."""
+        return subprocess.run(
             [sys.executable, "-m", "rankscope", *self.arguments(output, options)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             env=self.environment,
-            start_new_session=True,
+            timeout=TIMEOUT,
+            check=False,
         )
 
     def call(self, output: Path, **options: Any) -> Ended:
@@ -129,6 +128,11 @@ class StudyCommand:
     def begin(self, output: Path, **options: Any) -> "Begun":
         """Begin a study, without its figures, in the process that all calls share."""
         return Begun(self._process(), self.arguments(output, options))
+
+    def close(self) -> tuple[int, str]:
+        """End that process; return its exit code and what was said since the last call began."""
+        host, self._host = self._process(), None
+        return host.close()
 
     def _process(self) -> Host:
         if self._host is None:
@@ -163,8 +167,8 @@ class FinishedStudy:
             if not printed.exists():
                 _write_unusable(data)
                 _cache_base(data, study.folder / "cache")
-                ended = finish(study.start(path, **options))
-                printed.write_text(json.dumps([ended.returncode, ended.stdout, ended.stderr]))
+                run = study.run(path, **options)
+                printed.write_text(json.dumps([run.returncode, run.stdout, run.stderr]))
         ended = subprocess.CompletedProcess([], *json.loads(printed.read_text()))
         assert ended.returncode == 0, ended.stderr
         return cls(Done(path, ended), options)
@@ -191,8 +195,11 @@ class Begun:
 
     def __init__(self, host: Host, words: list[str]) -> None:
         self._host, self._words = host, words
-        self._stay = host.group()
         host.begin(words)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all processes, as a terminal does."""
+        os.killpg(self._host.pid, signal.SIGINT)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process that launched the workers, and to nothing else."""
@@ -211,7 +218,7 @@ class Begun:
         """Wait for its end and return what it said; no process of it may be left."""
         ended = self._host.end(self._words, TIMEOUT)
         end = time.monotonic() + TIMEOUT
-        while left := self._host.group() - self._stay:
+        while left := self._host.workers():
             assert time.monotonic() < end, f"the study left processes behind: {left}"
             time.sleep(0.02)
         return ended
@@ -238,52 +245,9 @@ class Done:
         return Run.open(self.path / "runs" / name).columns(table, *names)
 
 
-def finish(process: Started) -> Ended:
-    """Wait for the end of a process and return what it said; kill all of it when it hangs."""
-    try:
-        out, err = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        out, err = _put_down(process)
-        raise AssertionError(f"the study hangs; it said:\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_until(condition: Callable[[], object], process: Started) -> None:
-    """Wait until a condition holds while a process runs; it must not end before."""
-    end = time.monotonic() + TIMEOUT
-    while not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            out, err = _put_down(process)
-            raise AssertionError(f"the condition never held; the study said:\n{out}\n{err}")
-        time.sleep(0.02)
-
-
-def _put_down(process: Started) -> tuple[str, str]:
-    """End a process, with the workers that a launcher has put into sessions of their own."""
-    process.terminate()
-    try:
-        return process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        return process.communicate()
-
-
 def has_rows(run: Path) -> bool:
     """Return whether some steps of a run are on disk."""
     return any((run / "steps").glob("*.parquet"))
-
-
-def wait_until_gone(group: int) -> None:
-    """Wait until no process of a process group is left."""
-    end = time.monotonic() + TIMEOUT
-    try:
-        while time.monotonic() < end:
-            os.killpg(group, 0)
-            time.sleep(0.02)
-    except ProcessLookupError:
-        return
-    os.killpg(group, 9)
-    raise AssertionError("the study left processes behind")
 
 
 def names(folder: Path) -> list[str]:

@@ -72,16 +72,36 @@ class Host:
             raise AssertionError(f"the command hangs or has killed its process; it said:\n{err}")
         return subprocess.CompletedProcess(list(words), int(answer), out, err)
 
-    def group(self) -> set[int]:
-        """Return this process and all others that it, or they, have started and that still are."""
-        pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-        return {pid for pid in pids if _group_of(pid) == self.pid}
+    def workers(self) -> set[int]:
+        """Return the processes of its group that are neither this one nor its children.
+
+        Its children are those that multiprocessing keeps for all commands.
+        """
+        pids = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+        return {
+            pid
+            for pid in pids
+            if _group_of(pid) == self.pid and self.pid not in (pid, _parent(pid))
+        }
+
+    def close(self) -> tuple[int, str]:
+        """Let the process end; return its exit code and what the last command said."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        return self._process.wait(), _read(self._printed[1])
 
 
 def _group_of(pid: int) -> int:
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
+        return 0
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
         return 0
 
 
