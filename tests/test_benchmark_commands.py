@@ -16,7 +16,7 @@ SMALL = {
     "audit": "--parts limits --sizes 10000",
     "evidence": "--pairs 1",
     "hosts": "--parts start --times 1",
-    "in_turns": "--model 2_layers --ranks 1 --blocks 1 --phase always_observed",
+    "in_turns": "--model 2_layers --ranks 1 --blocks 1 --warm-up 0",
     "kernel": "--pairs 1 --bytes 1000000",
     "memory": "--cases 1 --ranks 1 --steps 1 --tokens 16",
     "order_free": "--ranks 1 2 --steps 1 --width 8",
