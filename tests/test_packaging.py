@@ -25,7 +25,17 @@ ALLOWED = {
 }
 HEAVY = {
     *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),
-    *("starlette", "uvicorn", "lightning", "ray", "deepspeed", "tensorboard", "wandb", "mlflow"),
+    *(
+        "starlette",
+        "uvicorn",
+        "lightning",
+        "ray",
+        "deepspeed",
+        "tensorboard",
+        "wandb",
+        "mlflow",
+        "trackio",
+    ),
 }
 
 

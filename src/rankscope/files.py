@@ -104,13 +104,16 @@ class TooLongError(OSError):
 def read_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file, as :func:`open_file` opens it.
 
-    A file of a few kilobytes on disk may be gigabytes long; so nothing beyond ``most`` is read.
+    A file of a few kilobytes on disk may be gigabytes long; so nothing beyond ``most`` is read. A
+    read takes memory for all that it asks for, so each asks for a piece.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size <= most:
-            content = file.read(most + 1)
+            content = bytearray()
+            while piece := file.read(min(_PIECE, most + 1 - len(content))):
+                content += piece
             if len(content) <= most:
-                return content
+                return bytes(content)
     raise TooLongError(errno.EFBIG, f"it is longer than {most // 2**20} MiB, which no such file is")
 
 

@@ -39,6 +39,14 @@ def test_the_options_are_frozen():
         (("-a", "true", "-b", "true", "--resume-at", "2"), "belong together"),
         (("-a", "no-such-command", "-b", "true"), "neither a file here nor a command"),
         (("-a", "{folder}", "-b", "true"), "has no parity/"),
+        (("-a", "true", "-b", "{folder}"), "-b expected a command, got the directory"),
+        (("-a", "true", "-b", "{folder} --lr 1"), "-b: expected a script or a command, got"),
+        (("-a", "true", "-b", "true", "--html", "x.pdf"), "for a PDF, print the page"),
+        (("-a", "true", "-b", "python 'x"), "-b expected a command, got"),
+        (
+            ("-a", "true", "-b", "true", "--resume-at", "2", "-b2", "{folder}"),
+            "-b2 expected a command, got the directory",
+        ),
     ],
 )
 def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expected):
@@ -46,6 +54,7 @@ def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expecte
     code, _, err = call(monkeypatch, capsys, "parity", *words)
     assert code == 2
     assert expected in err
+    assert "Running" not in err
 
 
 def test_a_command_that_fails_is_named_with_its_last_words(monkeypatch, capsys, tmp_path):

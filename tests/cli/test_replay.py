@@ -14,6 +14,7 @@ from rankscope.cli import main
 from rankscope.evidence.canary.batch import capture_batch
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
 from rankscope.evidence.canary.verdict import CanaryResults, judge
+from rankscope.record import RunWriter
 from support.forked_ranks import run_on_ranks
 from support.models import TinyLM, make_batch, make_model
 
@@ -116,6 +117,23 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
     told = json.loads(call(str(path), "--json").output)
     assert told["results"]["digests_W"] == digests
     assert told["verdict"]["verdict"] in words or "majority" in words
+
+
+def test_ranks_of_a_group_are_those_of_the_job(tmp_path):
+    """As in the report of a run whose workers are ranks 1, 3, 5 and 7."""
+    job = {"id": "1", "base": "sft", "name": "sft-from-rank-1", "ranks": [1, 3, 5, 7]}
+    RunWriter(tmp_path / "run", {"num_workers": 4, "job": job}).close()
+    shown = with_results([5, 6, 5, 5], [1, 2, 1, 1])
+    path = save_bundle(tmp_path / "run", shown)
+    said = text(call(str(path)))
+    assert "Suspect rank 5: 8 samples" in said
+    assert "Peer rank 7: " in said
+    assert "Rank 3 computes a different result" in said
+    rows = [line.split() for line in call(str(path)).output.splitlines()]
+    assert [row[0] for row in rows if row[-1:] == ["yes"]] == ["1", "3", "5", "7"]
+    here = text(call(str(path), "--model", "cli.test_replay:model"))
+    assert "Rank 5's samples with the largest loss" in here
+    assert "Median of rank 7's samples" in here
 
 
 def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):

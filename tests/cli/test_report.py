@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -55,6 +56,20 @@ def test_a_healthy_run(healthy: Path):
     assert "\x1b" not in result.output
     assert (healthy / "report.html").is_file()
     assert str(healthy / "report.html") in result.output
+
+
+def test_a_read_only_directory_has_a_verdict_and_no_page(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on an archive that is mounted read-only, which the tests' user cannot make."""
+    (copied / "report.html").unlink(missing_ok=True)
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK or path == tmp_path)
+    result = call(copied)
+    assert result.exit_code == 1
+    assert "as its directory is read-only; name a file with --output" in result.output
+    assert not (copied / "report.html").exists()
+    assert call(copied, "--output", tmp_path / "page.html").exit_code == 1
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):

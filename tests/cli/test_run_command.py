@@ -26,7 +26,7 @@ OPTIONS = {
         "--plan",
         "--reduced",
     ),
-    *("--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
+    *("--alert", "--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
 }
 
 SCRIPT = """
@@ -98,16 +98,21 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         "--sink",
         "command:true",
     ]
+    words += ["--alert", "slack:https://example.org/T0", "--alert", "mailto:a@example.org"]
     command, job = ask(monkeypatch, capsys, *words, "-m", "project.train", "--tier", "x")
     assert command[-4:] == ["-m", "project.train", "--tier", "x"]
     assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
     assert job.options["groups"] == {"a": "b"}
     assert job.options["plan"]["seed"] == 3
+    (tmp_path / "plan.toml").write_text('seed = 4\nloss_weighting = "token"\n')
+    _, other = ask(monkeypatch, capsys, "--plan", "plan.toml", "sh")
+    assert (other.options["plan"]["seed"], other.options["plan"]["loss_weighting"]) == (4, "token")
     assert job.options["overhead_budget"] is None
     assert job.options["tier"] == str(Tier.SCALARS)
     assert (job.options["trace"], job.options["canary"]) == (True, False)
     assert job.options["announce"] is False
     assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
+    assert job.options["alerts"] == ["slack:https://example.org/T0", "mailto:a@example.org"]
     command, job = ask(monkeypatch, capsys, "--", "sh", "start.sh", "train.py", "--run-dir", "x")
     assert Path(command[0]).name == "sh"
     assert (command[1:], job.script) == (["start.sh", "train.py", "--run-dir", "x"], "train")
@@ -119,11 +124,15 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         (["trian.py"], "'trian.py', which is neither a file here nor a command"),
         (["--every", "0", "x.py"], "--every"),
         (["--plan", '{"seeed": 1}', "sh"], "'seeed'"),
+        (["--plan", "bad.toml", "sh"], "--plan expected TOML in bad.toml: "),
+        (["--plan", "no.toml", "sh"], "a file of JSON or TOML, got no.toml"),
         (["--overhead-budget", "-1", "sh"], "--overhead-budget expected a share"),
         (["--evry", "3", "sh"], "--evry"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(monkeypatch, capsys, words, message):
+def test_bad_usage_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.toml").write_text("seed = [")
     code, output, errors = call(monkeypatch, capsys, "run", *words)
     assert (code, output) == (2, "")
     assert errors.count("\n") == 1

@@ -72,7 +72,9 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Fini
     assert facts["samples"] == 216 - 3
     run = Run.open(finished.done.path / "runs" / "replicated-s1-3")
     assert run.info["config"]["skipped_empty"] == 2
-    assert finished.done.err.splitlines()[0] == (
+    first, second = finished.done.err.splitlines()[:2]
+    assert first.startswith("Preparing data and model, which may take a minute; then ")
+    assert second == (
         "Records left out: 2 with an empty output, 1 whose response is cut off by --max-length"
     )
 

@@ -80,6 +80,28 @@ def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant
     assert loss.detach().item() / float(found or 1) == pytest.approx(expected, rel=1e-6)
 
 
+def joined(own, others, factor):
+    """Return a mean over pairs of the rows of three ranks, times a factor."""
+    rows = torch.cat([own, others])
+    return (rows @ rows.T).square().mean() * factor
+
+
+@pytest.mark.parametrize(
+    ("others", "factor", "found"),
+    [
+        (torch.ones(8, 3), 3, None),  # undone by the mean over three workers
+        (torch.ones(8, 3), 2, 2),
+        (torch.ones(8, 3, requires_grad=True) * 1, 3, 3),  # gathered with a gradient
+        (torch.ones(0, 3), 3, 3),
+    ],
+)
+def test_a_factor_that_undoes_the_mean_over_gathered_rows_is_part_of_the_loss(
+    others, factor, found
+):
+    own = torch.ones(4, 3, requires_grad=True) * 2
+    assert unscaled(joined(own, others, factor), {own.grad_fn: None}).factor == found
+
+
 def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
     model, other = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).bfloat16()
     around = nn.Sequential(model)

@@ -1,6 +1,7 @@
 """Files that grow as a whole."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,19 @@ def test_a_file_to_which_others_can_write_is_not_read(tmp_path: Path):
     path.chmod(0o600)
     (tmp_path / "link").symlink_to(path)
     assert files.read_own(tmp_path / "link") is None
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3 * 2**20 + 1])
+def test_a_read_takes_no_more_memory_than_the_file_is_long(tmp_path: Path, size: int):
+    """Not as much as it may be long at most, which a limited address space does not have."""
+    content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    (tmp_path / "file").write_bytes(content)
+    tracemalloc.start()
+    try:
+        assert files.read_file(tmp_path / "file") == content
+        assert tracemalloc.get_traced_memory()[1] < 4 * size + 2**22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["run.json", "findings.jsonl"])

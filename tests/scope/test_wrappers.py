@@ -42,7 +42,16 @@ def several_devices() -> DistributedDataParallel:
     return ddp
 
 
+def of_fairscale() -> torch.nn.Module:
+    """Stands for a wrapper of fairscale, which is not installed: it is known by its module."""
+    kind = type("ShardedDataParallel", (torch.nn.Sequential,), {})
+    kind.__module__ = "fairscale.nn.data_parallel.sharded_ddp"
+    wrapper: torch.nn.Module = kind(make_model())
+    return wrapper
+
+
 REFUSED = {
+    "ShardedDataParallel": of_fairscale,
     "python_reducer": python_reducer,
     "delay_all_reduce_named_params": delayed_reduction,
     "cpu, meta": several_devices,

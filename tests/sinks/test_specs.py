@@ -4,7 +4,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.errors import UsageError
-from rankscope.sinks import plan_sinks
+from rankscope.sinks import plan_alerts, plan_sinks
 from rankscope.sinks.command import CommandSink
 from rankscope.sinks.jsonl import JsonLinesSink
 
@@ -19,6 +19,14 @@ from rankscope.sinks.jsonl import JsonLinesSink
         ("webhook:https://example.org/T0 /secret", "a blank .* as %20"),
         ("webhook:https://me:secret@example.org/T0", "name and password"),
         ("command", "command:COMMAND"),
+        ("slack:ftp://example.org/secret", "slack:URL with http://"),
+        ("mailto:secret", "addresses such as ops@example.org"),
+        ("mailto:a@example.org,b", "commas between them"),
+        ("mailto:a@example.org?smtp=me:secret@example.org", "login belongs into the environment"),
+        ("mailto:a@example.org?smtp=example.org:99999", "a port up to 65535"),
+        ("mailto:a@example.org?smtp=a%0Ab", "with a host"),
+        ("mailto:a@example.org?server=secret", "with from=ADDRESS and severity=…, got server"),
+        ("mailto:a@example.org?severity=bad", "sink mailto expected severity=note"),
         ([3], "open, step, finding and close"),
     ],
 )
@@ -49,3 +57,32 @@ def test_the_severity_is_taken_off_the_url_and_the_url_is_not_in_the_name():
     assert sink._severity is Severity.ERROR
     [planned] = plan_sinks("webhook:http://localhost:80/x?b=%20c")
     assert planned.make()._url == "http://localhost:80/x?b=%20c"
+
+
+def test_mail_goes_where_the_address_and_its_query_say():
+    spec = "mailto:a@example.org,b%2Bc@example.org?smtp=[::1]:2525&from=me@x.org&severity=error"
+    sink = plan_sinks(spec)[0].make()
+    assert sink._recipients == ("a@example.org", "b+c@example.org")
+    assert (sink._host, sink._port, sink._sender) == ("::1", 2525, "me@x.org")
+    assert sink._severity is Severity.ERROR
+    sink = plan_sinks("mailto:a@example.org")[0].make()
+    assert (sink._host, sink._port, sink._severity) == ("localhost", 25, Severity.NOTE)
+
+
+def test_an_alert_survives_the_way_to_the_agent():
+    places = ["slack:https://example.org/T0?severity=error", "mailto:a@example.org"]
+    planned = plan_alerts(places)
+    again = plan_sinks([one.spec for one in planned])
+    for first, second in zip(planned, again, strict=True):
+        assert (first.name, first.spec) == (second.name, second.spec)
+        assert second.make()._alerts
+    assert [one.make()._severity for one in again] == [Severity.ERROR, Severity.WARNING]
+    assert [one.spec for one in plan_alerts(places[1])] == [planned[1].spec]
+    assert plan_alerts(()) == plan_alerts([]) == ()
+
+
+@pytest.mark.parametrize("alerts", ["tensorboard", "https://example.org/secret", [3], 3])
+def test_what_can_be_no_alert_is_said_without_its_secret(alerts):
+    with pytest.raises(UsageError, match="slack:URL") as raised:
+        plan_alerts(alerts)
+    assert "secret" not in str(raised.value)

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
@@ -90,7 +92,8 @@ def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
     [run] = [r.run for r in wandb_files.records(tmp_path / "run") if r.HasField("run")][:1]
     assert (run.project, run.display_name, run.job_type) == ("a-project", "run", "rankscope")
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert (config["name"], config["rankscope"]) == ("a run", {"tier": "sketch"})
+    assert config["name"] == "a run"
+    assert config["rankscope"] == {"tier": "sketch", "run_dir": str(tmp_path / "run")}
     [(title, text, level)] = wandb_files.alerts(tmp_path / "run")
     assert (title, level) == ("rankscope: data.duplicate_batches", "WARN")
     assert text.startswith(TEXTS[0])
@@ -118,6 +121,7 @@ def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline
     assert [row.pop("train/loss") for row in rows] == [0.5] * 3
     steps = [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
     first, second = steps[0], steps[1] | steps[2]
+    assert wandb_files.summary(tmp_path)["rankscope/run_dir"] == str(tmp_path / "run")
     # With explicit steps a row stays open until the training begins the next one.
     assert rows == ([first | second, steps[3], {}] if explicit else [first, second, steps[3]])
 
@@ -213,3 +217,51 @@ def test_mlflow_joins_the_run_of_the_training_and_leaves_it_open(tmp_path, clien
     assert read.pop("train/loss")[0][2] == 0.5
     assert read == expected_metrics()
     assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+def test_trackio_has_a_row_per_step_and_alerts_in_a_run_of_its_own(tmp_path):
+    """In another process, as Trackio reads its directory once; in a thread, as sinks are."""
+    script = """
+import json, sys
+from pathlib import Path
+from threading import Thread
+from trackio.sqlite_storage import SQLiteStorage
+import trackio
+from rankscope.sinks.trackio import TrackioSink
+from sinks.findings import run_info
+from sinks.test_trackers import feed
+
+theirs = trackio.init("a-project", name="theirs", auto_log_cpu=False, auto_log_gpu=False)
+theirs.log({"loss": 1.0})
+folder = Path(sys.argv[1])
+sink = Thread(target=lambda: feed(TrackioSink("a-project"), run_info(folder)))
+sink.start()
+sink.join()
+theirs.log({"loss": 2.0})
+theirs.finish()
+read = {
+    "rows": SQLiteStorage.get_logs("a-project", "run"),
+    "theirs": SQLiteStorage.get_logs("a-project", "theirs"),
+    "alerts": SQLiteStorage.get_alerts("a-project", "run"),
+    "config": SQLiteStorage.get_run_config("a-project", "run"),
+}
+(folder / "read.json").write_text(json.dumps(read, default=str))
+"""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    subprocess.run(command, capture_output=True, env=environment, check=True)
+    read = json.loads((tmp_path / "read.json").read_text())
+    assert [row.pop("step") for row in read["rows"]] == [step.step for step in STEPS]
+    values = [{k: v for k, v in row.items() if k.startswith("rankscope")} for row in read["rows"]]
+    assert values == [step.flat() for step in STEPS]
+    assert [(row["step"], row["loss"]) for row in read["theirs"]] == [(0, 1.0), (1, 2.0)]
+    [alert] = read["alerts"]
+    assert (alert["title"], alert["level"]) == ("rankscope: data.duplicate_batches", "warn")
+    assert alert["text"].startswith(TEXTS[0])
+    assert read["config"]["run_dir"] == str(tmp_path / "run")
+    assert read["config"]["name"] == "a run"

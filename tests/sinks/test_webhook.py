@@ -9,7 +9,8 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding
-from rankscope.sinks.webhook import PAUSES, WebhookSink
+from rankscope.sinks.delivery import PAUSES
+from rankscope.sinks.webhook import WebhookSink
 from sinks.findings import FINDING, finding, run_info
 
 
@@ -73,6 +74,14 @@ def test_news_is_posted_as_json_with_a_text(tmp_path, server):
     assert pauses == []
 
 
+def test_slack_gets_the_text_alone_as_it_wants_it(tmp_path, server):
+    sink, _ = opened(tmp_path, server.url, slack=True)
+    sink.finding(FINDING)
+    [(_, kind, body, _)] = server.got
+    assert (kind, list(body)) == ("application/json", ["text"])
+    assert "it's 50 % of &lt;the batch&gt;." in body["text"]
+
+
 def test_what_fails_for_now_is_tried_again(tmp_path, server):
     server.answers = [503, 429, 500]
     sink, pauses = opened(tmp_path, server.url)
@@ -90,7 +99,7 @@ def test_what_is_not_there_is_given_up_for_this_finding_alone(tmp_path, server, 
     assert len(server.got) == 2 * (1 + len(PAUSES)) + 1
     assert pauses == [*PAUSES, *PAUSES]
     [message] = [record.getMessage() for record in caplog.records]
-    assert "could not tell of a after 7 tries (the server answered 500)" in message
+    assert "could not send a after 7 tries (the server answered 500)" in message
     assert server.url not in message
 
 

@@ -56,6 +56,8 @@ def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
     assert stopped.code == 130
     assert says_how_to_go_on(stopped), stopped.err
     assert [line.split(":")[0] for line in stopped.err.splitlines()] == [
+        "Preparing data and model, which may take a minute; then 2 trainings of 120 steps on "
+        "2 workers.",
         "sharded-s1-1",
         "rankscope",
     ]
@@ -90,7 +92,11 @@ def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]
     assert len(kept) > 8
     assert all(after[name] == before[name] for name in kept)
     assert [entry["steps"] for entry in done.summary()] == [120, 120]
-    assert [line.split(":")[0] for line in done.err.splitlines()] == ["replicated-s1-1"]
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "Preparing data and model, which may take a minute; then 1 training of 120 steps on "
+        "2 workers.",
+        "replicated-s1-1",
+    ]
     assert names(done.path / "models") == ["sharded-s1-1"]
 
 
@@ -130,5 +136,5 @@ def test_a_signal_to_the_launcher_alone(study: StudyCommand, folder: Path) -> No
     assert done.code == 130
     assert says_how_to_go_on(done), done.err
     assert study.close() == (0, done.err)  # nor does anything follow as its process ends
-    assert len(done.err.splitlines()) == 1
+    assert len(done.err.splitlines()) == 2
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0

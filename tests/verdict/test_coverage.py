@@ -83,6 +83,29 @@ def test_no_face_calls_a_run_without_gradients_healthy(tmp_path, options, words)
     assert Entry(as_json).severity == "warning"
 
 
+@pytest.mark.parametrize(("steps", "word"), [(70, "note"), (10, "warning")])
+def test_what_joins_late_costs_the_verdict_its_last_steps_alone(tmp_path, steps, word):
+    training = {"parameters": {"tensors": 9, "trained_tensors": 2}, "optimizer": {"groups": []}}
+    joined = {"step": steps, "steps": steps, "tensors": 7, "names": ["trunk.weight"]}
+    found = assess(record(tmp_path / "run", info={"training": training, "joined": joined}))
+    assert found.word == word
+    words = "2 of the 9 trained tensors watched, without trunk.weight and 6 others, trained since"
+    assert words in found.headline
+
+
+def test_a_run_whose_agent_ended_before_its_first_step_says_so(tmp_path):
+    for name, agent in (
+        ("early", {"pid": 7, "ended": "exited with code 1"}),
+        ("empty", {"pid": 7}),
+    ):
+        writer = RunWriter(tmp_path / name, {"num_workers": 2, "agent": agent})
+        writer.close("incomplete")
+    said = assess(Run.open(tmp_path / "early"))
+    assert "the process that writes the run exited with code 1 before" in said.headline
+    assert "RANKSCOPE_AGENT_LOG=FILE" in said.recommendation
+    assert "before its first step had" in assess(Run.open(tmp_path / "empty")).headline
+
+
 def test_a_fault_is_the_verdict_however_little_was_measured(tmp_path):
     fault = Finding("toy", "toy", Severity.ERROR, (1,), 0, 1, "Rank 1 is off. Yes.", "Look.")
     run = record(tmp_path / "run", measured=(), findings=[fault])

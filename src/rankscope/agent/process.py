@@ -179,7 +179,10 @@ class Agent:
                 self._begin_as_root(hello["root"])
         except Exception as error:
             self._note_failure(error)
-            self._turn_away(str(error) if isinstance(error, RankscopeError) else repr(error))
+            why = str(error) if isinstance(error, RankscopeError) else repr(error)
+            if isinstance(error, MemoryError):
+                why = "there is not enough memory for the monitor's agent"
+            self._turn_away(why)
             raise
 
     def _begin_as_root(self, setup: dict[str, Any]) -> None:

@@ -60,6 +60,10 @@ class Recorder:
         if self._findings and self._may_try:
             self._try(self._write_findings)
 
+    def describe(self, **facts: Any) -> None:
+        """Put facts into ``run.json``, with the next flush."""
+        self._writer.describe(**facts)
+
     def flush(self) -> bool:
         """Write all kept data, unless a write has just failed; return whether it was written."""
         return self._may_try and self._try(self._write)

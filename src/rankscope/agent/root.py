@@ -240,7 +240,8 @@ class Root:
         self._record.add_many(reports)  # first, in case a detector fails
         found = self._diagnosis.observe_many(reports)
         for report, findings in zip(reports, found, strict=True):
-            self._coverage.add(report)
+            if self._coverage.add(report):
+                self._record.describe(joined=self._coverage.joined)
             self._record.add_findings(findings)
             self._conclude(report, findings)
 

@@ -103,6 +103,11 @@ class Column:
     tail: Tail = Tail.NONE  # which direction is suspicious
     # how detectors look for workers that differ in it; None where they do not
     compared: Compared | None = None
+    bits: tuple[str, ...] = ()  # names of the bits of a sum of flags, from the lowest
+
+    def bit_names(self, value: int) -> str:
+        """Return the names of the bits that are set, separated by commas; empty for none."""
+        return ", ".join(name for place, name in enumerate(self.bits) if value >> place & 1)
 
     @property
     def is_quantity(self) -> bool:
@@ -112,7 +117,7 @@ class Column:
 
 
 def declare(table: Table, *rows: tuple[Any, ...]) -> tuple[Column, ...]:
-    """Return columns from rows: name, type, unit, source, tail, meaning and, if any, compared."""
+    """Return columns from rows: name, type, unit, source, tail, meaning; if any, compared, bits."""
     return tuple(
         Column(name, table, dtype, unit, meaning, source, tail, *compared)
         for name, dtype, unit, source, tail, meaning, *compared in rows

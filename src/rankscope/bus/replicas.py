@@ -72,6 +72,8 @@ class StateKind(StrEnum):
     """What each worker holds when a session begins, see ``rankscope.bus.messages.HeldValues``."""
     SAVED = "saved"
     """The same when the training saves its optimizer, and when the session ends."""
+    JOINED = "joined"
+    """A parameter that is trained, and was not when the session began; how many are, so far."""
     ROUNDED = "rounded"
     """Updates of parameters of low precision against what rounding loses."""
 

@@ -30,9 +30,25 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 """The option that all commands have which print a result."""
 
 
+def check_page_name(path: Path | None) -> Path | None:
+    """Return the path of a page; a usage error for the name of a PDF, which is no page."""
+    if path is not None and path.suffix.lower() == ".pdf":
+        raise typer.BadParameter(
+            f"expected a name that ends in .html, got {path}; for a PDF, print the page from a "
+            "browser"
+        )
+    return path
+
+
 HtmlOption = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE", help="Write a page to this file.", show_default=False),
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write a page to this file.",
+        show_default=False,
+        callback=check_page_name,
+    ),
 ]
 """The option of the commands that compare two trainings."""
 

@@ -102,9 +102,9 @@ def parity(
 
     Exit code: 0 the same within rounding; 1 not the same; 2 not comparable, or bad usage or input.
     """
-    for option, words in (("-a", a), ("-b", b)):
-        if not words.strip():
-            raise UsageError(f"{option} expected a command, got nothing")
+    for option, words in (("-a", a), ("-b", b), ("-b2", b2)):
+        if words is not None:
+            _check_command(option, words)
     if (resume_at is None) != (b2 is None):
         raise UsageError("--resume-at and -b2 belong together: give both or none")
     if resume_at is not None and resume_at >= steps:
@@ -199,6 +199,27 @@ class _Pair:
     def _job(self, steps: int, **more: int | float | str | bool) -> ParityJob:
 
         return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
+
+
+def _check_command(option: str, text: str) -> None:
+    """Check a command before any training starts; UsageError if it is none."""
+    if not text.strip():
+        raise UsageError(f"{option} expected a command, got nothing")
+    if Path(text).is_dir():
+        if option != "-a":
+            raise UsageError(
+                f"{option} expected a command, got the directory {text}: a recorded run can be -a "
+                "alone, as B may have to run again"
+            )
+        return
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} expected a command, got {text!r} ({error})") from None
+    try:
+        command_for(words, module=False, original=[sys.executable])
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
 
 
 def _check(side: Recording, steps: int, name: str) -> None:

@@ -1,6 +1,7 @@
 """``rankscope replay``: the batches of a finding, run again on every rank."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.cli.output import (
     JsonOption,
     function_option,
@@ -21,7 +22,7 @@ from rankscope.cli.output import (
     table,
     terminal,
 )
-from rankscope.errors import UsageError
+from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.bundle import (
     ReplayBundle,
     load_bundle,
@@ -36,6 +37,7 @@ from rankscope.evidence.canary.verdict import (
     describe_size,
 )
 from rankscope.files import to_plain
+from rankscope.record import Run
 from rankscope.record.stores import at_hand
 
 if TYPE_CHECKING:
@@ -77,15 +79,26 @@ def replay(
     bundle = at_hand(bundle)
     loaded = load_bundle(bundle)
     if model is None:
-        verdict = _show_saved(bundle, loaded, as_json=as_json)
+        with ranks_of_job(_info(bundle)):
+            verdict = _show_saved(bundle, loaded, as_json=as_json)
     else:
         replayed = _run(loaded, model, checkpoint)
         if replayed is None:
             return
         verdict = replayed.verdict
-        _show_replayed(bundle, loaded, replayed, as_json=as_json)
+        with ranks_of_job(_info(bundle)):
+            _show_replayed(bundle, loaded, replayed, as_json=as_json)
     if verdict is not None and verdict.verdict is not CanaryCause.DATA:
         raise typer.Exit(1)
+
+
+def _info(bundle: Path) -> Mapping[str, Any]:
+    """Return ``run.json`` of the run that saved a bundle; empty where the bundle lies alone."""
+    folder = bundle if bundle.is_dir() else bundle.parent
+    try:
+        return Run.open(folder.absolute().parent.parent).info
+    except RunError:
+        return {}
 
 
 def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed | None":
@@ -97,10 +110,13 @@ def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed
         return run(bundle, load_model(model, checkpoint))
 
 
-def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults) -> str:
-    """Return the meaning of a verdict on results, in one to three sentences."""
+def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults, *, here: bool = False) -> str:
+    """Return the meaning of a verdict on results, in one to three sentences.
+
+    ``here``: the results are of the ranks of this job, not of the run's workers.
+    """
     num_workers = len(results.losses_W)
-    ranks = name_ranks(verdict.ranks)
+    ranks = name_ranks(verdict.ranks, of_job=here)
     alone = len(verdict.ranks) == 1
     if verdict.verdict is CanaryCause.DATA:
         same = "in every bit" if verdict.exact else "up to rounding"
@@ -110,8 +126,8 @@ def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults) -> str:
                 "code, parameters or hardware: run it under torchrun on the hosts of the run."
             )
         return (
-            f"All {count(num_workers, 'worker')} agree on both batches {same}. If rank "
-            f"{results.suspect} differs in training, it differs by its data."
+            f"All {count(num_workers, 'worker')} agree on both batches {same}. If "
+            f"{name_ranks([results.suspect])} differs in training, it differs by its data."
         )
     if verdict.distance != verdict.distance:
         return f"There is no result of {ranks}, so nothing can be concluded."
@@ -172,8 +188,8 @@ def _show_replayed(
         return
     console = terminal()
     _head(console, path, bundle)
-    _show_verdict(console, replayed.verdict, replayed.results)
-    _table(console, "Replayed here", replayed.results)
+    _show_verdict(console, replayed.verdict, replayed.results, here=True)
+    _table(console, "Replayed here", replayed.results, here=True)
     if bundle.results is not None:
         _table(console, "The canary inside the run", bundle.results)
     _samples(console, bundle, replayed)
@@ -186,8 +202,8 @@ def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
     rows = [
         ("Saved for", _reason(bundle)),
         ("Step", f"{bundle.step:,} of a run of {count(bundle.num_workers, 'worker')}"),
-        ("Suspect", f"rank {bundle.suspect}: {_contents(bundle, 0)}"),
-        ("Peer", f"rank {bundle.peer}: {_contents(bundle, 1)}"),
+        ("Suspect", f"{name_ranks([bundle.suspect])}: {_contents(bundle, 0)}"),
+        ("Peer", f"{name_ranks([bundle.peer])}: {_contents(bundle, 1)}"),
         ("Autocast", bundle.autocast or "none"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in sorted(bundle.versions.items()))),
     ]
@@ -214,26 +230,29 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
     return f"{samples}, {count(len(batch.arrays), 'tensor')} ({shapes}{more}), {words}"
 
 
-def _show_verdict(console: Console, verdict: CanaryVerdict, results: CanaryResults) -> None:
+def _show_verdict(
+    console: Console, verdict: CanaryVerdict, results: CanaryResults, *, here: bool = False
+) -> None:
     sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
     show(console, head)
-    show(console, plain(verdict_in_words(verdict, results)))
+    show(console, plain(verdict_in_words(verdict, results, here=here)))
 
 
-def _table(console: Console, title: str, results: CanaryResults) -> None:
+def _table(console: Console, title: str, results: CanaryResults, *, here: bool = False) -> None:
     console.print()
     show(console, Text(title, style="bold underline"))
     numbers = ["On\nrank"]
     heads = [*numbers]
     for rank in (results.suspect, results.peer):
-        numbers += [f"Rank {rank}'s\nbatch:\nloss", f"Rank {rank}:\ngradient\nnorm"]
+        name = name_ranks([rank]).capitalize()
+        numbers += [f"{name}'s\nbatch:\nloss", f"{name}:\ngradient\nnorm"]
         heads += [*numbers[-2:], "\n\nbits"]
     grid = table(*heads, "Repeats\nitself", right=numbers)
     for rank, digest in enumerate(results.digests_W):
         missing = digest == MISSING_INT
         grid.add_row(
-            str(rank),
+            name_ranks([rank], of_job=here).removeprefix("rank "),
             f"{results.losses_W[rank]:.6g}",
             f"{results.norms_W[rank]:.6g}",
             _bits(results.digests_W, rank),
@@ -253,14 +272,18 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
             show(console, plain(replayed.note[0].upper() + replayed.note[1:] + "."))
         return
     console.print()
-    title = f"Rank {bundle.suspect}'s samples with the largest loss, each alone, in evaluation mode"
+    who = name_ranks([bundle.suspect]).capitalize()
+    title = f"{who}'s samples with the largest loss, each alone, in evaluation mode"
     show(console, Text(title, style="bold underline"))
     heads = ("Place in the batch", "Loss", "Digest")
     grid = table(*heads, right=heads)
     for sample in replayed.worst:
         grid.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
     show(console, grid)
-    show(console, plain(f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}"))
+    show(
+        console,
+        plain(f"Median of {name_ranks([bundle.peer])}'s samples: {replayed.peer_median:.4g}"),
+    )
 
 
 def _bits(digests_W: Any, rank: int) -> str:

@@ -249,12 +249,14 @@ class _Wanted:
     """The files and the text that the command makes.
 
     ``where`` is the place of each format; ``explicit``: the formats were named with --format;
+    ``asked``: or by --html or --output; a page that was not is left out where nobody can write it;
     ``quiet``: standard output is for a file's content alone; ``full``: print all, not a summary.
     """
 
     as_json: bool
     where: Mapping[Format, Path]
     explicit: bool
+    asked: bool
     quiet: bool
     full: bool
 
@@ -284,7 +286,7 @@ class _Wanted:
             return [_put(path, markdown(_seen(path, written.get(Format.PNG, []))))]
 
         try:
-            for one, path in self.where.items():
+            for one, path in self._writable().items():
                 try:
                     written[one] = write(one, path)
                 except MissingExtraError as error:  # the other formats are written
@@ -296,6 +298,14 @@ class _Wanted:
                 show()
             raise
         self._show(written, result, show)
+
+    def _writable(self) -> Mapping[Format, Path]:
+        """Return the place of each format, without one that was not asked for and is read-only."""
+        if self.asked or all(os.access(path.parent, os.W_OK) for path in self.where.values()):
+            return self.where
+        said = "no page is written, as its directory is read-only; name a file with --output"
+        terminal(stderr=True).print(plain(said), soft_wrap=True)
+        return {}
 
     def _show(
         self,
@@ -375,7 +385,8 @@ def report(
     given = path
     path = at_hand(path)
     beside = path if path == given else Path()  # of one in a store, files are written here
-    wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), quiet, full)
+    asked = bool(formats or html or output)
+    wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), asked, quiet, full)
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")

@@ -1,6 +1,7 @@
 """``rankscope run``: watches a training script that knows nothing of rankscope."""
 
 import sys
+import tomllib
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -79,10 +80,21 @@ def run_script(
             show_default=False,
         ),
     ] = None,
+    alert: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where findings go that open or get worse: slack:URL, mailto:ADDRESS, … "
+            "Repeatable.",
+            show_default="those in RANKSCOPE_ALERTS",
+        ),
+    ] = None,
     plan: Annotated[
         str | None,
         typer.Option(
-            metavar="PLAN", help="What is meant: JSON, or a file that holds it.", show_default=False
+            metavar="PLAN",
+            help="What is meant: JSON, or a file of JSON or TOML.",
+            show_default=False,
         ),
     ] = None,
     verify_at: Annotated[
@@ -136,6 +148,10 @@ def run_script(
             from rankscope.sinks.specs import plan_sinks
 
             plan_sinks(sink)
+        if alert:
+            from rankscope.sinks.specs import plan_alerts
+
+            plan_alerts(alert)
         command = command_for(words, module=module, original=sys.orig_argv)
         options: dict[str, Any] = {
             "tier": str(tier),
@@ -149,6 +165,7 @@ def run_script(
             "announce": not no_announce,
             **({"verify_at": verify_at} if verify_at else {}),
             **({"sinks": sink} if sink else {}),
+            **({"alerts": alert} if alert else {}),
         }
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
@@ -188,7 +205,14 @@ def _plan(given: str | None) -> dict[str, Any] | None:
         try:
             text = read_file(Path(given)).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--plan expected JSON or a file, got {given}: {error}") from error
+            raise UsageError(
+                f"--plan expected JSON, or a file of JSON or TOML, got {given}: {error}"
+            ) from error
+        if given.endswith(".toml"):
+            try:
+                return Plan.of(tomllib.loads(text)).to_json()
+            except (tomllib.TOMLDecodeError, RecursionError) as error:
+                raise UsageError(f"--plan expected TOML in {given}: {error}") from error
     return Plan.of(_json("--plan", text)).to_json()
 
 

@@ -12,7 +12,6 @@ from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
 from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
-from rankscope.record.stores import at_hand
 from rankscope.verdict.siblings import coordinate_of, siblings_of
 
 RIGHT = "right"
@@ -40,7 +39,7 @@ def verify(
     Exit code: 0 all reference steps agree; 1 one differs, or the workers do; 2 none has an answer,
     or bad input.
     """
-    run = Run.open(at_hand(path))
+    run = Run.open(path)
     found = {coordinate_of(run.info): run.findings()}
     found |= {one.ranks: one.findings for one in siblings_of(run)}
     placed = [(place, finding) for place, each in found.items() for finding in each]
@@ -72,7 +71,7 @@ def verify(
 def _answer(steps: list[Finding]) -> str:
     """Return the answer of all steps.
 
-    A step that was not computed again proves nothing, nor does a factor that may be clipping's.
+    A step that was not checked proves nothing, nor does a factor that may be clipping's.
     """
     causes = {finding.cause for finding in steps}
     if any(finding.severity >= Severity.WARNING for finding in steps):

@@ -18,7 +18,7 @@ VARIABLE = "RANKSCOPE_EVIDENCE"
 NAMES = (
     *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
     *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion", "hangs"),
-    *("reference", "update", "timing", "world", "axes", "frozen", "parity"),
+    *("reference", "update", "timing", "world", "axes", "frozen", "joined", "parity"),
 )
 
 

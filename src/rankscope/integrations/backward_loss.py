@@ -2,8 +2,10 @@
 
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
 constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
-this number again. Other factors stay: they may make a mean of a sum. For a sum over label tokens
-the scope gets their number, and the sum's divisor; for a mean over label tokens their number.
+this number again. Other factors stay: they may make a mean of a sum, or undo the mean over workers.
+The latter is so where a loss compares the rows of several ranks, and autograd knows those of this
+rank alone. For a sum over label tokens the scope gets their number, and the sum's divisor; for a
+mean over label tokens their number.
 """
 
 import logging
@@ -24,6 +26,7 @@ from rankscope.wrappers.loss_form import (
     PASSING,
     averaged_tokens,
     divisor_of,
+    gathered_from,
     is_hooked,
     is_mean,
     is_mean_node,
@@ -215,6 +218,9 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
             multiplied.append(factor)
         node = before
     whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
+    larger = [each for each in multiplied if each > 1]
+    if larger and not set(larger).isdisjoint(gathered_from(root, outputs)):
+        return Unscaled(root, math.prod(scaler, start=1.0) if scaler else None)
     if is_mean_node(node):
         return Unscaled(root, whole, tokens=averaged_tokens(node))
     own = math.prod(map(_without_scaler, scaler), start=constant)

@@ -93,9 +93,11 @@ def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) 
         return [str(command), *words[1:]]
     if not script.exists():
         raise UsageError(
-            f"rankscope run expected a script or a command, got {words[0]!r}, which is neither a "
+            f"expected a script or a command, got {words[0]!r}, which is neither a "
             "file here nor a command; for a module, write -m before its name"
         )
+    if script.is_dir() and not (script / "__main__.py").exists():
+        raise UsageError(f"expected a script or a command, got {words[0]!r}, which is a directory")
     return [*python, *words]
 
 

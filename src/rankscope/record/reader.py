@@ -28,6 +28,7 @@ from rankscope.record.rollups import (
 )
 from rankscope.record.rows import read_reports
 from rankscope.record.schema import row_keys, schema_with, to_numpy
+from rankscope.record.stores import at_hand
 from rankscope.record.tables import (
     Columns,
     even_rows,
@@ -75,13 +76,16 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a run directory.
+        """Open a run: the same as ``rankscope.load(path).run``.
+
+        Args:
+            path: Its directory, or its address in an object store.
 
         Raises:
-            RunError: There is no such directory, it is not a run, its ``run.json`` is damaged, or
-                a newer rankscope wrote it.
+            RunError: There is no such directory, it is not a run, its ``run.json`` is damaged, a
+                newer rankscope wrote it, or the object store cannot be read.
         """
-        path = Path(path)
+        path = at_hand(path)
         info = _read_info(path / INFO_FILE)
         version = info["schema_version"]
         if version > SCHEMA_VERSION:

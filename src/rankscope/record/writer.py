@@ -287,6 +287,12 @@ class RunWriter:
             with self._file_lock:
                 append(self.path / "findings.jsonl", "".join(lines).encode())
 
+    def describe(self, **facts: Any) -> None:
+        """Put facts into ``run.json``, with the next flush."""
+        with self._file_lock:
+            self._info |= facts
+            self._info_due = True
+
     def flush(self) -> None:
         """Write all rows that were added so far."""
         with self._file_lock:

@@ -40,7 +40,8 @@ from rankscope.private import find
 from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
-from rankscope.sinks import PlannedSink, plan_sinks
+from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
+from rankscope.sinks.tracked import open_run_of
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
@@ -105,8 +106,8 @@ class RunRequest:
     """The settings of a run to begin."""
 
     options: dict[str, Any]  # options that must be equal on all ranks, as plain values
-    # returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and ``run_dir``, the
-    # directory that rank 0 writes
+    # returns this rank's ``facts``, ``config``, ``training``, ``sinks``, ``alerts``, and
+    # ``run_dir``, the directory that rank 0 writes
     describe: Callable[[], dict[str, Any]]
     layout: Layout
     flush_seconds: float  # longest time that measured values stay in the agent's memory
@@ -236,12 +237,15 @@ def _begin(
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
     if given and not planned:  # one tracker, one port, one webhook for the job
         _log.info("sinks show the data-parallel group of global rank 0; this is another")
+    tracked = open_run_of([sink.name for sink in planned])
+    planned += plan_alerts(info.pop("alerts"))  # of every group: each has findings of its own
     info = {
         "num_workers": len(hellos),
         "world_size": dist.get_world_size(),
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
         "options": request.options,
         **info,
+        **({"tracked": without_secrets(tracked)} if tracked else {}),
         "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
     }

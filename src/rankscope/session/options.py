@@ -1,7 +1,7 @@
 """The rarer options of ``rankscope.watch``, each declared once."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
@@ -71,6 +71,9 @@ class WatchOptions:
         announce: Whether rank 0 prints on the error stream (through the logger ``rankscope``) when
             a warning or an error opens, gets worse or closes, and at the end the verdict and the
             command that shows more.
+        alerts: Where findings go that open or get worse, one or a list of ``"slack:URL"``,
+            ``"webhook:URL"`` and ``"mailto:ADDRESS?smtp=HOST:PORT"``. By default those in the
+            environment variable ``RANKSCOPE_ALERTS``. They are never recorded or printed.
         share: Who may read the run: ``"me"``, ``"group"`` or ``"all"``. A directory that exists
             keeps its permissions, and files in it are as readable as the directory.
 
@@ -97,6 +100,7 @@ class WatchOptions:
     parity: int = 0
     agent: str | None = None
     announce: bool = True
+    alerts: str | Sequence[str] = field(default=(), repr=False)
     share: str = "me"
 
     def __post_init__(self) -> None:
@@ -123,7 +127,7 @@ class WatchOptions:
         Raises:
             UsageError: There is no option of a name, or it was given both ways.
         """
-        known = {field.name: field.default for field in fields(cls)}
+        known = {each.name: each.default for each in fields(cls)}
         for name in named:
             if name not in known:
                 raise UsageError(f"watch() has no option {name!r}{_instead(name, list(known))}")
@@ -172,6 +176,7 @@ class WatchKeywords(TypedDict, total=False):
     parity: int
     agent: str | None
     announce: bool
+    alerts: str | Sequence[str]
     share: str
 
 

@@ -39,6 +39,9 @@ from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
 from rankscope.wrappers.rendezvous import default_store
 
+ALERTS = "RANKSCOPE_ALERTS"
+"""Environment variable with the alerts of a ``watch`` that names none, spaces between them."""
+
 _log = logging.getLogger("rankscope")
 
 
@@ -93,7 +96,7 @@ def watch(
             thread, at the beginning of the same step on every rank, so that it may write a
             checkpoint. An exception is logged; ``SystemExit`` and the like end the training.
         sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
-            ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
+            ``"mlflow"``, ``"trackio"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
             ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
             Only those given on rank 0 count. One that is slow or fails never delays the training.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
@@ -163,6 +166,7 @@ def watch(
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
+            "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
             **_own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 

@@ -7,7 +7,7 @@ Each sink has a thread of its own, and cannot hold the training back. It gets pl
 
 from rankscope.sinks.base import RunInfo, Sink, Spread, StepValues
 from rankscope.sinks.hub import Sinks
-from rankscope.sinks.specs import PlannedSink, SinkOption, plan_sinks
+from rankscope.sinks.specs import PlannedSink, SinkOption, plan_alerts, plan_sinks
 
 __all__ = [
     "PlannedSink",
@@ -17,5 +17,6 @@ __all__ = [
     "Sinks",
     "Spread",
     "StepValues",
+    "plan_alerts",
     "plan_sinks",
 ]

@@ -6,16 +6,17 @@ an import.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from rankscope.bus.finding import Severity
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.sinks.base import Sink
+from rankscope.sinks.delivery import PASSWORD, USER
 
 SinkOption = str | Sink | Iterable[str | Sink]
 
@@ -23,9 +24,12 @@ FORMS = (
     "tensorboard[:LOGDIR]",
     "wandb[:PROJECT]",
     "mlflow[:EXPERIMENT]",
+    "trackio[:PROJECT]",
     "prometheus:[HOST:]PORT",
     "jsonl[:PATH]",
     "webhook:URL",
+    "slack:URL",
+    "mailto:ADDRESS[?smtp=HOST:PORT]",
     "command:COMMAND",
 )
 
@@ -46,6 +50,15 @@ class PlannedSink:
     spec: str = ""
 
 
+ALERT_FORMS = FORMS[6:9]
+
+_ADDRESS = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+")
+_PORT = re.compile(r":[0-9]+$")
+
+_ALERT = "alert:"
+"""Begins the spec of an alert, where it stands among the specs of sinks."""
+
+
 def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
     """Return the plans of sinks, given as specs, sink objects, or one of either.
 
@@ -60,8 +73,30 @@ def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
     return tuple(_plan(sink) for sink in sinks)
 
 
+def plan_alerts(alerts: str | Iterable[str]) -> tuple[PlannedSink, ...]:
+    """Return the plans of the sinks that send alerts, from one or several places to send them to.
+
+    Raises:
+        UsageError: One is no such place; the message holds no part of it but its kind.
+    """
+    given = (alerts,) if isinstance(alerts, str) else alerts
+    if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
+        raise UsageError(f"alerts must be {', '.join(ALERT_FORMS)}, or a list of these")
+    return tuple(_plan_alert(each) for each in given)
+
+
+def _plan_alert(place: str) -> PlannedSink:
+    kind, _, rest = place.partition(":")
+    if kind not in _ALERTS:
+        known = ", ".join(ALERT_FORMS)
+        raise UsageError(f"an alert must be one of {known}, got one that begins with another word")
+    return replace(_ALERTS[kind](rest, alerts=True), spec=f"{_ALERT}{place}")
+
+
 def _plan(sink: Any) -> PlannedSink:
     if isinstance(sink, str):
+        if sink.startswith(_ALERT):
+            return _plan_alert(sink.removeprefix(_ALERT))
         kind, _, rest = sink.partition(":")
         if kind not in _KINDS:
             # The rest after the kind may be a secret.
@@ -105,21 +140,55 @@ def _plan_prometheus(rest: str) -> PlannedSink:
     return PlannedSink("prometheus", _made_by("prometheus", "PrometheusSink", int(port), address))
 
 
-def _plan_webhook(rest: str) -> PlannedSink:
+def _plan_webhook(rest: str, *, slack: bool = False, alerts: bool = False) -> PlannedSink:
     """Plan a webhook; ``severity`` comes from the URL's query, and the URL is never logged."""
-    parts = _split_url(rest)
+    kind = "slack" if slack else "webhook"
+    parts = _split_url(kind, rest)
     query = parse_qsl(parts.query, keep_blank_values=True)
-    severities = [value for key, value in query if key == "severity"]
-    severity = _severity(severities[-1]) if severities else Severity.NOTE
+    given = [value for key, value in query if key == "severity"]
+    severity = _severity(kind, given, alerts=alerts)
     url = rest
-    if severities:
+    if given:
         others = urlencode([pair for pair in query if pair[0] != "severity"])
         url = parts._replace(query=others).geturl()
-    make = _made_by("webhook", "WebhookSink", url, severity=severity)
-    return PlannedSink(f"webhook to {parts.hostname}", make)
+    options = {"severity": severity, "slack": slack, "alerts": alerts}
+    make = _made_by("webhook", "WebhookSink", url, **options)
+    return PlannedSink(f"{kind} to {parts.hostname}", make)
 
 
-def _split_url(url: str) -> SplitResult:
+def _plan_slack(rest: str, *, alerts: bool = False) -> PlannedSink:
+    return _plan_webhook(rest, slack=True, alerts=alerts)
+
+
+def _plan_mail(rest: str, *, alerts: bool = False) -> PlannedSink:
+    """Plan e-mail; ``smtp``, ``from`` and ``severity`` come from the query."""
+    expected = "the sink mailto expected mailto:ADDRESS or mailto:ADDRESS?smtp=HOST:PORT"
+    places, _, more = rest.partition("?")
+    recipients = [unquote(each) for each in places.split(",")]
+    query = dict(parse_qsl(more, keep_blank_values=True))
+    if others := sorted(query.keys() - {"smtp", "from", "severity"}):
+        raise UsageError(f"{expected}, with from=ADDRESS and severity=…, got {', '.join(others)}")
+    senders = [query["from"]] if "from" in query else []
+    if not all(_ADDRESS.fullmatch(each) for each in [*recipients, *senders]):
+        raise UsageError(f"{expected}, and addresses such as ops@example.org, commas between them")
+    server = query.get("smtp", "localhost")
+    if "@" in server:
+        raise UsageError(f"{expected}; a login belongs into the environment ({USER}, {PASSWORD})")
+    host, _, port = server.rpartition(":") if _PORT.search(server) else (server, "", "25")
+    if not re.fullmatch(r"[A-Za-z0-9.:_-]+", host.strip("[]")) or int(port) > 65535:
+        raise UsageError(f"{expected} with a host, and a port up to 65535")
+    given = [query["severity"]] if "severity" in query else []
+    options = {
+        "host": host.strip("[]"),
+        "port": int(port),
+        "sender": query.get("from"),
+        "severity": _severity("mailto", given, alerts=alerts),
+        "alerts": alerts,
+    }
+    return PlannedSink("mailto", _made_by("mail", "MailSink", recipients, **options))
+
+
+def _split_url(kind: str, url: str) -> SplitResult:
     """Split a URL.
 
     Raises:
@@ -127,10 +196,10 @@ def _split_url(url: str) -> SplitResult:
     """
     if re.fullmatch(r"[!-~]*", url) is None:
         raise UsageError(
-            "the sink webhook expected webhook:URL in printable ASCII, got a blank or another "
+            f"the sink {kind} expected {kind}:URL in printable ASCII, got a blank or another "
             "character that no URL may hold; write it in percent-encoding, a blank as %20"
         )
-    expected = "the sink webhook expected webhook:URL with http:// or https:// and a host"
+    expected = f"the sink {kind} expected {kind}:URL with http:// or https:// and a host"
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -145,12 +214,15 @@ def _split_url(url: str) -> SplitResult:
     return parts
 
 
-def _severity(name: str) -> Severity:
+def _severity(kind: str, given: Sequence[str], *, alerts: bool) -> Severity:
+    """Return the severity that the last of the given names says, else that of the kind."""
+    if not given:
+        return Severity.WARNING if alerts else Severity.NOTE
     try:
-        return Severity[name.upper()]
+        return Severity[given[-1].upper()]
     except KeyError:
         known = ", ".join(map(str, Severity))
-        raise UsageError(f"the sink webhook expected severity={known}, got {name!r}") from None
+        raise UsageError(f"the sink {kind} expected severity={known}, got {given[-1]!r}") from None
 
 
 def _plan_command(rest: str) -> PlannedSink:
@@ -164,6 +236,7 @@ _PACKAGES = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "mlflow": "mlflow",
+    "trackio": "trackio",
     "prometheus": "prometheus_client",
 }
 """The package that a sink needs."""
@@ -171,8 +244,16 @@ _KINDS: dict[str, Callable[[str], PlannedSink]] = {
     "tensorboard": _plan_optional("tensorboard", "TensorBoardSink"),
     "wandb": _plan_optional("wandb", "WandbSink"),
     "mlflow": _plan_optional("mlflow", "MlflowSink"),
+    "trackio": _plan_optional("trackio", "TrackioSink"),
     "prometheus": _plan_prometheus,
     "jsonl": _plan_optional("jsonl", "JsonLinesSink"),
     "webhook": _plan_webhook,
+    "slack": _plan_slack,
+    "mailto": _plan_mail,
     "command": _plan_command,
+}
+_ALERTS: dict[str, Callable[..., PlannedSink]] = {
+    "webhook": _plan_webhook,
+    "slack": _plan_slack,
+    "mailto": _plan_mail,
 }

@@ -67,7 +67,7 @@ class WandbSink(NewsSink):
         if self._run is None:
             active = getattr(sys.modules.get("wandb"), "run", None)
             if active is not None and self._project in (None, active.project):
-                self._run = _TheirRun(active)
+                self._run = _TheirRun(active, self.run)
             else:
                 self._run = _OwnRun(self.run, self._project)
                 self._run.wait_until_open()
@@ -77,12 +77,13 @@ class WandbSink(NewsSink):
 class _TheirRun:
     """The run that the training has open in this process."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, info: RunInfo) -> None:
         from rankscope.sinks import wandb_process
 
         self._run: Any = run
         self._take = wandb_process.take
         wandb_process.define_axes(run)
+        run.summary["rankscope/run_dir"] = str(info.run_dir)
 
     def log(self, values: dict[str, float]) -> None:
         self._try(lambda run: run.log(values, commit=False))
@@ -119,13 +120,14 @@ class _OwnRun:
             # Without the training's W&B helper process, which would wait for this run at its exit.
             env={key: v for key, v in os.environ.items() if key != "WANDB_SERVICE"},
         )
+        described = {**info.options, "run_dir": str(info.run_dir)}
         self._send(
             {
                 "project": project,
                 "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
                 "name": None if "WANDB_NAME" in os.environ else info.run_dir.name,
                 "job_type": "rankscope",
-                "config": to_plain({"rankscope": dict(info.options), **info.config}),
+                "config": to_plain({"rankscope": described, **info.config}),
             }
         )
 

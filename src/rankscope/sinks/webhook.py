@@ -2,22 +2,19 @@
 
 import http.client
 import json
-import logging
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import IO
+from html import escape
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.sinks.base import NewsSink, SinkError, plain_finding, sentence
-
-_log = logging.getLogger("rankscope")
+from rankscope.sinks.base import SinkError, plain_finding
+from rankscope.sinks.delivery import DeliverySink
 
 REQUEST_SECONDS = 10.0
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further try."""
 
 _LATER = (408, 425, 429)
 """Answers below 500 that ask to try again."""
@@ -55,15 +52,14 @@ class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
 _OPENER = urllib.request.build_opener(_SameHostRedirects)
 
 
-class WebhookSink(NewsSink):
+class WebhookSink(DeliverySink):
     """Posts JSON with ``text`` (one paragraph), ``event``, ``run`` and ``finding``.
-
-    A request that fails for now is tried again, after longer and longer pauses; the next finding
-    starts anew. A request that is refused for good ends the sink.
 
     Args:
         url: The URL; never shown, as it may hold a secret.
+        slack: Whether ``text`` alone is posted, as Slack and servers like it expect.
         severity: Findings that were never this severe are left out.
+        alerts: Whether findings that close are left out, and all after the first 20 events.
         sleep: Waits some seconds.
     """
 
@@ -71,48 +67,33 @@ class WebhookSink(NewsSink):
         self,
         url: str,
         *,
+        slack: bool = False,
         severity: Severity = Severity.NOTE,
+        alerts: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__(severity)
+        name = "slack" if slack else "webhook"
+        super().__init__(name, severity, alerts=alerts, sleep=sleep)
         self._url = url
-        self._sleep = sleep
-        self._warned = False
+        self._slack = slack
 
-    def notify(self, finding: Finding, event: FindingEvent) -> None:
-        """Post a finding that opened, got worse or closed.
+    def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
+        """Post once; return what went wrong for now, empty after success.
 
         Raises:
             SinkError: The server refuses it for good, or the URL is none.
         """
-        body = {
-            "text": f"{self.run.run_dir.name}: {sentence(finding, event)}",
-            "event": str(event),
-            "run": str(self.run.run_dir),
-            "finding": plain_finding(finding),
-        }
-        problem = self._post(json.dumps(body).encode())
-        if problem and not self._warned:
-            self._warned = True
-            _log.warning(
-                "sink webhook could not tell of %s after %d tries (%s); it goes on with the next "
-                "finding, and this warning is not repeated",
-                finding.id,
-                1 + len(PAUSES),
-                problem,
-            )
+        body: dict[str, Any] = {"text": escape(text, quote=False)}  # Slack's own rule
+        if not self._slack:
+            body = {
+                "text": text,
+                "event": str(event),
+                "run": str(self.run.run_dir),
+                "finding": plain_finding(finding),
+            }
+        return self._post(json.dumps(body).encode())
 
     def _post(self, body: bytes) -> str:
-        """Post with retries; return the last problem, empty after success."""
-        problem = self._try(body)
-        for pause in PAUSES:
-            if not problem:
-                break
-            self._sleep(pause)
-            problem = self._try(body)
-        return problem
-
-    def _try(self, body: bytes) -> str:
         headers = {"Content-Type": "application/json", "User-Agent": "rankscope"}
         try:
             request = urllib.request.Request(self._url, body, headers, method="POST")

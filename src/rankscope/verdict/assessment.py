@@ -132,7 +132,10 @@ def progress_of(run: Run) -> RunProgress:
     steps = step_range(run.path, Table.STEPS)
     continues = "continues" in run.info
     earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
-    return RunProgress(run.status, -1 if steps is None else steps[1], earlier)
+    agent = run.info.get("agent")
+    agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
+    last_step = -1 if steps is None else steps[1]
+    return RunProgress(run.status, last_step, earlier, agent_ended=agent_ended)
 
 
 def measure(run: Run) -> Values:

@@ -11,8 +11,9 @@ import numpy as np
 
 from rankscope.bus.detector import Check, CheckedRun
 from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
-from rankscope.bus.words import count, shortened
+from rankscope.bus.words import count, listed, shortened
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run
 from rankscope.record.tables import Columns
@@ -72,13 +73,20 @@ class MeasuredParts:
     gradients: int  # steps among them with the gradients of all workers
     # tensors of the watched model, where the optimizer is known to have more; else 0
     watched: int = 0
-    updated: int = 0  # tensors of the optimizer, likewise
+    updated: int = 0  # tensors of the optimizer, or that have joined the training, likewise
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
+    joined_by: int | None = None  # the step by which they had joined the training; None if before
+    joined_after: int = 0  # recorded steps until then
 
     @property
     def enough(self) -> bool:
-        """Whether the run can be judged: half of the due steps and of the tensors were measured."""
-        return self.has_gradients and 2 * self.watched >= self.updated
+        """Whether the run can be judged: half of the due steps and of the tensors were measured.
+
+        Tensors that joined the training count in the steps since then.
+        """
+        before = min(self.joined_after, self.steps)
+        trained = self.watched * before + self.updated * (self.steps - before)
+        return self.has_gradients and 2 * self.watched * self.steps >= trained
 
     @property
     def has_gradients(self) -> bool:
@@ -104,14 +112,23 @@ class MeasuredParts:
         if not self.has_gradients:
             parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
         if self.watched < self.updated:
-            left_out = shortened(list(self.unwatched), _NAMES)
-            parts.append(
-                f"{self.watched} of the {self.updated} tensors of the optimizer watched"
-                + (f", without {left_out}" if left_out else "")
-            )
+            trained = "tensors of the optimizer" if self.joined_by is None else "trained tensors"
+            parts.append(f"{self.watched} of the {self.updated} {trained} watched{self.left_out}")
         if not self.has_losses:
             parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
         return ", ".join(parts)
+
+    @property
+    def left_out(self) -> str:
+        """The tensors that are not watched, in a clause; empty if no name is known."""
+        if not self.unwatched:
+            return ""
+        if self.joined_by is None:
+            return f", without {shortened(self.unwatched, _NAMES)}"
+        names = list(self.unwatched[:_NAMES])
+        more = self.updated - self.watched - len(names)
+        all_words = listed([*names, *([count(more, "other")] if more else [])])
+        return f", without {all_words}, trained since step {self.joined_by:,} or before"
 
     @property
     def verdict(self) -> str:
@@ -122,25 +139,40 @@ class MeasuredParts:
 
 
 class CoverageCount:
-    """Counts what is measured of a run, step by step."""
+    """Counts what is measured of a run, step by step.
+
+    Attributes:
+        joined: The ``joined`` of ``run.json``: tensors that are trained and were not when the
+            session began, since which step, and names of some.
+    """
 
     def __init__(self, training: Any) -> None:
-        self._tensors = _tensors(training)
+        self.joined: dict[str, Any] = {}
+        self._training = training
         self._steps = self._losses = self._due = self._gradients = 0
 
-    def add(self, report: StepReport) -> None:
-        """Count a step."""
+    def add(self, report: StepReport) -> bool:
+        """Count a step; return whether ``joined`` has changed with it."""
         due = report.step % max(report.gathered.interval, 1) == 0
         self._steps += 1
         self._losses += bool(np.isfinite(report.values["loss_mean"]))
         self._due += due
         self._gradients += due and report.observed
+        rows = [row for row in report.gathered.differences if row.kind is StateKind.JOINED]
+        if rows:
+            self.joined = {
+                "step": self.joined.get("step", report.step),
+                "steps": self.joined.get("steps", self._steps - 1),
+                "tensors": int(max(row.digests_W.max() for row in rows)),
+                "names": [row.name.partition(": ")[2] for row in rows],
+            }
+        return bool(rows)
 
     @property
     def coverage(self) -> MeasuredParts:
         """What was measured so far."""
         counts = (self._steps, self._losses, self._due, self._gradients)
-        return MeasuredParts(*counts, *self._tensors)
+        return MeasuredParts(*counts, **_tensors(self._training, self.joined))
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
@@ -152,23 +184,34 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
         int(np.isfinite(columns["loss_mean"]).sum()),
         int(due_T.sum()),
         int((due_T & columns["observed"]).sum()),
-        *_tensors(run.info.get("training")),
+        **_tensors(run.info.get("training"), run.info.get("joined")),
     )
 
 
-def _tensors(training: Any) -> tuple[int, int, tuple[str, ...]]:
-    """Return the tensors of the watched model and of the optimizer, if that one has more.
+def _tensors(training: Any, joined: Any) -> dict[str, Any]:
+    """Return the fields of :class:`MeasuredParts` on tensors, where not all trained are watched.
 
-    And names of some that are not watched.
+    Where tensors have joined the training, those that were trained at its beginning are watched.
     """
     try:
+        if joined:
+            watched = int(training["parameters"]["trained_tensors"])
+            return {
+                "watched": watched,
+                "updated": watched + int(joined["tensors"]),
+                "unwatched": tuple(map(str, joined["names"])),
+                "joined_by": int(joined["step"]),
+                "joined_after": int(joined["steps"]),
+            }
         optimizer = training["optimizer"]
         watched = int(training["parameters"]["tensors"])
         updated = sum(int(group["tensors"]) for group in optimizer["groups"])
         unwatched = tuple(map(str, training.get("unwatched", ())))
     except (AttributeError, KeyError, TypeError, ValueError):
-        return 0, 0, ()
-    return (watched, updated, unwatched) if watched < updated else (0, 0, ())
+        return {}
+    if watched >= updated:
+        return {}
+    return {"watched": watched, "updated": updated, "unwatched": unwatched}
 
 
 def _of(number: int, whole: int) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from rankscope.bus.evidence import Table
+from rankscope.evidence import columns_of
 from rankscope.record import Run
-from rankscope.record.stores import at_hand
 from rankscope.verdict.assessment import Assessment, assess
 from rankscope.verdict.words import SIGNS, VerdictWords, verdict_of
 
@@ -36,6 +36,9 @@ _CELL = '<td style="text-align:left;padding:2px 12px 2px 0">'
 def load(path: str | Path) -> "LoadedRun":
     """Open a recorded run, finished or still being written.
 
+    What it returns gives Arrow tables and the verdict. Its attribute ``run`` is a
+    :class:`rankscope.Run`, for numpy arrays and for runs of any length.
+
     Args:
         path: Its directory, or its address in an object store, such as ``s3://bucket/runs/sft``.
 
@@ -46,7 +49,7 @@ def load(path: str | Path) -> "LoadedRun":
         RunError: There is no such directory, it is not a run, its ``run.json`` is damaged, a
             newer rankscope wrote it, or the object store cannot be read.
     """
-    return LoadedRun(Run.open(at_hand(path)))
+    return LoadedRun(Run.open(path))
 
 
 class LoadedRun:
@@ -58,59 +61,72 @@ class LoadedRun:
         run: The run.
 
     Attributes:
+        run: The same run for numpy arrays, see :class:`rankscope.Run`.
         path: Its directory.
         info: The content of ``run.json``: versions, options, configuration.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
+        self.run = run
         self.path = run.path
         self.info = run.info
 
     @property
     def steps(self) -> pa.Table:
         """A row for each step."""
-        return self._run.table(Table.STEPS)
+        return self.run.table(Table.STEPS)
 
     @property
     def workers(self) -> pa.Table:
-        """A row for each step and worker."""
-        return self._run.table(Table.WORKERS)
+        """A row for each step and worker.
+
+        A column that is a sum of flags, such as ``rng_used``, has one with their names beside it,
+        such as ``rng_used_in_words``.
+        """
+        rows = self.run.table(Table.WORKERS)
+        for column in (column for column in columns_of(Table.WORKERS) if column.bits):
+            values = rows[column.name].to_pylist()
+            names = [None if value is None else column.bit_names(value) for value in values]
+            place = rows.column_names.index(column.name) + 1
+            rows = rows.add_column(
+                place, "_".join((column.name, "in_words")), pa.array(names, pa.string())
+            )
+        return rows
 
     @property
     def micro(self) -> pa.Table:
         """A row for each micro-batch of steps with accumulation."""
-        return self._run.table(Table.MICRO)
+        return self.run.table(Table.MICRO)
 
     @property
     def groups(self) -> pa.Table:
         """A row for each measured step, worker and group of parameters."""
-        return self._run.table(Table.GROUPS)
+        return self.run.table(Table.GROUPS)
 
     @property
     def samples(self) -> pa.Table:
         """The samples of each worker's batch, where they are known."""
-        return self._run.table(Table.SAMPLES)
+        return self.run.table(Table.SAMPLES)
 
     @property
     def pairs(self) -> pa.Table:
         """Cosines of all pairs of workers, for up to 64 workers."""
-        return self._run.table(Table.PAIRS)
+        return self.run.table(Table.PAIRS)
 
     @property
     def traces(self) -> pa.Table:
         """Digests and sketches of the tensors of rank 0, where the run was traced."""
-        return self._run.table(Table.TRACES)
+        return self.run.table(Table.TRACES)
 
     @property
     def digests(self) -> pa.Table:
         """Differences between workers whose state should be equal."""
-        return self._run.table(Table.DIGESTS)
+        return self.run.table(Table.DIGESTS)
 
     @property
     def findings(self) -> pa.Table:
         """A row for each finding in its last state; ``evidence`` is a JSON object."""
-        events = [finding.to_json() for finding in self._run.findings()]
+        events = [finding.to_json() for finding in self.run.findings()]
         rows = [{**event, "evidence": json.dumps(event["evidence"])} for event in events]
         return pa.Table.from_pylist(rows, schema=_FINDINGS)
 
@@ -120,7 +136,7 @@ class LoadedRun:
         Raises:
             RunError: A file of the run cannot be read.
         """
-        return assess(self._run)
+        return assess(self.run)
 
     def __repr__(self) -> str:
         verdict = self._verdict()
@@ -141,7 +157,7 @@ class LoadedRun:
         )
 
     def _verdict(self) -> VerdictWords:
-        return verdict_of(self._run, self.assess())
+        return verdict_of(self.run, self.assess())
 
 
 def _row(finding: Mapping[str, Any]) -> str:

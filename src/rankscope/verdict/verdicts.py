@@ -51,6 +51,7 @@ class RunProgress:
     earlier_steps: int | None = 0
     checks: tuple[Check, ...] = ()  # the checks of the run
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
+    agent_ended: str = ""  # how the process that writes the run ended, if before the run did
 
     @property
     def ended(self) -> bool:
@@ -72,7 +73,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     A run whose record ends early is not called healthy, nor one of which too little was measured.
     """
     if not values["steps"]:
-        return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
+        return _nothing_recorded(progress) if progress.ended else _NOTHING_YET
     verdict = _judge(values, findings, progress)
     faults = _causes(findings)
     coverage = progress.coverage
@@ -204,10 +205,28 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+
+
+def _nothing_recorded(progress: RunProgress) -> Verdict:
+    if not progress.agent_ended:
+        return _NOTHING_RECORDED
+    return Verdict(
+        f"Nothing was recorded: the process that writes the run {progress.agent_ended} before it "
+        "had written a step.",
+        "Give it more memory if it has little. RANKSCOPE_AGENT_LOG=FILE names a file for its "
+        "error; see the training's log for the monitor's warnings.",
+        Severity.WARNING,
+    )
+
+
 _LET_IT_SEE = (
     "Watch the wrapped model that the optimizer updates, and call that one, as model(batch), with "
     "loss.backward() after it and zero_grad() not in between; see the log for the monitor's "
     "warnings."
+)
+_WATCH_ALL = (
+    "Call watch() once all parameters are unfrozen and in the optimizer; where they join later, "
+    "close the scope and call watch() again then."
 )
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
@@ -220,15 +239,24 @@ def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
     """Return a verdict without a fault, limited to what was measured."""
     if not coverage.enough:
         said = coverage.verdict
-        return Verdict(f"{said[0].upper()}{said[1:]}.", _LET_IT_SEE, coverage.severity)
-    if verdict.about is not None or not coverage.limits:
+        advice = _LET_IT_SEE if coverage.joined_by is None else _WATCH_ALL
+        return Verdict(f"{said[0].upper()}{said[1:]}.", advice, coverage.severity)
+    if not coverage.limits or (verdict.about is not None and coverage.joined_by is None):
         return verdict
     limits = f"{coverage.limits[0].upper()}{coverage.limits[1:]}."
     return replace(
         verdict,
         headline=f"{verdict.headline} {limits}",
+        recommendation=_with_advice(verdict, coverage),
         severity=verdict.severity or coverage.severity,
     )
+
+
+def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
+    if coverage.joined_by is None:
+        return verdict.recommendation
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
+    return f"{own}{_WATCH_ALL}"
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
@@ -325,8 +353,9 @@ def _describe_coverage(coverage: MeasuredParts | None) -> str:
         if known < whole
     ]
     if coverage.updated:
+        trained = "that the optimizer updates" if coverage.joined_by is None else "that are trained"
         parts.append(
-            f"{coverage.watched:,} of the {coverage.updated:,} tensors that the optimizer updates"
+            f"{coverage.watched:,} of the {coverage.updated:,} tensors {trained}{coverage.left_out}"
         )
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
@@ -354,7 +383,8 @@ def _describe_metrics(values: Values) -> str:
             f"{short(values['loss_range'])} from lowest to highest)"
         )
     if values["grad_norm_std"] is not None:
-        parts.append(f"gradient norms by {short(values['grad_norm_std'])}")
+        verb = "" if parts else "differ "
+        parts.append(f"gradient norms {verb}by {short(values['grad_norm_std'])}")
     if values["cosine_mean"] is not None:
         parts.append(f"two workers' gradients have a mean cosine of {values['cosine_mean']:.3f}")
     return f"On average over steps, {'; '.join(parts)}." if parts else ""

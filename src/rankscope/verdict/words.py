@@ -320,6 +320,7 @@ def facts(
         ("Status", status),
         *((label, _shown(info.get(key))) for label, key in _FACTS),
         *((label, _time(info.get(key))) for label, key in _TIMES),
+        *_tracked(info.get("tracked")),
         ("Backend", _shown(info.get("backend"))),
         ("Watching took", _overhead(timing)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in listed.items())),
@@ -339,6 +340,18 @@ _FACTS = (
     ("Seed", "seed"),
 )
 _TIMES = (("Started", "started"), ("Finished", "finished"))
+
+
+def _tracked(tracked: Any) -> list[tuple[str, str]]:
+    """Return the facts of the tracker's run, if the training had one open."""
+    if not isinstance(tracked, dict):
+        return []
+    name, url = _shown(tracked.get("name")), _shown(tracked.get("url"))
+    there = name if url == UNKNOWN else f"{name}, {url}"
+    return [
+        (f"Run in {_shown(tracked.get('tracker'))}", there),
+        *((label, _shown(tracked.get(label.lower()))) for label in ("Group", "Tags", "Notes")),
+    ]
 
 
 def _overhead(timing: Mapping[str, float]) -> str:

@@ -345,6 +345,10 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     return _find_loop(inner, process_group or dist.group.WORLD)
 
 
+_FOREIGN = "fairscale.nn.data_parallel"
+"""Wrappers that leave a reduced gradient on one rank, or flatten parameters."""
+
+
 def _check_bare(model: nn.Module) -> None:
     """Check that nothing wraps a model, or a part of it, and that there are ranks to compare.
 
@@ -353,7 +357,11 @@ def _check_bare(model: nn.Module) -> None:
     """
     wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
     parts = model.modules() if isinstance(model, nn.Module) else ()
-    wrapped = [type(part).__name__ for part in parts if isinstance(part, wrappers)]
+    wrapped = [
+        type(part).__name__
+        for part in parts
+        if isinstance(part, wrappers) or type(part).__module__.startswith(_FOREIGN)
+    ]
     if not (isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized()):
         why = f"got {type(model).__name__}"
     elif wrapped:

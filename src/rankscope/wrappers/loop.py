@@ -3,7 +3,9 @@
 No reduction begins inside the backward pass, but for one that hooks of the training's start there.
 So after a backward pass ``.grad`` holds the local gradient, summed over the step's passes: it is
 read together at the end of each pass (:mod:`rankscope.wrappers.ddp_reading`). A parameter that has
-hooks of the training's is read in a hook that runs before these.
+hooks of the training's is read in a hook that runs before these. Where such hooks move every
+gradient into a buffer of the training's own, and drop ``.grad``, passes are read one by one and
+added up.
 
 The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 
@@ -34,6 +37,7 @@ class _Step:
         carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
         left: A parameter, and the version of the gradient that the last pass has left.
         num_passes: Backward passes that have ended.
+        taken: The training's hooks have taken the gradients of a pass away before its end.
     """
 
     begun: bool = False
@@ -44,6 +48,7 @@ class _Step:
     carried_over: Tensor | None = None
     left: tuple[Tensor, int] | None = None
     num_passes: int = 0
+    taken: bool = False
 
 
 class LoopTap(HookedTap):
@@ -70,6 +75,8 @@ class LoopTap(HookedTap):
         self._num_workers = num_workers
         self._looked_for_others = False
         self._step = _Step()
+        self._parts = GradientParts(sketcher)
+        self._adds_up = sketcher.sketches
 
     @property
     def reduced_copies(self) -> int:
@@ -112,14 +119,19 @@ class LoopTap(HookedTap):
         """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         step = self._step
-        if self.complete and self._measure and self._calls.whole and not step.spoiled:
+        parts = self._parts if step.taken and step.num_passes > 1 else None
+        lost = parts is not None and not self._adds_up  # norms alone do not add up
+        if self.complete and self._measure and self._calls.whole and not (step.spoiled or lost):
+            micro = parts.part_squared_norms() if parts else self._micro.squared_norms()
             gradient = LocalGradient(
-                self._reading.totals,
+                parts.totals() if parts else self._reading.totals,
                 self._reduced if step.reduced_known else None,
-                self._micro.squared_norms() if step.num_passes > 1 else None,
+                micro if step.num_passes > 1 else None,
                 step.carried_over,
                 accumulator_changes=self._accumulator.collect(),
+                norm_estimated=parts is not None,
             )
+        self._parts.reset()
         self._begin_step_anew()
         self._step = _Step()
         return gradient
@@ -175,7 +187,11 @@ class LoopTap(HookedTap):
         step.num_passes += 1
         parameters = (self._parameters[name] for name in self._calls.names)
         step.left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)
+        step.taken |= step.left is None and step.num_passes == 1
         goes_on = self._measure and not step.spoiled
+        if goes_on and step.taken:
+            self._parts.add(self._reading.totals)
+        goes_on &= not step.taken
         self._accumulator.end_pass(
             self._accumulator.reading(self._calls.names) if goes_on else None
         )

@@ -9,7 +9,7 @@ not read: it may be computed anew, or fetched from elsewhere, when read.
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _MOST_NODES = 48
+_MOST_GATHERED = 4096
+_JOINING = ("CatBackward", "StackBackward")
 _SAVED = ("_saved_other", "_saved_self")
 _PACKED = {
     "_saved_other": "_raw_saved_other",
@@ -172,6 +174,33 @@ def divisor_of(node: Any) -> Tensor | None:
         return None
     whole = [function for function, _ in node.next_functions][1:] == [None]
     return _number(node, "_saved_other") if whole else None
+
+
+def gathered_from(loss: Tensor, ends: Container[Any]) -> Iterator[float]:
+    """Yield from how many ranks a loss has joined rows, where autograd knows one rank's alone.
+
+    That is the length of each tensor that was put together over that of its part with a graph.
+    ``ends`` are operators that are not passed.
+    """
+    waiting = deque([loss.grad_fn])
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_GATHERED:
+        node: Any = waiting.popleft()
+        if node is None or node in seen or node in ends:
+            continue
+        seen.add(node)
+        own = [(of, place) for of, place in node.next_functions if of is not None]
+        if type(node).__name__.startswith(_JOINING) and 0 < len(own) < len(node.next_functions):
+            lengths = [_length(*one) for one in own]
+            if all(lengths):
+                yield _length(node, 0) / sum(lengths)
+        waiting.extend(of for of, _ in own)
+
+
+def _length(node: Any, place: int) -> int:
+    """Return the number of elements of an operator's output, by its place; 0 if unknown."""
+    outputs = getattr(node, "_input_metadata", ())
+    return math.prod(outputs[place].shape) if place < len(outputs) else 0
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:

@@ -73,6 +73,11 @@ class GradientParts:
         self._closed = True
         self._count += 1
 
+    def add(self, part: GradientTotals) -> None:
+        """Add a whole part that was measured elsewhere, and close it."""
+        self._add(part)
+        self._count += 1
+
     def reset(self) -> None:
         """Forget all parts."""
         self._seen.clear()
@@ -109,8 +114,12 @@ class GradientParts:
 
     def _put_away(self) -> None:
         """Add the closed part to the sum; a single part needs none of these operations."""
-        part = self._part
-        squared_sketches = _squared_norms(self._part.sketches)
+        self._add(self._part)
+        self._part.reset()
+        self._closed = False
+
+    def _add(self, part: GradientTotals) -> None:
+        squared_sketches = _squared_norms(part.sketches)
         self._squared_norms.append(part.squared_norms.sum())
         if self._sum is None or self._squared_sketches is None:
             self._sum = part.clone()
@@ -118,8 +127,6 @@ class GradientParts:
         else:
             self._sum.add(part)
             self._squared_sketches.add_(squared_sketches)
-        part.reset()
-        self._closed = False
 
 
 def _squared_norms(sketches: Tensor) -> Tensor:

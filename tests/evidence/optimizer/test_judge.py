@@ -21,6 +21,7 @@ from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.optimizer.judge import (
     AHEAD,
+    COUNTERS,
     RESUMED,
     OptimizerStart,
 )
@@ -206,3 +207,22 @@ def test_counters_ahead_of_zero_moments_are_a_warning():
     for state in rank.states():
         state["step"].zero_()
     assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
+
+
+def never_updated(rank, layer):
+    for parameter in rank.model[layer].parameters():
+        for value in rank.optimizer.state[parameter].values():
+            value.zero_()
+
+
+def test_parameters_that_one_rank_leaves_out_are_named():
+    ranks = three_ranks()
+    for rank in ranks:
+        rank.train(3)
+    never_updated(ranks[2], 1)
+    [found] = evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks))
+    assert (found.cause, found.severity, found.ranks) == (COUNTERS, Severity.WARNING, (2,))
+    assert "has not updated 1.weight and 1.bias: its step counters there are 0 to 3" in words(found)
+    for rank in ranks[:2]:
+        never_updated(rank, 1)
+    assert evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []

@@ -1,5 +1,6 @@
 """Overlapping shards in epochs of more samples than the ledger remembers."""
 
+import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
@@ -94,3 +95,27 @@ def test_a_worker_whose_epochs_end_at_other_steps_overlaps_with_nobody(size):
         list(batches) for batches in zip(*map(drawn_by, range(4), [4, size, 4, 4]), strict=False)
     )
     assert observed(stream, 300, 4) == []
+
+
+def one_step_late(batch):
+    """Yield batches of two workers: the second draws what the first draws a step later."""
+    for step in range(100):
+        yield [np.arange(batch) + batch * (step + rank) for rank in range(2)]
+
+
+def neighbours(batch):
+    """Yield batches of a file in its order, where each content stands twice in a row."""
+    for step in range(100):
+        first = 2 * batch * step + 1
+        yield [(first + batch * rank + np.arange(batch)) // 2 for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("stream", "severity"), [(one_step_late(4), Severity.ERROR), (neighbours(4), Severity.NOTE)]
+)
+def test_a_whole_batch_that_comes_a_step_late_is_no_equal_content_side_by_side(stream, severity):
+    detector = OverlappingShards(2)
+    found = [
+        one for report in reports(stream, 40, named=False) for one in evidence_of(detector, report)
+    ]
+    assert found[-1].severity is severity

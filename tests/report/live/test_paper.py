@@ -60,3 +60,23 @@ def test_an_address_may_name_a_step(page: Page, pages: dict[str, Path]):
     page.locator(".where a").first.click()
     expect(shown).to_have_text("step 0")
     expect(page.locator("[data-figure=heatmap]")).to_be_in_viewport()
+
+
+SCALES = """() => [...document.querySelectorAll("[data-figure] .stage:not(.next) svg")].filter(
+  (drawing) => drawing.getClientRects().length
+).map((drawing) => drawing.getBoundingClientRect().width / drawing.viewBox.baseVal.width)"""
+"""How much the page scales each figure that is shown, and the words in it."""
+
+
+def test_words_in_figures_are_as_large_on_paper_as_on_a_screen(page: Page, pages: dict[str, Path]):
+    """Also from a phone, whose figures are as wide as the window, three of them in a row."""
+    page.goto(pages["study"].as_uri())
+    expect(page.locator("[data-figure=dashboard] svg")).to_be_visible()
+    page.set_viewport_size({"width": 717, "height": 1000})  # of A4 between a browser's margins
+    page.emulate_media(media="print")
+    page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    page.wait_for_function(f"({EMPTY})().length === 0")
+    page.wait_for_function(f"Math.min(...({SCALES})()) > 0.9")
+    assert len(page.evaluate(SCALES)) > 10
+    page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.className") == ""

@@ -73,6 +73,7 @@ def alone(
     see: SeeOperation | None = None,  # called after each operation
     *,
     communicates: bool = False,
+    what: str = "a canary runs on each worker alone, and the model's forward pass",
 ) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid communication.
 
@@ -83,7 +84,8 @@ def alone(
     workers would not agree in their bits.
 
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
-    that accumulate into ``.grad``. If no model may run now, it is raised at once.
+    that accumulate into ``.grad``. ``what`` begins the message of the former. If no model may run
+    now, it is raised at once.
     """
     why_not = why_wait()
     if why_not:
@@ -91,7 +93,7 @@ def alone(
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(callbacks, see, communicates=communicates)
+    mode = _Alone(callbacks, see, what, communicates=communicates)
     stack = ExitStack()
     with_gradients = torch.is_grad_enabled()
     try:
@@ -132,11 +134,17 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, callbacks: OperationCallbacks, see: SeeOperation | None, *, communicates: bool
+        self,
+        callbacks: OperationCallbacks,
+        see: SeeOperation | None,
+        what: str,
+        *,
+        communicates: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callbacks = callbacks
         self._see = see
+        self._what = what
         self._refused = () if communicates else _NAMESPACES
         self._touched: dict[Any, list[tuple[int, str]]] = {}
 
@@ -144,10 +152,7 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Pass an operation on, unless it communicates."""
         kwargs = kwargs or {}
         if getattr(func, "namespace", "") in self._refused:
-            raise CanaryDeclined(
-                "a canary runs on each worker alone, and the model's forward pass talks to the "
-                f"others ({func})"
-            )
+            raise CanaryDeclined(f"{self._what} communicates with the others ({func})")
         if func not in self._touched:
             self._touched[func] = _touched_arguments(func)
         for place, name in self._touched[func]:

@@ -20,7 +20,7 @@ from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, copied_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import count, listed, shortened
 from rankscope.evidence.optimizer import KEY
 from rankscope.stats.arrays import Ints
 from rankscope.stats.state import Stateful
@@ -32,10 +32,13 @@ FRESH = "optimizer-begins-anew"
 SETTINGS = "optimizer-settings-changed"
 PRECISION = "moments-less-precise"
 SCHEDULE = "schedule-begins-anew"
+COUNTERS = "counters-of-ranks-differ"
 
 _MOST_SAVED = 16
 _FIRST_RATES = 4
 _PARAMETERS = "parameters"
+_WITHOUT = "without: "
+_MOST_NAMED = 3
 _BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _NOTHING = np.empty(0, np.int64)
 
@@ -126,6 +129,8 @@ class OptimizerStart(Detector):
       counters are not: empty, zero, of another moment, of other parameters, of another rank. If
       they are as when the run began, it begins anew, and nothing is compared.
     - A restarted job of other parameters, with an empty optimizer: a note.
+    - Step counters that lag on some ranks alone, of parameters whose moments are zero or missing
+      there: the optimizer leaves them out. Not of experts, which may get no tokens on a rank.
     - Settings that differ from those before the restart, a learning rate that goes through the
       first steps of the run again, and moments of a narrower type than their parameters: notes.
     """
@@ -153,6 +158,7 @@ class OptimizerStart(Detector):
             self._last = _Holdings(number, saved)
             self._saved.append(self._last)
             yield from self._precision(self._last)
+            yield from self._lagging(self._last)
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; a session that begins after this is a restarted job's."""
@@ -234,6 +240,30 @@ class OptimizerStart(Detector):
             fields = {"words": listed(words), "types": listed(types)}
             yield self._finding(PRECISION, Severity.NOTE, held, fields)
 
+    def _lagging(self, held: _Holdings) -> Iterable[FaultEvidence]:
+        """Report parameters that the optimizers of some ranks leave out, once."""
+        lowest_W, highest_W = held.get("step: lowest"), held.get("step: highest")
+        if "step: lowest" not in held.values or COUNTERS in self._counts:
+            return
+        lags_W = lowest_W < lowest_W.max()
+        names = [
+            name.removeprefix(_WITHOUT)
+            for name in held.values
+            if name.startswith(_WITHOUT) and (held.get(name)[lags_W] > 0).any()
+            and not held.get(name)[~lags_W].any() and "expert" not in name
+        ]  # fmt: skip
+        if not lags_W.any() or not names:
+            return
+        counters = _range((int(lowest_W[lags_W].min()), int(highest_W[lags_W].max())))
+        fields = {
+            "names": shortened(names, _MOST_NAMED),
+            "counters": counters,
+            "others": _range((int(lowest_W[~lags_W].min()), int(highest_W[~lags_W].max()))),
+        }
+        yield self._finding(
+            COUNTERS, Severity.WARNING, held, fields, np.flatnonzero(lags_W).tolist()
+        )
+
     def _ahead(self, now: _Holdings) -> FaultEvidence:
         counter = now.counter[1]
         size = ""
@@ -297,9 +327,9 @@ def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
     more_W = now.get("without") - saved.get("without")
     if not (more_W > 0).any():
         return None
-    before = {name for name in saved.values if name.startswith("without: ")}
-    names = [n for n in now.values if n.startswith("without: ") and n not in before]
-    shown = [name.removeprefix("without: ") for name in names[:3]]
+    before = {name for name in saved.values if name.startswith(_WITHOUT)}
+    names = [n for n in now.values if n.startswith(_WITHOUT) and n not in before]
+    shown = [name.removeprefix(_WITHOUT) for name in names[:3]]
     number = count(int(more_W.max()), "parameter")
     words = f"the moments of {number} ({listed(shown)}{', …' if len(names) > 3 else ''}) are lost"
     ranks = _unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))

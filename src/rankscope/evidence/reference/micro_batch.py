@@ -5,6 +5,7 @@ forward pass begins, and the gradients of the model's outputs in the training's 
 So the gradient of the parameters is computed once more without the loss function.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -263,7 +264,9 @@ class MicroBatch:
         for tensor, one in zip(tensors, self._returned, strict=True) if values else ():
             eps = torch.finfo(coarser(tensor.dtype, coarsest)).eps
             far = one.distance(tensor)
-            if not far <= slack * (_EXACT if eps < 1e-6 else _COARSE * eps):
+            if math.isnan(far):
+                raise CanaryDeclined("the outputs of the forward pass are not finite")
+            if far > slack * (_EXACT if eps < 1e-6 else _COARSE * eps):
                 why = _NOT_WHOLE if rounds_in is not None else _NOT_REPEATED
                 raise CanaryDeclined(why.format(f"(relative difference {far:.1e})"))
 

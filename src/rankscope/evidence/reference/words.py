@@ -191,7 +191,7 @@ _ELSEWHERE = "it points elsewhere, as a part of it is missing or too much"
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
-    """Return the finding of a step whose gradient was not computed again."""
+    """Return the finding of a step whose gradient was not checked."""
     named = f" ({name_ranks(ranks)})" if ranks else ""
     fields = {"step": f"{step:,}", "why": why, "who": named}
     return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})

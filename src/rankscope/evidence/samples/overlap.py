@@ -33,6 +33,7 @@ _DRAWS_AGAIN = 16
 _OWN_SHARE = 0.25  # of the share that a healthy epoch's beginning expects
 _SHARES = (0.98, 0.9)  # of overlaps that concern one worker
 _ONE_WORKER = 0.75  # of all overlaps are one worker's; at most 2/3 where two workers are wrong
+_BATCH = 4  # samples
 _NONE = np.empty(0, np.int64)
 
 
@@ -62,7 +63,7 @@ class OverlappingShards(Detector):
     are a note of their own.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_where")
+    SETTINGS = ("_num_workers", "_repeats", "_where", "_before_W")
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class OverlappingShards(Detector):
         self._again = self._again_own = 0  # in the last steps, if most of their draws came again
         self._error = False
         self._previous = _NONE
+        self._before_W: Sequence[Ints] = ()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield proven overlaps, again when there are more.
@@ -137,7 +139,7 @@ class OverlappingShards(Detector):
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._overlaps else 0
-        near = self._near(followed, counts.repeated_cross)
+        near = self._near(drawn_W, followed, counts.repeated_cross)
         if not (counts.repeats or self._pending.steps or self._pending.own):
             return ()
         self._overlaps = self._overlaps or counts.repeated_cross + counts.shared > 0
@@ -183,18 +185,20 @@ class OverlappingShards(Detector):
             self._new_since = 0
             self._counted = _Account(self._num_workers)
 
-    def _near(self, followed: Ints, cross: int) -> int:
+    def _near(self, drawn_W: Sequence[Ints], followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
 
-        In a file that is not shuffled, equal contents may stand beside each other.
+        In a file that is not shuffled, equal contents may stand beside each other. That does not
+        explain a worker's whole batch.
         """
         if self._named:
             return 0
-        previous = self._previous
-        self._previous = followed
+        previous, self._previous = self._previous, followed
+        before_W, self._before_W = self._before_W, drawn_W
         if not cross:
             return 0
-        return min(count_common(self._previous, previous), cross)
+        near = min(count_common(followed, previous), cross)
+        return max(near - _in_whole_batches(drawn_W, before_W), 0) if near else 0
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
@@ -376,6 +380,16 @@ def _of_different_workers(step: Step) -> Sequence[Ints]:
     doubles = {rank for group in step.identical for rank in group[1:]}
     samples = step.gathered.samples
     return [batch[:0] if rank in doubles else batch for rank, batch in enumerate(samples)]
+
+
+def _in_whole_batches(drawn_W: Sequence[Ints], before_W: Sequence[Ints]) -> int:
+    """Count the samples in batches that another worker drew as a whole in the step before."""
+    before = {np.sort(batch).tobytes(): rank for rank, batch in enumerate(before_W)}
+    return sum(
+        len(batch)
+        for rank, batch in enumerate(drawn_W)
+        if before.get(np.sort(batch).tobytes(), rank) != rank and len(np.unique(batch)) >= _BATCH
+    )
 
 
 def _where_to_look(seeds: Sequence[int | None]) -> str:

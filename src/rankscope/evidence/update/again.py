@@ -28,6 +28,7 @@ from rankscope.evidence.canary.state import RandomGenerators
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEFT_OUT = frozenset({"state", "param_groups", "step"})
 _HOOKS = "hooks"
+_WHAT = "its copy runs on one rank alone, and its step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class LoneOptimizer:
         if getattr(step, "hooked", None):  # by torch, which calls hooks on all optimizers
             step = step.__wrapped__
         try:
-            with alone(device, watched), watched.types:
+            with alone(device, watched, what=_WHAT), watched.types:
                 step(optimizer)
         finally:
             generators.put_back()
@@ -319,6 +320,8 @@ class Cuts:
             cut = names[axis], int(dim), mesh.size(axis), mesh.get_local_rank(axis)
             self._cuts.append(cut)
         local = local_of(parameter.detach())
+        if not bool(local.isfinite().all()):
+            raise CanaryDeclined("its parameters are not finite")
         for _ in range(2):  # FSDP2 cuts what the axes after its own have cut
             self._cuts.reverse()
             own = self.part(value)

@@ -71,7 +71,7 @@ class UpdateShare:
     num_parameters: int = 0  # how many parameters the optimizers train
     # what runs after the optimizer's own step, and may change its result
     hooks: tuple[str, ...] = ()
-    # why the update of some optimizer was not computed again, by its class
+    # why the update of some optimizer was not checked, by its class
     declined: dict[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rankscope import RankscopeError, Run, load
+from rankscope.bus.words import count
 from rankscope.errors import DataError, MissingExtraError, RunError, UsageError
 from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
@@ -83,6 +84,7 @@ def _run_here(config: StudyConfig, output: Path, *, resume: bool, overwrite: boo
     """Start the workers on this machine."""
     todo = _check(config, output, resume=resume, overwrite=overwrite)
     if todo:
+        _announce(config, todo)
         prepared = prepare(config)
         _begin(config, output, prepared, todo, overwrite=overwrite)
         work = (worker.main, config.workers, config, output, prepared, todo)
@@ -108,6 +110,8 @@ def _run_inside(
         dist.broadcast_object_list(answer)
         todo = answer[0]
         if todo:
+            if first:
+                _announce(config, todo)
             prepared = _prepare_on_each_machine(config)
             begin = partial(_begin, config, output, prepared, todo, overwrite=overwrite)
             _fail_together(begin, here=first)
@@ -115,6 +119,15 @@ def _run_inside(
         return _finish(config, output) if first else None
     finally:
         dist.destroy_process_group()
+
+
+def _announce(config: StudyConfig, todo: Sequence[Combination]) -> None:
+    """Print what begins: the first training starts only when data and model are prepared."""
+    trainings = count(len(todo), "training")
+    worker.StudyProgress(config, enabled=True).print_line(
+        f"Preparing data and model, which may take a minute; then {trainings} of "
+        f"{count(config.steps, 'step')} on {count(config.workers, 'worker')}."
+    )
 
 
 def _prepare_on_each_machine(config: StudyConfig) -> PreparedModel:

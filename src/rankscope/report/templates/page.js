@@ -192,10 +192,14 @@
     for (const place of places) if (place.offsetParent && isWaiting(place)) draw(place).catch(console.error);
   }
 
+  /* Draw all figures at the width that they have on paper: scaled down, their words would be too small. */
   function print(begins) {
     printing = begins;
+    root.classList.toggle("paper", begins);
+    for (const name of views.keys()) stale.add(name);
     if (root.dataset.mode !== mode()) paint();
     if (begins) drawAll();
+    else near.forEach(enqueue);
   }
 
   const observer = new IntersectionObserver((entries) => {

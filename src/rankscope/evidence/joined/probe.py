@@ -1,0 +1,97 @@
+"""Finds parameters that get a gradient now, and were frozen or in no optimizer at ``watch``."""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.joined import KEY
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE
+from rankscope.wrappers.fsdp2_model import parameters_by_mesh
+
+EVERY = 8
+"""Calls of the optimizer from one look to the next."""
+
+MOST_NAMES = 8
+
+
+class JoinedProbe(Probe):
+    """Sends the number of parameters that have joined the training, and names of the first.
+
+    Args:
+        frozen: The model's parameters that are frozen at ``watch``, by name.
+        optimizer: The optimizer: parameters that it is given later have joined, too.
+        measured: The parameters whose gradients are measured.
+    """
+
+    def __init__(
+        self, frozen: Mapping[str, Tensor], optimizer: Any, measured: Mapping[str, Tensor]
+    ) -> None:
+        self._optimizer = optimizer
+        # by weak references: the training may drop a parameter
+        self._frozen = {name: weakref.ref(tensor) for name, tensor in frozen.items()}
+        own = [*frozen.values(), *measured.values(), *self._updated()]
+        self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
+        self._num_updated = len(self._updated())
+        self._num_calls = 0
+        self._num_joined = 0
+        self._names: list[str] = []
+        self._changed = False
+
+    def before_update(self) -> None:
+        """Look for such parameters, while they have their gradients."""
+        self._num_calls += 1
+        if self._num_calls % EVERY:
+            return
+        joined = [name for name, frozen in self._frozen.items() if _is_trained(frozen())]
+        for name in joined:
+            del self._frozen[name]
+        updated = self._updated()
+        if len(updated) != self._num_updated:
+            self._num_updated = len(updated)
+            for tensor in updated:
+                if not self._knows(tensor) and tensor.requires_grad:
+                    self._known[id(tensor)] = weakref.ref(tensor)
+                    joined.append(f"a tensor of shape {tuple(tensor.shape)}")
+        self._num_joined += len(joined)
+        self._names += joined[: MOST_NAMES - len(self._names)]
+        self._changed |= bool(joined)
+
+    def collect(self, end: StepEnd) -> Ready | None:
+        """Return the number by name, in a step in which it has changed."""
+        if not self._changed:
+            return None
+        self._changed = False
+        held = dict.fromkeys(self._names, self._num_joined)
+        return Ready(MessagePart(names={KEY: {StateKind.JOINED: held}}))
+
+    def _knows(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _updated(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+
+def _is_trained(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and tensor.grad is not None
+
+
+def make_probe(job: Job) -> Probe | None:
+    """Return the probe of a group's first rank, where the optimizer holds the model's tensors."""
+    wrapped: Any = job.wrapped
+    if job.rank or wrapped.kind not in (DDP, DDP_PARTS, REPLICATE, FSDP2, LOOP):
+        return None
+    if getattr(job.optimizer, "param_groups", None) is None:
+        return None
+    if wrapped.kind is FSDP2:  # the shards, also where the model holds gathered parameters
+        meshes = parameters_by_mesh(wrapped.wrapper)
+        named = {p.name: p.tensor for managed in meshes for p in managed}
+    else:
+        named = {canonical_name(name): p for name, p in wrapped.module.named_parameters()}
+    frozen = {name: p for name, p in named.items() if not p.requires_grad}
+    return JoinedProbe(frozen, job.optimizer, wrapped.parameters)

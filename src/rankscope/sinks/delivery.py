@@ -1,0 +1,98 @@
+"""Messages about findings over a network: repeated for a minute, and then given up."""
+
+import logging
+import shlex
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+
+from rankscope.bus.finding import Finding, FindingEvent, Severity
+from rankscope.sinks.base import NewsSink, sentence
+
+_log = logging.getLogger("rankscope")
+
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Seconds before each further try."""
+
+USER = "RANKSCOPE_SMTP_USER"
+PASSWORD = "RANKSCOPE_SMTP_PASSWORD"
+"""Environment variables with the login of the mail server, if it needs one."""
+
+MOST_ALERTS = 20
+"""Alerts of one run; with more, nobody reads them."""
+
+
+class DeliverySink(NewsSink):
+    """Sends a message for each finding that opens, gets worse or closes.
+
+    A message that fails for now is sent again, after longer and longer pauses; the next finding
+    starts anew. A message that is refused for good ends the sink.
+
+    Args:
+        name: What the sink is called in messages.
+        severity: Findings that were never this severe are left out.
+        alerts: Whether findings that close are left out, and all after the first 20 events.
+        sleep: Waits some seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        severity: Severity,
+        *,
+        alerts: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(severity)
+        self._name = name
+        self._alerts = alerts
+        self._num_alerts = 0
+        self._sleep = sleep
+        self._warned = False
+
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
+        """Send a message about a finding that opened, got worse or closed.
+
+        Raises:
+            SinkError: It is refused for good.
+        """
+        if self._alerts and event is FindingEvent.CLOSED:
+            return
+        self._num_alerts += 1
+        last = self._alerts and self._num_alerts == MOST_ALERTS
+        if self._alerts and self._num_alerts > MOST_ALERTS:
+            return
+        text = f"{self.run.run_dir.name}: {sentence(finding, event)}"
+        if self._alerts:
+            text += f" More: rankscope report {shlex.quote(str(self.run.run_dir))}"
+        if last:
+            text += " This is the last alert of this run: further findings are only recorded."
+        problem = self._send(finding, event, text)
+        if problem and not self._warned:
+            self._warned = True
+            _log.warning(
+                "sink %s could not send %s after %d tries (%s); it goes on with the next "
+                "finding, and this warning is not repeated",
+                self._name,
+                finding.id,
+                1 + len(PAUSES),
+                problem,
+            )
+
+    @abstractmethod
+    def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
+        """Send a message once; return what went wrong for now, empty after success.
+
+        Raises:
+            SinkError: It is refused for good.
+        """
+
+    def _send(self, finding: Finding, event: FindingEvent, text: str) -> str:
+        """Send with retries; return the last problem, empty after success."""
+        problem = self.attempt(finding, event, text)
+        for pause in PAUSES:
+            if not problem:
+                break
+            self._sleep(pause)
+            problem = self.attempt(finding, event, text)
+        return problem
