@@ -54,7 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.dry_run:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         os.environ.setdefault("RANKSCOPE_AGENT", "thread")  # starts sooner than a process
-        begin()
+        if options.parts != [SEVERAL]:
+            begin()
     reason = _reason_not_to(dry=options.dry_run)
     if reason:
         print(f"Nothing was measured: {reason}.")

@@ -41,7 +41,8 @@ def _found(setup: Setup, kind: str, what: str) -> Values:
         )
         stack.callback(scope.close)
         torch.manual_seed(1 if kind == "sampler" else 1 + rank)
-        for step in range(60 if kind in ("sampler", "weights") else 3 * VERIFY_AT):
+        steps, changed_at = setup.pick((60, 30), (24, 6))
+        for step in range(steps if kind in ("sampler", "weights") else 3 * VERIFY_AT):
             for micro in range(2):
                 last = micro == 1
                 with nullcontext() if last or kind == "sharded" else model.no_sync():  # type: ignore[operator]
@@ -51,7 +52,7 @@ def _found(setup: Setup, kind: str, what: str) -> Values:
                     (loss / dist.get_world_size() if kind == "divided" else loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if kind == "weights" and step == 30 and rank == 1:
+            if kind == "weights" and step == changed_at and rank == 1:
                 with torch.no_grad():
                     inner.layers[0].q.weight[0, 0] += 1e-3  # type: ignore[index, union-attr, operator]
         stack.close()

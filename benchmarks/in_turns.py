@@ -41,7 +41,14 @@ MODELS = {
 """Width, layers, batch and length."""
 
 
-def measure(name: str, blocks: int, pin: bool, ranks: int = 2, phase: str = "") -> Row:
+def measure(
+    name: str,
+    blocks: int,
+    pin: bool,
+    ranks: int = 2,
+    phase: str = "",
+    warm_up: int | None = None,
+) -> Row:
     """Return a row for one model.
 
     Args:
@@ -50,9 +57,11 @@ def measure(name: str, blocks: int, pin: bool, ranks: int = 2, phase: str = "") 
         pin: Whether the ranks share the first core, and leave the second to the agent.
         ranks: How many ranks.
         phase: A key of ``WARM_UPS``, by default the last one.
+        warm_up: Blocks that do not count; as many as the phase wants when None.
     """
     phase = phase or list(WARM_UPS)[-1]
-    row: Row = run_ranks(_train, ranks, name, blocks, pin, WARM_UPS[phase])
+    before = WARM_UPS[phase] if warm_up is None else warm_up
+    row: Row = run_ranks(_train, ranks, name, blocks, pin, before)
     return {"model": name, "pinned": pin, "ranks": ranks, "phase": phase, **row}
 
 
@@ -182,11 +191,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pin", action="store_true")
     parser.add_argument("--phase", choices=list(WARM_UPS))
+    parser.add_argument("--warm-up", type=int, help="blocks that do not count, of one model")
     options = parser.parse_args()
     if options.model is None:
         rows = run_all(options.blocks)
     else:
-        rows = [measure(options.model, options.blocks, options.pin, options.ranks, options.phase)]
+        chosen = (options.blocks, options.pin, options.ranks, options.phase, options.warm_up)
+        rows = [measure(options.model, *chosen)]
     Console(width=200).print(render(rows), markup=False)
 
 

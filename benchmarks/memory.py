@@ -38,7 +38,7 @@ _BUCKET_BYTES = 25 * 2**20  # what DDP fills a bucket to, as far as parameters a
 
 
 def run_cases(
-    cases: int = len(CASES), steps: int = STEPS, tokens: int = TOKENS
+    cases: int = len(CASES), ranks: int = 2, steps: int = STEPS, tokens: int = TOKENS
 ) -> list[dict[str, Any]]:
     """Return a row of the table for each case, in the tier ``sketch``; none without a compiler."""
     compiler = shutil.which("cc")
@@ -53,11 +53,11 @@ def run_cases(
             "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"
         }  # fmt: skip
         with mock.patch.dict(os.environ, counted):
-            return [run_case(*case, steps=steps, tokens=tokens) for case in CASES[:cases]]
+            return [run_case(*case, ranks, steps=steps, tokens=tokens) for case in CASES[:cases]]
 
 
 def run_case(
-    kind: str, blocks: int, ranks: int = 2, *, steps: int = STEPS, tokens: int = TOKENS
+    kind: str, blocks: int, ranks: int, *, steps: int = STEPS, tokens: int = TOKENS
 ) -> dict[str, Any]:
     """Measure one way of going data parallel, watched and not."""
     work = (measure_in_turns, ranks, kind, blocks, steps, tokens)
@@ -158,10 +158,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args()
-    rows = run_cases(options.cases, options.steps, options.tokens)
+    rows = run_cases(options.cases, options.ranks, options.steps, options.tokens)
     print(json.dumps(rows, indent=2))
     print(render(rows, options.steps, options.tokens))
 

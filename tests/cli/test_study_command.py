@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.cli import main
 from rankscope.record import Run
-from support.study_command import StudyCommand, names, shared_folder, short_records, tree
+from support.study_command import FinishedStudy, StudyCommand, shared_folder, tree
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,19 +21,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
 
 
 @pytest.fixture(scope="module")
-def finished(study: StudyCommand, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small study on data of which a part cannot be used; tests work on copies of it."""
-    folder = tmp_path_factory.mktemp("finished")
-    data = folder / "records.jsonl"
-    rows = short_records()
-    rows[3]["output"] = ""
-    rows[5]["output"] = " \n"
-    rows[7]["instruction"] = "word " * 400
-    data.write_text("\n".join(map(json.dumps, rows)))
-    options = {"data": data, "max_length": 256, "reading": "replicated", "settings": "s1-3"}
-    process = study.call(folder / "study", steps=2, **options)
-    (folder / "stderr").write_text(process.stderr)
-    return folder
+def finished(study: StudyCommand) -> FinishedStudy:
+    return FinishedStudy.make_once(study)
 
 
 class Refused:
@@ -76,14 +65,14 @@ def refused(
 # Data ------------------------------------------------------------------------------------------
 
 
-def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Path) -> None:
-    facts = json.loads((finished / "study" / "study.json").read_text())
+def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: FinishedStudy) -> None:
+    facts = json.loads((finished.done.path / "study.json").read_text())
     assert facts["skipped_empty"] == 2
     assert facts["skipped_truncated"] == 1
     assert facts["samples"] == 216 - 3
-    run = Run.open(finished / "study" / "runs" / "replicated-s1-3")
+    run = Run.open(finished.done.path / "runs" / "replicated-s1-3")
     assert run.info["config"]["skipped_empty"] == 2
-    first, second = (finished / "stderr").read_text().splitlines()[:2]
+    first, second = finished.done.err.splitlines()[:2]
     assert first.startswith("Preparing data and model, which may take a minute; then ")
     assert second == (
         "Records left out: 2 with an empty output, 1 whose response is cut off by --max-length"
@@ -111,22 +100,14 @@ def test_options_that_cannot_work(refused: Refused, options: Any, message: str) 
 
 
 @pytest.fixture
-def existing(finished: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(finished / "study", tmp_path / "study")
+def existing(finished: FinishedStudy, tmp_path: Path) -> Path:
+    return shutil.copytree(finished.done.path, tmp_path / "study")
 
 
-def same_options(finished: Path) -> dict[str, Any]:
-    return {
-        "data": finished / "records.jsonl",
-        "max_length": 256,
-        "reading": "replicated",
-        "settings": "s1-3",
-        "steps": 2,
-    }
-
-
-def test_an_existing_study_is_refused(refused: Refused, existing: Path, finished: Path) -> None:
-    message = refused(existing, **same_options(finished))
+def test_an_existing_study_is_refused(
+    refused: Refused, existing: Path, finished: FinishedStudy
+) -> None:
+    message = refused(existing, **finished.options)
     assert message == f"{existing} exists already; use --resume or --overwrite"
 
 
@@ -143,25 +124,18 @@ def test_a_directory_that_is_no_study_is_never_touched(
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"steps": 9}, "--steps was 2 and is 9"),
-        ({"settings": "s1-1,s1-3"}, "--settings was s1-3 and is s1-1,s1-3"),
+        ({"steps": 9}, "--steps was 7 and is 9"),
+        ({"learning_rate": 0.1}, "--learning-rate was 0.0 and is 0.1"),
+        ({"reading": "sharded"}, "--reading was sharded,replicated and is sharded"),
+        ({"settings": "s1-1,s1-3"}, "--settings was s1-1,s1-2,s1-3 and is s1-1,s1-3"),
     ],
 )
 def test_resume_with_other_options(
-    refused: Refused, existing: Path, finished: Path, changed: dict[str, Any], words: str
+    refused: Refused,
+    existing: Path,
+    finished: FinishedStudy,
+    changed: dict[str, Any],
+    words: str,
 ) -> None:
-    message = refused(existing, **{**same_options(finished), **changed}, resume=True)
+    message = refused(existing, **{**finished.options, **changed}, resume=True)
     assert f"{words}; use --overwrite or another --output" in message
-
-
-def test_overwrite_leaves_what_no_study_wrote(
-    study: StudyCommand, existing: Path, finished: Path
-) -> None:
-    (existing / "notes.txt").write_text("mine")
-    old = tree(existing / "runs")
-    process = study.call(existing, overwrite=True, **{**same_options(finished), "settings": "s1-1"})
-    assert process.returncode == 0, process.stderr
-    assert (existing / "notes.txt").read_text() == "mine"
-    assert names(existing / "runs") == ["replicated-s1-1"]
-    assert not set(tree(existing / "runs").items()) & set(old.items())
-    assert len(json.loads((existing / "summary.json").read_text())) == 1

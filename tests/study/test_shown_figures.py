@@ -1,14 +1,17 @@
 """Every figure that a study and the demo show is that of the Parquet files they leave."""
 
+import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rankscope.record import Run
 from report.html_reader import Page
 from support.recomputed import Recomputed, rounded
-from support.study_command import StudyCommand, shared_folder
+from support.study_command import FinishedStudy, StudyCommand, shared_folder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -18,15 +21,13 @@ NAMES = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """A small study: its runs recomputed, and what terminal, page and Markdown show."""
-    study = StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
-    path = tmp_path_factory.mktemp("shown") / "study"
-    ended = study.call(path, report=True, workers=3, steps=7)
-    assert ended.returncode == 0, ended.stderr
+    """The small study: its runs recomputed, and what terminal, page and Markdown show."""
+    done = FinishedStudy.make_once(StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))).done
+    path = done.path
     return SimpleNamespace(
         runs={name: Recomputed(path / "runs" / name) for name in NAMES},
-        out=ended.stdout,
-        err=ended.stderr,
+        out=done.out,
+        err=done.err,
         page=Page((path / "report.html").read_text()),
         markdown=(path / "summary.md").read_text(),
         cards={name: (path / "models" / name / "README.md").read_text() for name in NAMES[:3]},
@@ -144,14 +145,20 @@ def test_the_figures_of_each_run(shown, index):
 
 
 def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
+    """The second training is a copy of the first one's runs, in the place of those there."""
     from rankscope.cli import demo, main
 
+    def call(*words):
+        given = ["rankscope", "demo", "--output", str(tmp_path / "demo"), *words]
+        monkeypatch.setattr("sys.argv", given)
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        return ended.value.code, *capsys.readouterr()
+
     monkeypatch.setattr(demo, "STEPS", 12)
-    monkeypatch.setattr("sys.argv", ["rankscope", "demo", "--output", str(tmp_path / "demo")])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    printed = " ".join(capsys.readouterr().out.split())
-    assert ended.value.code == 0
+    code, out, err = call()
+    assert code == 0, err
+    printed = " ".join(out.split())
     page = Page((tmp_path / "demo" / "report.html").read_text())
     runs = [Recomputed(tmp_path / "demo" / name) for name in demo.TRAININGS]
     for letter, run in zip("AB", runs, strict=True):
@@ -173,3 +180,24 @@ def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
         )
         assert f"{rounded(run.first)} → {rounded(run.last)}" in page.words
         assert f"{run.mean['cosine_mean']:.3f}" in page.words
+    assert "train on the same batches" in page.words
+
+    code, _, err = call()
+    assert code == 2
+    assert "already holds a demo: add --overwrite" in err
+    shutil.copytree(tmp_path / "demo", tmp_path / "trained")
+    monkeypatch.setattr(
+        "rankscope.lab.study.demo.train_both",
+        lambda output, *_: [
+            shutil.copytree(tmp_path / "trained" / name, output / name) for name in demo.TRAININGS
+        ],
+    )
+    code, out, err = call("--overwrite", "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["healthy"]["severity"] is None
+    assert told["forgotten-sampler"]["severity"] == "error"
+    assert told["forgotten-sampler"]["findings"][0]["cause"] == "data.duplicate_batches"
+    assert "Training on 2 workers" in err
+    for name in demo.TRAININGS:
+        assert Run.open(tmp_path / "demo" / name).status == "complete"

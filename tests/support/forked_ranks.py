@@ -31,6 +31,7 @@ def run_on_ranks(
     *,
     timeout: float = 200.0,
     prepare: Callable[[], object] | None = None,
+    script: bool = False,
     **variables: str,
 ) -> tuple[int, str, str]:
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
@@ -44,6 +45,7 @@ def run_on_ranks(
         folder: Of the ranks.
         timeout: Seconds that they may take.
         prepare: Imports what would take every rank seconds to import, if anything does.
+        script: Whether the first word is a script, which runs in the place of ``rankscope``.
         variables: Of the environment, besides those that a launcher sets.
 
     Returns:
@@ -62,7 +64,8 @@ def run_on_ranks(
         "COLUMNS": "110",
         "OMP_NUM_THREADS": "1",
     }
-    given = (prepare, num_ranks, list(words), str(folder), variables)
+    main = _run_script if script else _main
+    given = (main, prepare, num_ranks, list(words), str(folder), variables)
     return _run(_fork_ranks, given, timeout)
 
 
@@ -116,6 +119,7 @@ def _lead(lead: Callable[..., None], given: Sequence[Any], printed: str) -> None
 
 
 def _fork_ranks(
+    main: Callable[..., None],
     prepare: Callable[[], object] | None,
     num_ranks: int,
     words: list[str],
@@ -129,7 +133,7 @@ def _fork_ranks(
     gc.freeze()
     forking = mp.get_context("fork")
     ranks = [
-        forking.Process(target=_main, args=(rank, words, folder, variables))
+        forking.Process(target=main, args=(rank, words, folder, variables))
         for rank in range(num_ranks)
     ]
     for process in ranks:
@@ -139,16 +143,25 @@ def _fork_ranks(
     sys.exit(max(abs(process.exitcode or 0) for process in ranks))
 
 
-def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]) -> None:
+def _become_rank(rank: int, folder: str, variables: Mapping[str, str]) -> None:
     import torch
-
-    from rankscope.cli import main
 
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(folder)
     sys.path.insert(0, folder)
-    sys.argv = ["rankscope", *words]
     torch.set_num_threads(1)
+
+
+def _run_script(rank: int, words: list[str], folder: str, variables: Mapping[str, str]) -> None:
+    _become_rank(rank, folder, variables)
+    _interpret(*words)
+
+
+def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]) -> None:
+    from rankscope.cli import main
+
+    _become_rank(rank, folder, variables)
+    sys.argv = ["rankscope", *words]
     os.execve = _leave
     become: Sequence[Any] = ()
     try:

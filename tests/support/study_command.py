@@ -1,7 +1,7 @@
 """Runs ``rankscope study`` with real workers: in a process of its own, or one after the other.
 
-All tests of a session share one cache, so that the base model is trained once. Its data is a
-small file of short records, on which that takes a few seconds.
+All tests of a session share one cache with one base model. Its data is a small file of short
+records, and its training a few steps: what these tests hold does not depend on a good one.
 """
 
 import fcntl
@@ -12,9 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import pyarrow as pa
 
@@ -25,7 +28,6 @@ from support.study_host import Host
 
 TIMEOUT = 240.0
 Record = dict[str, str]
-Started: TypeAlias = subprocess.Popen[str]
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 
 
@@ -44,22 +46,35 @@ def shared_folder(base: Path) -> Path:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
     folder.mkdir(exist_ok=True)
     data = folder / "records.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # without it, each test process would train a base
+    with _locked(folder):  # without it, each test process would train a base
         if not data.exists():
-            _make(data, folder / "cache")
+            partial = data.with_name("partial.json")
+            partial.write_text(json.dumps(short_records()))
+            _cache_base(partial, folder / "cache")
+            partial.replace(data)
     return folder
 
 
-def _make(data: Path, cache: Path) -> None:
-    from rankscope.lab.study.data import load_records
-    from rankscope.lab.study.models import TINY, load_model
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process of the session holds the folder's lock, and hold it."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
-    partial = data.with_name("partial.json")
-    partial.write_text(json.dumps(short_records()))
-    held_out = load_records(str(partial), seed=0).held_out
-    load_model(TINY, tokenizer_records=held_out, cache_dir=cache / "rankscope")
-    partial.replace(data)
+
+def _cache_base(data: Path, cache: Path) -> None:
+    """Put a base model of 8 steps where a study on this data looks for its own."""
+    from rankscope.lab.study import base
+    from rankscope.lab.study.data import load_records
+
+    def train(model: Any, samples: Any, steps: int, *rest: Any) -> list[float]:
+        return trained(model, samples, 8, *rest)
+
+    trained = base.train
+    with patch.object(base, "train", train):
+        records = load_records(str(data), seed=0).held_out
+        base.load_base(records, seed=0, cache_dir=cache / "rankscope")
 
 
 class StudyCommand:
@@ -73,7 +88,7 @@ class StudyCommand:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._host: Host | None = None
         self.data = folder / "records.json"
         self.environment = {
@@ -94,31 +109,78 @@ class StudyCommand:
                 words.append(str(value))
         return words
 
-    def start(self, output: Path, **options: Any) -> Started:
-        """Start a study in a process group of its own."""
-        return subprocess.Popen(
+    def run(self, output: Path, **options: Any) -> Ended:
+        """Run a study to its end, as a user does: with its figures, in a process of its own."""
+        return subprocess.run(
             [sys.executable, "-m", "rankscope", *self.arguments(output, options)],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             env=self.environment,
-            start_new_session=True,
+            timeout=TIMEOUT,
+            check=False,
         )
 
-    def call(self, output: Path, *, report: bool = False, **options: Any) -> Ended:
-        """Run a study to its end in the process that all calls share; draw figures if asked."""
-        return self._process().run(self.arguments(output, options), TIMEOUT, report=report)
+    def call(self, output: Path, **options: Any) -> Ended:
+        """Run a study to its end, without its figures, in the process that all calls share."""
+        return self._process().run(self.arguments(output, options), TIMEOUT)
 
     def begin(self, output: Path, **options: Any) -> "Begun":
         """Begin a study, without its figures, in the process that all calls share."""
         return Begun(self._process(), self.arguments(output, options))
 
+    def close(self) -> tuple[int, str]:
+        """End that process; return its exit code and what was said since the last call began."""
+        host, self._host = self._process(), None
+        return host.close()
+
     def _process(self) -> Host:
         if self._host is None:
-            folder = Path(tempfile.mkdtemp(prefix="host-", dir=self._folder))
+            folder = Path(tempfile.mkdtemp(prefix="host-", dir=self.folder))
             self._host = Host(folder, self.environment)
         return self._host
+
+
+@dataclass(frozen=True)
+class FinishedStudy:
+    """The study of all combinations that all tests of a session share; none of them changes it.
+
+    Some of its records cannot be used. It takes three workers, and two micro-batches in each of
+    seven steps.
+
+    Attributes:
+        done: What it left and printed.
+        options: What it was started with.
+    """
+
+    done: "Done"
+    options: Mapping[str, Any]
+
+    @classmethod
+    def make_once(cls, study: StudyCommand) -> "FinishedStudy":
+        """Return it; the first test process that asks for it runs it, as a user would."""
+        data = study.folder / "records.jsonl"
+        path = study.folder / "new" / "finished"  # a parent that does not exist either
+        options = {"data": data, "workers": 3, "steps": 7, "accumulation": 2, "max_length": 256}
+        printed = study.folder / "finished.json"
+        with _locked(study.folder):
+            if not printed.exists():
+                _write_unusable(data)
+                _cache_base(data, study.folder / "cache")
+                run = study.run(path, **options)
+                printed.write_text(json.dumps([run.returncode, run.stdout, run.stderr]))
+        ended = subprocess.CompletedProcess([], *json.loads(printed.read_text()))
+        assert ended.returncode == 0, ended.stderr
+        return cls(Done(path, ended), options)
+
+
+def _write_unusable(data: Path) -> None:
+    """Write the session's records, of which three cannot be used."""
+    rows = short_records()
+    rows[3]["output"] = ""
+    rows[5]["output"] = " \n"
+    rows[7]["instruction"] = "word " * 400
+    data.write_text("\n".join(map(json.dumps, rows)))
 
 
 class Begun:
@@ -133,8 +195,11 @@ class Begun:
 
     def __init__(self, host: Host, words: list[str]) -> None:
         self._host, self._words = host, words
-        self._stay = host.group()
-        host.begin(words, report=False)
+        host.begin(words)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to all processes, as a terminal does."""
+        os.killpg(self._host.pid, signal.SIGINT)
 
     def terminate(self) -> None:
         """Send SIGTERM to the process that launched the workers, and to nothing else."""
@@ -153,7 +218,7 @@ class Begun:
         """Wait for its end and return what it said; no process of it may be left."""
         ended = self._host.end(self._words, TIMEOUT)
         end = time.monotonic() + TIMEOUT
-        while left := self._host.group() - self._stay:
+        while left := self._host.workers():
             assert time.monotonic() < end, f"the study left processes behind: {left}"
             time.sleep(0.02)
         return ended
@@ -180,52 +245,9 @@ class Done:
         return Run.open(self.path / "runs" / name).columns(table, *names)
 
 
-def finish(process: Started) -> Ended:
-    """Wait for the end of a process and return what it said; kill all of it when it hangs."""
-    try:
-        out, err = process.communicate(timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        out, err = _put_down(process)
-        raise AssertionError(f"the study hangs; it said:\n{out}\n{err}") from None
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_until(condition: Callable[[], object], process: Started) -> None:
-    """Wait until a condition holds while a process runs; it must not end before."""
-    end = time.monotonic() + TIMEOUT
-    while not condition():
-        if process.poll() is not None or time.monotonic() > end:
-            out, err = _put_down(process)
-            raise AssertionError(f"the condition never held; the study said:\n{out}\n{err}")
-        time.sleep(0.02)
-
-
-def _put_down(process: Started) -> tuple[str, str]:
-    """End a process, with the workers that a launcher has put into sessions of their own."""
-    process.terminate()
-    try:
-        return process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        return process.communicate()
-
-
 def has_rows(run: Path) -> bool:
     """Return whether some steps of a run are on disk."""
     return any((run / "steps").glob("*.parquet"))
-
-
-def wait_until_gone(group: int) -> None:
-    """Wait until no process of a process group is left."""
-    end = time.monotonic() + TIMEOUT
-    try:
-        while time.monotonic() < end:
-            os.killpg(group, 0)
-            time.sleep(0.02)
-    except ProcessLookupError:
-        return
-    os.killpg(group, 9)
-    raise AssertionError("the study left processes behind")
 
 
 def names(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs commands of ``rankscope`` one after the other in one process of their own.
+"""Runs commands of ``rankscope`` one after the other in one process, without a study's figures.
 
 A study imports torch and transformers, and so does the process that its workers are forked from.
 Where a test is not about how a process starts or ends, it need not do so again.
@@ -14,7 +14,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import IO
 from unittest.mock import patch
@@ -47,19 +46,17 @@ class Host:
         os.close(answering)
         weakref.finalize(self, _end, self._process, self._answers, self._printed)
 
-    def run(
-        self, words: Sequence[str], seconds: float, *, report: bool = True
-    ) -> subprocess.CompletedProcess[str]:
-        """Run ``rankscope`` with these words to its end, with or without a study's figures."""
-        self.begin(words, report=report)
+    def run(self, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
+        """Run ``rankscope`` with these words to its end."""
+        self.begin(words)
         return self.end(words, seconds)
 
-    def begin(self, words: Sequence[str], *, report: bool = True) -> None:
+    def begin(self, words: Sequence[str]) -> None:
         """Begin to run a command."""
         for file in self._printed:
             file.truncate(0)
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"words": list(words), "report": report}) + "\n")
+        self._process.stdin.write(json.dumps(list(words)) + "\n")
         self._process.stdin.flush()
 
     def has_ended(self, seconds: float = 0.0) -> bool:
@@ -75,16 +72,36 @@ class Host:
             raise AssertionError(f"the command hangs or has killed its process; it said:\n{err}")
         return subprocess.CompletedProcess(list(words), int(answer), out, err)
 
-    def group(self) -> set[int]:
-        """Return this process and all others that it, or they, have started and that still are."""
-        pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-        return {pid for pid in pids if _group_of(pid) == self.pid}
+    def workers(self) -> set[int]:
+        """Return the processes of its group that are neither this one nor its children.
+
+        Its children are those that multiprocessing keeps for all commands.
+        """
+        pids = {int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()}
+        return {
+            pid
+            for pid in pids
+            if _group_of(pid) == self.pid and self.pid not in (pid, _parent(pid))
+        }
+
+    def close(self) -> tuple[int, str]:
+        """Let the process end; return its exit code and what the last command said."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        return self._process.wait(), _read(self._printed[1])
 
 
 def _group_of(pid: int) -> int:
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
+        return 0
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
         return 0
 
 
@@ -102,13 +119,12 @@ def _end(process: "subprocess.Popen[str]", *files: IO[str] | list[IO[str]]) -> N
             file.close()
 
 
-def _run(words: list[str], *, report: bool) -> int:
+def _run(words: list[str]) -> int:
     from rankscope.cli import main, study
 
     sys.argv = ["rankscope", *words]
-    without = nullcontext() if report else patch.object(study, "_write_report", return_value="")
     try:
-        with without:
+        with patch.object(study, "_write_report", return_value=""):
             main.run()
     except SystemExit as ended:
         return int(ended.code or 0)
@@ -119,7 +135,7 @@ def _run(words: list[str], *, report: bool) -> int:
 
 def _serve(answers: IO[str]) -> None:
     for line in sys.stdin:
-        code = _run(**json.loads(line))
+        code = _run(json.loads(line))
         sys.stdout.flush()
         print(code, file=answers, flush=True)
 
