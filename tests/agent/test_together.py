@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.message import ARRAYS, StepMessage
-from rankscope.agent.summary import as_columns, pack_block, unpack_blocks
+from rankscope.agent.summary import PARTS, as_columns, pack_block, unpack_blocks
 
 HOSTS = {"one": [8], "some": [8, 8, 3, 1, 8]}
 
@@ -32,14 +32,19 @@ def messages_of(num_workers, seed):
     return made
 
 
+def stored(block):
+    return {name: np.asarray(block[name], dtype).tobytes() for name, dtype in PARTS}
+
+
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes", HOSTS.values(), ids=HOSTS)
 def test_what_was_packed_comes_back_in_the_order_of_the_ranks(sizes, seed):
     expected = messages_of(sum(sizes), seed)
     order = np.random.default_rng(seed).permutation(len(expected)).astype(np.int32)
     ranks = np.split(order, np.cumsum(sizes)[:-1])
-    blocks = [pack_block(as_columns([expected[rank] for rank in own])) for own in ranks]
-    found = unpack_blocks(4, ranks, blocks)
+    blocks = [stored(pack_block(as_columns([expected[r] for r in own]))) for own in ranks]
+    parts = {name: [block[name] for block in blocks] for name, _ in PARTS}
+    found = unpack_blocks(4, ranks, parts)
     assert found.times_W.tolist() == [message.time for message in expected]
     assert found.items_W.tolist() == [message.items for message in expected]
     for array in ARRAYS:

@@ -4,24 +4,26 @@ It holds the messages of its workers without their sketches as one block; the sk
 (:mod:`rankscope.stats.direction`); and its part of the audit (:mod:`rankscope.stats.audit`): one
 sum, and one copy of equal reduced gradients. The root reads those of all hosts at once.
 
-Much in the messages of a host is the same for all of its workers, so the block is compressed.
+Much in the messages of a host is the same for all of its workers. They are the rows of a matrix of
+eight-byte words: a column of equal words is stored once, one of small integers in four bytes each.
+Blocks that do so with the same columns are read together.
 
-Legend of shapes: H hosts, w workers of one, W workers of several, B blocks, A arrays of a message,
-N rows of integers, K numbers in a narrow sketch, g groups in turn, k numbers in the narrow sketch
-of a group, r = 1 + s rows of the audit: the whole gradient and sections in turn, a numbers in each,
-d different reduced gradients.
+Legend of shapes: H hosts, w workers of one, W workers of several, B blocks, P words of a worker, K
+numbers in a narrow sketch, g groups in turn, k numbers in the narrow sketch of a group, r = 1 + s
+rows of the audit: the whole gradient and sections in turn, a numbers in each, d different reduced
+gradients.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from rankscope.agent.message import ARRAYS, MessageError, StepMessage
+from rankscope.bus.evidence import Array
 from rankscope.bus.messages import (
     NUMBERS,
     SKETCHES,
@@ -37,10 +39,20 @@ from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.audit import AuditPart, distinct, residuals_by_row, total_of
 from rankscope.stats.direction import Halves, consensus_of, in_turn, narrow, narrowing_for
 
-_SIZE = struct.Struct("<q")  # of a block before compression
-_CODEC = "lz4_raw"
-_ITEMSIZES = np.array([np.dtype(array.dtype).itemsize for array in ARRAYS])
-_Blocks = Sequence[bytes]
+PARTS: tuple[tuple[str, type[np.generic]], ...] = (
+    ("lengths_A", np.int32),  # of arrays that are as long for all workers; or UNEVEN
+    ("kinds", np.uint8),  # of each word, a bit whether it is long, then a bit whether it is short
+    ("long", np.int64),
+    ("short", np.int32),
+    ("same", np.int64),
+    ("uneven", np.uint8),  # the other arrays, one after the other
+)
+"""The parts of a block, in order."""
+
+_UNEVEN = -1
+_WORD = 8
+_FIRST = Array("first", np.int64)  # time and items
+_Parts = Mapping[str, Sequence[bytes]]
 
 
 def as_columns(messages: Sequence[StepMessage]) -> Messages:
@@ -56,49 +68,137 @@ def as_columns(messages: Sequence[StepMessage]) -> Messages:
     return Messages(messages[0].step, times_W, items_W, arrays)
 
 
-def pack_block(messages: Messages) -> bytes:
-    """Return messages as bytes; much in those of one host is the same for all of its workers."""
+def pack_block(messages: Messages) -> dict[str, NDArray[Any]]:
+    """Return the parts of a block, by name."""
     rows = [messages[array.name] for array in ARRAYS]
-    lengths_Aw = np.array([each.lengths_R for each in rows], np.int64)
-    parts = (messages.times_W, messages.items_W, lengths_Aw, *(each.flat for each in rows))
-    plain = b"".join([part.tobytes() for part in parts])
-    compressed: bytes = pa.compress(plain, codec=_CODEC, asbytes=True)
-    return _SIZE.pack(len(plain)) + compressed
-
-
-def unpack_blocks(step: int, ranks_B: Sequence[NDArray[np.int32]], blocks: _Blocks) -> Messages:
-    """Return the messages of all blocks of a step, in the order of their ranks."""
-    heads, parts = zip(*map(_parts_of, ranks_B, blocks), strict=True)
-    head_NW = np.concatenate(heads, axis=1)
-    rows = {
-        array.name: Ragged(np.frombuffer(b"".join(contents), array.dtype), lengths_W)
-        for array, contents, lengths_W in zip(
-            ARRAYS, zip(*parts, strict=True), head_NW[2:], strict=True
-        )
+    uneven = [each for each in rows if not each.is_even]
+    words_wP = np.concatenate(
+        [
+            messages.times_W.view(np.int64)[:, None],
+            messages.items_W[:, None],
+            *(each.lengths_R[:, None] for each in uneven),
+            *(_as_words(each.matrix) for each in rows if each.is_even),
+        ],
+        axis=1,
+    )
+    same_P = (words_wP == words_wP[0]).all(axis=0)
+    short_P = ~same_P & (words_wP == words_wP.astype(np.int32)).all(axis=0)
+    long_P = ~same_P & ~short_P
+    return {
+        "lengths_A": np.array([each.lengths_R[0] if each.is_even else _UNEVEN for each in rows]),
+        "kinds": np.packbits([long_P, short_P]),
+        "long": words_wP[:, long_P],
+        "short": words_wP[:, short_P],
+        "same": words_wP[0, same_P],
+        "uneven": np.concatenate([np.empty(0, np.uint8), *(e.flat.view(np.uint8) for e in uneven)]),
     }
-    ranks_W = np.concatenate(ranks_B)
+
+
+def unpack_blocks(step: int, ranks_B: Sequence[NDArray[np.int32]], parts: _Parts) -> Messages:
+    """Return the messages of all blocks of a step, in the order of their ranks."""
+    read: list[int] = []
+    found: list[dict[str, Ragged]] = []
+    for lengths, alike in _grouped(parts["lengths_A"], range(len(ranks_B))):
+        lengths_A = np.frombuffer(lengths, np.int32).tolist()
+        num_words = 2 + sum(map(_width, ARRAYS, lengths_A))
+        by_kinds = [*_grouped(parts["kinds"], alike)]
+        words_WP = np.concatenate(
+            [_words(kinds, num_words, blocks, ranks_B, parts) for kinds, blocks in by_kinds]
+        )
+        blocks = [block for _, equal in by_kinds for block in equal]
+        counts = [len(ranks_B[block]) for block in blocks]
+        uneven = [parts["uneven"][block] for block in blocks]
+        found.append(_arrays(words_WP, lengths_A, counts, uneven))
+        read += blocks
+    rows = {name: Ragged.joined([each[name] for each in found]) for name in found[0]}
+    ranks_W = np.concatenate([ranks_B[block] for block in read])
     if (ranks_W[1:] < ranks_W[:-1]).any():
         order_W = np.argsort(ranks_W)
-        head_NW = head_NW[:, order_W]
         rows = {name: each.take(order_W) for name, each in rows.items()}
-    return Messages(step, head_NW[0].view(np.float64), head_NW[1], rows)
+    times_W, items_W = rows[_FIRST.name].matrix.T.copy()
+    return Messages(step, times_W.view(np.float64), items_W, rows)
 
 
-def _parts_of(ranks_w: NDArray[np.int32], block: bytes) -> tuple[Ints, list[bytes]]:
-    """Return times, items and lengths ``[2 + A, w]`` of a block, and the bytes of each array."""
-    (size,) = _SIZE.unpack_from(block)
-    plain = pa.decompress(block[_SIZE.size :], size, codec=_CODEC, asbytes=True)
-    head_Nw = np.frombuffer(plain, np.int64, (2 + len(ARRAYS)) * len(ranks_w))
-    head_Nw = head_Nw.reshape(-1, len(ranks_w))
-    sizes_A = head_Nw[2:].sum(axis=1) * _ITEMSIZES
-    ends = (head_Nw.nbytes + sizes_A.cumsum()).tolist()
-    spans = zip([head_Nw.nbytes, *ends], ends, strict=False)
-    return head_Nw, [plain[begin:end] for begin, end in spans]
+def _width(array: Array, length: int) -> int:
+    """Return how many words of a worker's row an array takes, or its length if it is uneven."""
+    return 1 if length == _UNEVEN else -(-length * np.dtype(array.dtype).itemsize // _WORD)
+
+
+def _as_words(rows_wL: NDArray[Any]) -> Ints:
+    if rows_wL.itemsize == _WORD:
+        return rows_wL.view(np.int64)
+    raw_wL = rows_wL.view(np.uint8)
+    return np.pad(raw_wL, ((0, 0), (0, -raw_wL.shape[1] % _WORD))).view(np.int64)
+
+
+def _grouped(keys: Sequence[bytes], blocks: Iterable[int]) -> Iterable[tuple[bytes, list[int]]]:
+    """Return the blocks with each key."""
+    found: dict[bytes, list[int]] = {}
+    for block in blocks:
+        found.setdefault(keys[block], []).append(block)
+    return found.items()
+
+
+def _words(
+    kinds: bytes,
+    num_words: int,
+    blocks: Sequence[int],
+    ranks_B: Sequence[NDArray[np.int32]],
+    parts: _Parts,
+) -> Ints:
+    """Return the words of all workers ``[W, P]`` of blocks whose words are of the same kinds."""
+    counts = [len(ranks_B[block]) for block in blocks]
+    bits = np.unpackbits(np.frombuffer(kinds, np.uint8), count=2 * num_words)
+    long_P, short_P = bits.reshape(2, -1).astype(bool)
+    joined = {
+        name: np.frombuffer(b"".join([parts[name][block] for block in blocks]), dtype)
+        for name, dtype in PARTS
+        if name in ("long", "short", "same")
+    }
+    num_workers = sum(counts)
+    stored_WP = np.concatenate(
+        [
+            joined["long"].reshape(num_workers, -1),
+            joined["short"].reshape(num_workers, -1),
+            np.repeat(joined["same"].reshape(len(blocks), -1), counts, axis=0),
+        ],
+        axis=1,
+    )
+    kind_P = np.where(long_P, 0, np.where(short_P, 1, 2))
+    place_P = np.argsort(np.argsort(kind_P, kind="stable"))
+    return stored_WP.take(place_P, axis=1)
+
+
+def _arrays(
+    words_WP: Ints, lengths_A: Sequence[int], counts: Sequence[int], uneven: Sequence[bytes]
+) -> dict[str, Ragged]:
+    """Return the arrays of blocks in which the same ones are even, and time and items."""
+    arrays = [(_FIRST, 2), *zip(ARRAYS, lengths_A, strict=True)]
+    order = [pair for pair in arrays if pair[0] is _FIRST or pair[1] == _UNEVEN]
+    order += [pair for pair in arrays[1:] if pair[1] != _UNEVEN]
+    starts = np.cumsum((0, *counts[:-1]))
+    begins = [0] * len(counts)
+    found = {}
+    at = 0
+    for array, length in order:
+        width = _width(array, length)
+        here = np.ascontiguousarray(words_WP[:, at : at + width])
+        at += width
+        if length != _UNEVEN:
+            flat = here.view(array.dtype)[:, :length].ravel()
+            found[array.name] = Ragged(flat, np.full(len(here), length))
+            continue
+        sizes = np.add.reduceat(here[:, 0], starts) * np.dtype(array.dtype).itemsize
+        ends = np.add(begins, sizes).tolist()
+        content = b"".join([all_of[b:e] for all_of, b, e in zip(uneven, begins, ends, strict=True)])
+        begins = ends
+        found[array.name] = Ragged(np.frombuffer(content, array.dtype), here[:, 0])
+    return found
 
 
 _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("ranks_w", np.int32),
-    ("block", np.uint8),  # see :func:`pack_block`
+    *PARTS,
     ("sketches_wK", np.float16),
     ("exponents_w", np.int16),
     ("group_sketches_wgk", np.float16),
@@ -152,7 +252,8 @@ class HostsStep:
     @property
     def messages(self) -> Messages:
         """The workers' messages, without sketches."""
-        return unpack_blocks(self.step, self.ranks_H, self._parts("block"))
+        parts = {name: self._parts(name) for name, _ in PARTS}
+        return unpack_blocks(self.step, self.ranks_H, parts)
 
     def joined(self, name: str) -> NDArray[Any]:
         """Return an array of all hosts, flat."""
@@ -184,8 +285,8 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
     """Return the summary of one step, from the messages of all of the host's workers by rank."""
     ranks = sorted(messages)
     step = messages[ranks[0]].step
-    lean = as_columns([_without_sketches(messages[rank], layout) for rank in ranks])
-    arrays: dict[str, Any] = {"ranks_w": ranks, "block": np.frombuffer(pack_block(lean), np.uint8)}
+    arrays: dict[str, Any] = {"ranks_w": ranks}
+    arrays |= pack_block(as_columns([_without_sketches(messages[rank], layout) for rank in ranks]))
     if all(messages[rank].measured for rank in ranks):
         arrays |= _narrowed([messages[rank] for rank in ranks], layout)
     packed = [np.asarray(arrays.get(name, ()), dtype).tobytes() for name, dtype in _ARRAYS]

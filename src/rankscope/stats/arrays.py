@@ -110,6 +110,11 @@ class Ragged:
         return tuple(map(self.flat.__getitem__, spans))
 
     @property
+    def is_even(self) -> bool:
+        """Whether all rows have one length."""
+        return bool((self.lengths_R == self.lengths_R[0]).all())
+
+    @property
     def matrix(self) -> NDArray[Any]:
         """The rows of one length, as a matrix."""
         return self.flat.reshape(len(self), self.lengths_R[0])
