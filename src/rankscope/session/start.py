@@ -1,6 +1,7 @@
 """``rankscope.watch``: the setup before the first step."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import platform
@@ -38,7 +39,12 @@ from rankscope.wrappers.facts import (
     vocabulary_digest,
 )
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
-from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
+from rankscope.wrappers.optimizers import (
+    JointOptimizer,
+    held_bits,
+    held_names,
+    plain_optimizers,
+)
 from rankscope.wrappers.rendezvous import default_store
 
 ALERTS = "RANKSCOPE_ALERTS"
@@ -181,10 +187,15 @@ def watch(
             flush_seconds=options.flush_seconds,
             hang_seconds=options.hang_seconds,
             in_thread=_in_thread(options.agent),
+            held=held_bits(optimizer, wrapped.parameters) if wrapped.kind is LOOP else "",
             announce=options.announce,
             share=options.share,
         ),
     )
+    if handle.in_shares:
+        held = frozenset(held_names(optimizer, wrapped.parameters))
+        wrapped = dataclasses.replace(wrapped, held=held)
+        instruments = dataclasses.replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper)
     mesh: JoinedMesh | None = None
     stages: JoinedMesh | None = None

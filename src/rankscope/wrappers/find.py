@@ -101,7 +101,7 @@ MEGATRON = WrapperKind(
     no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
 )
 
-LOOP = WrapperKind("loop")
+LOOP = WrapperKind("loop", updates_at_once=False)
 """A model without wrapper, whose training reduces gradients itself."""
 
 
@@ -124,6 +124,8 @@ class Wrapped:
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
         parts: The model inside, where the training has several parts, each in a DDP of its own:
             ``wrapper`` is that of the first, whose forward pass begins a micro-batch.
+        held: The names of the parameters in this rank's optimizer, where each parameter is in the
+            optimizer of one rank; else None.
     """
 
     kind: WrapperKind
@@ -136,6 +138,7 @@ class Wrapped:
     replicated: nn.Module | None = None
     mesh: MeshPlace | None = None
     parts: "JointModel | None" = None
+    held: frozenset[str] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -218,15 +221,15 @@ class Wrapped:
                 unawaited=unawaited,
             )
         if self.kind is LOOP:
-            size = self.group.size()
             return LoopTap(
                 parameters,
-                size,
+                self.group.size(),
                 sketcher,
                 guarded,
                 reduced=reduced,
                 observer=observer,
                 unawaited=unawaited,
+                held=self.held,
             )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)

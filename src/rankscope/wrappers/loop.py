@@ -9,10 +9,11 @@ added up.
 
 The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
-own since the optimizer reduces.
+own since the optimizer reduces. Where each parameter is in the optimizer of one rank, the gradients
+of the rank's own are read: any other may hold what a reduction to its owner has left.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,8 +55,9 @@ class _Step:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W; the other
-    arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`.
+    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W, and
+    ``held`` names the parameters in this rank's optimizer, if each is in that of one rank; the
+    other arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class LoopTap(HookedTap):
         reduced: ReadReduced,
         observer: GradientObserver,
         unawaited: Callable[[bool], None] = lambda noticed: None,
+        held: Collection[str] | None = None,
     ) -> None:
         super().__init__(
             parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
-        self._num_workers = num_workers
+        self._copies = num_workers if held is None else 1
+        self._of_others = frozenset() if held is None else frozenset(parameters.keys() - held)
         self._looked_for_others = False
         self._step = _Step()
         self._parts = GradientParts(sketcher)
@@ -80,8 +84,8 @@ class LoopTap(HookedTap):
 
     @property
     def reduced_copies(self) -> int:
-        """W: every rank is taken to hold the whole reduced gradient."""
-        return self._num_workers
+        """W, as every rank is taken to hold the reduced gradient; 1 where each has a share."""
+        return self._copies
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
@@ -100,7 +104,9 @@ class LoopTap(HookedTap):
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, left_out=self._left_out
+                self._calls.names,
+                into=self._reduced,
+                left_out=self._of_others.union(self._left_out),
             )
 
     @property

@@ -25,7 +25,8 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 
 def step(number, *found, **values):
     values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
-    one = replace(gathered(number, [[]] * W, **values), differences=found, observed=True)
+    one = gathered(number, [[]] * W, **values)
+    one = replace(one, differences=found, observed=True, reduced_copies=W)
     return StepReport(one, {})
 
 

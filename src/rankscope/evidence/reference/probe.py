@@ -95,7 +95,7 @@ class ReferenceProbe(Probe):
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
         copy = GatheredModel(wrapped.wrapper) if wrapped.kind is FSDP2 else None
-        if wrapped.kind in (DDP, LOOP, FSDP2):
+        if wrapped.kind in (DDP, LOOP, FSDP2) and wrapped.held is None:
             trained = {n: p for n, p in wrapped.parameters.items() if p.requires_grad}
             self._derivative = DirectionalDerivative(
                 wrapped.module,
@@ -369,7 +369,7 @@ def _model(wrapped: Wrapped) -> ReferenceModel:
     if wrapped.kind is DEEPSPEED:
         return EngineModel(wrapped.wrapper, wrapped.group.size())
     kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
-    return kind(wrapped.module, wrapped.group.size())
+    return kind(wrapped.module, wrapped.group.size(), wrapped.held)
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:

@@ -504,9 +504,15 @@ def _simplicity(found: Verification) -> tuple[bool, int, float]:
 
 
 def _gathered(parts_W: Sequence[Floats32], copies: int) -> list[Floats]:
-    """Return the gradient of each worker; if they hold shards, the one of all."""
+    """Return the gradient of each worker; if they hold shards, the one of all.
+
+    A parameter whose gradient one worker alone has is that worker's to update.
+    """
     wide_W = [part_PK.astype(np.float64) for part_PK in parts_W]
     if copies >= len(parts_W):
+        of_one_P = np.count_nonzero([part_PK.any(axis=1) for part_PK in wide_W], axis=0) == 1
+        for own_PK in wide_W if of_one_P.any() else ():
+            own_PK[of_one_P] = sum(part_PK[of_one_P] for part_PK in parts_W)
         return wide_W
     return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
 

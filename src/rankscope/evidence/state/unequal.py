@@ -477,7 +477,7 @@ def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int],
     """
     norms_W = gathered.workers["reduced_norm"]
     local_W = gathered.workers["grad_norm"]
-    if not gathered.observed:
+    if not gathered.observed or gathered.reduced_copies < len(norms_W):
         return None
     lowest = float(norms_W.min())
     highest = float(norms_W.max())
