@@ -162,6 +162,25 @@ class TakenFromOthers(ReducedToOwners):
                 parameter.grad = None
 
 
+class MatricesByHand(BareLoop):
+    """Matrices are updated by code of the training's own, which uses up their gradients."""
+
+    def make_optimizers(self):
+        return [torch.optim.SGD([p for p in self.trained if p.dim() < 2], lr=0.1)]
+
+    def optimize(self):
+        with torch.no_grad():
+            for parameter in self.trained:
+                if parameter.dim() > 1:
+                    parameter.sub_(0.1 * parameter.grad)
+                    parameter.grad = None
+        super().optimize()
+
+    def step(self, step):
+        super().step(step)
+        self.norms[-1] = math.nan  # of all parameters, and not of those that are measured
+
+
 class ForgottenAndClipped(BareLoop):
     def reduce(self, step):
         nn.utils.clip_grad_norm_(self.trained, 0.01)
@@ -185,6 +204,7 @@ HEALTHY = {
     "compiled in place": CompiledInPlace,
     "reduced to owners": ReducedToOwners,
     "taken from others": TakenFromOthers,
+    "matrices by hand": MatricesByHand,
 }
 FAULTS = {
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
@@ -247,7 +267,7 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
     told = [healthy.get(name, faults.get(name)) for healthy, faults in trained[0]]
     expected_TW = np.array([(t if name in FAULTS else t[1])["norms"] for t in told]).T
     finite_TW = np.isfinite(expected_TW)
-    assert finite_TW.sum() >= 3 * STEPS - 1
+    assert finite_TW.sum() >= 3 * STEPS - 1 or name == "matrices by hand"
     assert (run.per_worker("micro_batches")[1] == kinds[name].micro_batches).all()
     _, estimated_TW = run.per_worker("grad_norm_estimated")
     assert (estimated_TW == (name == "kept elsewhere")).all()
@@ -285,3 +305,11 @@ def test_a_reference_step_tells_what_it_can(trained, name):
     finding = found[f"{cause}:step-1"]
     assert str(finding.severity) == severity
     assert words in finding.explanation
+
+
+def test_parameters_that_no_known_optimizer_holds_are_named(trained):
+    left_out = Run.open(trained[1] / "matrices by hand").info["training"]["unheld"]
+    assert "hidden.weight" in left_out["names"]
+    assert not any(name.endswith("bias") for name in left_out["names"])
+    for name in ("sum", "reduced to owners"):
+        assert "unheld" not in Run.open(trained[1] / name).info["training"]

@@ -70,7 +70,10 @@ class RunHandle:
     # sinks that live in the training's process, on rank 0
     local_sinks: tuple[PlannedSink, ...] = ()
     problem: str = ""  # why nothing is watched, where some rank did not come; else empty
-    in_shares: bool = False  # whether each parameter is in the optimizer of one rank
+    # whether the ranks' optimizers hold parts of the parameters, and each parameter is in one; or
+    # all of them the same ones, without others
+    in_shares: bool = False
+    in_part: bool = False
     store: str = ""  # the run's address in an object store; empty without
 
     def connect(
@@ -198,6 +201,10 @@ def _answer(
         if "problem" in hello:
             return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
     place = info.pop("run_dir")
+    held_W = [hello["held"] for hello in hellos]
+    in_part = all(held_W) and len(set(held_W)) == 1
+    if not in_part:
+        info.get("training", {}).pop("unheld", None)
     try:
         _check_agreement(hellos)
         root_run, first_step = _begin(place, hellos, info, request)
@@ -208,8 +215,8 @@ def _answer(
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
-        "in_shares": all(held_W := [hello["held"] for hello in hellos])
-        and are_shares([int(held, 16) for held in held_W]),
+        "in_shares": all(held_W) and are_shares([int(held, 16) for held in held_W]),
+        "in_part": in_part,
         "ranks_of": Counter(hello["host"] for hello in hellos),
     }, root_run
 
@@ -343,6 +350,7 @@ def _connect(
         meeting=meeting,
         awaits_invitation="forward" in hello,
         in_shares=answer["in_shares"],
+        in_part=answer["in_part"],
         agent=agent,
         info=root_run.info,
         local_sinks=root_run.local_sinks,

@@ -8,7 +8,8 @@ import platform
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,7 +24,14 @@ from rankscope.evidence.canary.probe import check_canary
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
+from rankscope.session.meetings import (
+    LATER_SECONDS,
+    JoinedMesh,
+    WatchedStage,
+    begin_apart,
+    meet_mesh,
+    meet_stages,
+)
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
@@ -192,13 +200,14 @@ def watch(
             share=options.share,
         ),
     )
-    if handle.in_shares:
+    if handle.in_shares or handle.in_part:
         held = frozenset(held_names(optimizer, wrapped.parameters))
-        wrapped = dataclasses.replace(wrapped, held=held)
+        wrapped = dataclasses.replace(wrapped, held=held, in_shares=handle.in_shares)
         instruments = dataclasses.replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper)
     mesh: JoinedMesh | None = None
     stages: JoinedMesh | None = None
+    stages_later: Callable[[], JoinedMesh | None] | None = None
     if not local_steps and not handle.problem:
         facts = {
             "run": dist.get_process_group_ranks(group)[0],
@@ -207,7 +216,11 @@ def watch(
             "secret": handle.hello["secret"],
         }
         mesh = meet_mesh(wrapped, facts, compares=options.evidence)
-        stages = meet_stages(wrapped, stage, facts, compares=options.evidence)
+        meet = partial(meet_stages, wrapped, stage, facts, compares=options.evidence)
+        if begin_apart():
+            stages_later = partial(meet, patience_seconds=LATER_SECONDS)
+        else:
+            stages = meet()
     scope = Scope(
         model,
         optimizer,
@@ -216,6 +229,7 @@ def watch(
         on_finding=on_finding,
         mesh=mesh,
         stages=stages,
+        stages_later=stages_later,
         shared_weights=stage.shared,
         sinks=_local_sinks(handle),
         announce_end=options.announce,

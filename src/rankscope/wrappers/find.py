@@ -124,8 +124,10 @@ class Wrapped:
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
         parts: The model inside, where the training has several parts, each in a DDP of its own:
             ``wrapper`` is that of the first, whose forward pass begins a micro-batch.
-        held: The names of the parameters in this rank's optimizer, where each parameter is in the
-            optimizer of one rank; else None.
+        held: The names of the parameters in this rank's optimizer, where a loop reduces gradients
+            and the optimizer holds some of them; else None.
+        in_shares: Whether each of the others is in the optimizer of one other rank; else no rank's
+            holds them.
     """
 
     kind: WrapperKind
@@ -139,6 +141,7 @@ class Wrapped:
     mesh: MeshPlace | None = None
     parts: "JointModel | None" = None
     held: frozenset[str] | None = None
+    in_shares: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -230,6 +233,7 @@ class Wrapped:
                 observer=observer,
                 unawaited=unawaited,
                 held=self.held,
+                in_shares=self.in_shares,
             )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)

@@ -105,3 +105,17 @@ def test_batches_without_labels_and_small_ones_say_nothing():
     weights = [64.0, 0.0]
     assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
     assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
+
+
+def test_processes_of_a_loader_that_read_the_whole_stream():
+    diagnosis, told = Diagnosis(RunFacts(2, plan=Plan())), []
+    for step in range(40):
+        repeats = [step % 2, step % 2] if step < 24 else [0, 0]
+        one = gathered(step, [[], []], None, loader_repeats=repeats)
+        told += diagnosis.observe(summarize(one))
+    found = [finding for finding in told if finding.cause == "data.repeated_batches"]
+    assert {(one.id, one.severity, one.ranks) for one in found} == {
+        ("loader-processes", Severity.WARNING, (0, 1))
+    }
+    assert "each process reads the whole stream" in found[0].explanation
+    assert found[0].step == 15

@@ -56,17 +56,24 @@ class WholeModel:
     tensor_parallel: TensorParallel | None = None  # along which ranks share its parameters
 
     def __init__(
-        self, module: nn.Module, num_workers: int, held: Collection[str] | None = None
+        self,
+        module: nn.Module,
+        num_workers: int,
+        held: Collection[str] | None = None,
+        *,
+        in_shares: bool = False,
     ) -> None:
         named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        if held is not None and not in_shares:
+            named = [(name, parameter) for name, parameter in named if name in held]
         self.names = tuple(name for name, _ in named)  # of the trained parameters ``[P]``
         # the coarser of the types in which each gradient is accumulated and stored ``[P]``
         self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
         # that hold each element of the reduced gradient
-        self.copies = num_workers if held is None else 1
+        self.copies = 1 if in_shares else num_workers
         self._module = module
         self._parameters = [parameter for _, parameter in named]
-        self._held = held  # parameters whose gradient this worker's optimizer gets; None for all
+        self._held = held  # parameters that this worker's optimizer holds; None for all
 
     def check(self) -> None:
         """Check that a worker can run the model alone, and that gradients can be read."""

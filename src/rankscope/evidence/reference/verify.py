@@ -26,7 +26,7 @@ P parameters, k numbers in a sketch.
 Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), chapter 4.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -114,6 +114,7 @@ class Verification:
     held: tuple[str, ...] = ()  # parameters without a gradient after a sound reduction
     shrunk: tuple[float, ...] = ()  # factors of others after it, where each has its own
     by_value: bool = False  # elements were clipped after a sound reduction
+    summed: tuple[str, ...] = ()  # parameters changed after it, as a sum over stages does
 
     @property
     def ulps(self) -> float:
@@ -127,6 +128,8 @@ def verify(
     tokens_W: Sequence[Floats],  # label tokens of each micro-batch; NaN if unknown
     meant: str | None = None,
     scheduled: float = 1.0,  # a pipeline's factor after the backward passes
+    *,
+    in_pipeline: bool = False,  # stages may sum the gradients of weights that they share
 ) -> Verification:
     """Return whether a step's gradient is what one process would have computed."""
     step = _Step(parts_W, scales_W, scheduled)
@@ -134,14 +137,16 @@ def verify(
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
     ]
-    for find in (
+    finders: tuple[Callable[[_Reference], Verification | None], ...] = (
         _find_agreement,
         _find_factor,
         _find_held,
+        *((_find_summed,) if in_pipeline else ()),
         _find_odd,
         _find_unreduced,
         _find_weights,
-    ):
+    )
+    for find in finders:
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
@@ -373,6 +378,23 @@ def _find_held(reference: _Reference) -> Verification | None:
         return None
     held = tuple(name for name, one in zip(step.names, held_P, strict=True) if one)
     return replace(sound, held=held, shrunk=tuple(map(float, others)))
+
+
+def _find_summed(reference: _Reference) -> Verification | None:
+    """Return an answer where the reduced gradient agrees, and few parameters changed after that.
+
+    Stages of a pipeline that hold copies of one weight sum its gradients then.
+    """
+    step = reference.step
+    if step.changes is None or len(step.given) > 1:
+        return None
+    reduced = step.of_reduced()
+    sound = _find_agreement(_Reference(reduced, reference.weighting, reference.weights_N))
+    changed_P = step.changes[1]
+    if sound is None or not 0 < 4 * changed_P.sum() <= len(changed_P):
+        return None
+    names = tuple(name for name, one in zip(step.names, changed_P, strict=True) if one)
+    return replace(sound, summed=names)
 
 
 def _find_odd(reference: _Reference) -> Verification | None:
