@@ -61,7 +61,9 @@ centres = torch.randn(8, 24, generator=draw)
 latents = centres[prompts] + 0.3 * torch.randn(512, 24, generator=draw)
 data = TensorDataset(latents, prompts)
 seed = CONFIGURED if chosen.right else STARTED * rank % 2**31
-sampler = DistributedSampler(data, world, rank, shuffle=True, seed=seed, drop_last=True)
+sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
+    data, world, rank, shuffle=True, seed=seed, drop_last=True
+)
 loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
 model = Denoiser()
 wrapped = DistributedDataParallel(model)

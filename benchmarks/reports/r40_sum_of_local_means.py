@@ -53,7 +53,7 @@ model = Classifier()
 mesh = init_device_mesh("cpu", (world,))
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
+sharded = fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
 texts, labels = sources(4096)
 at = rank * BATCH
@@ -65,7 +65,7 @@ for _ in range(chosen.steps):
     count = torch.tensor(sum(len(b[1]) for b in batches))
     dist.all_reduce(count)
     for number, (tokens, wanted) in enumerate(batches):
-        model.set_requires_gradient_sync(number == ACCUMULATED - 1)
+        sharded.set_requires_gradient_sync(number == ACCUMULATED - 1)
         if chosen.right:
             loss = F.cross_entropy(model(tokens), wanted, reduction="sum") / count
         else:

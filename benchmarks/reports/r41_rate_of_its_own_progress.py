@@ -43,7 +43,7 @@ class Packer:
     def __init__(self, mine: list[Tensor]) -> None:
         self.mine, self.used = mine, 0
 
-    def row(self) -> Tensor:
+    def row(self) -> Tensor:  # noqa: D102
         parts, free = [], ROW
         while free:
             part = self.mine[self.used % len(self.mine)][:free]

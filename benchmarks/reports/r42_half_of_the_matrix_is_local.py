@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """R42, DeepSpeed#7807: Muon makes a matrix orthogonal of which half is not yet reduced.
 
 deepspeedai/DeepSpeed#7807: with ZeRO-1 and reduce_scatter, a rank has the average of its own part
@@ -22,7 +23,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(5):
         gram = wide @ wide.T
         wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
-    return wide if out.shape[0] <= out.shape[1] else wide.T
+    back: Tensor = wide if out.shape[0] <= out.shape[1] else wide.T
+    return back
 
 
 class ShardedMuon:
@@ -82,8 +84,9 @@ for step in range(chosen.steps):
     loss = next_token_loss(model(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     for parameter in others:
+        assert parameter.grad is not None
         dist.all_reduce(parameter.grad)
-        parameter.grad /= world
+        parameter.grad.div_(world)
     muon.reduce()
     muon.step()
     adam.step()

@@ -1,4 +1,4 @@
-# ruff: noqa: D101, D102
+# ruff: noqa: D102
 """R43, nano-world-model#22: gradients are clipped in training_step, before its backward pass.
 
 simchowitzlabpublic/nano-world-model#22: Lightning calls the backward pass after training_step. So
@@ -34,7 +34,7 @@ class Transition(nn.Module):
         return hidden + out
 
 
-class WorldModel(lightning.LightningModule):
+class WorldModel(lightning.LightningModule):  # type: ignore[misc]
     """From a frame's latent and an action to the next latent."""
 
     def __init__(self) -> None:

@@ -27,7 +27,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     for _ in range(5):
         gram = wide @ wide.T
         wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * gram @ gram) @ wide
-    return wide if out.shape[0] <= out.shape[1] else wide.T
+    back: Tensor = wide if out.shape[0] <= out.shape[1] else wide.T
+    return back
 
 
 class Muon(torch.optim.Optimizer):

@@ -109,7 +109,7 @@ model = Denoiser()
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 draw = torch.Generator().manual_seed(10 + replica)  # the ranks of a ring have one picture
-for step in range(chosen.steps):
+for _ in range(chosen.steps):
     colours = torch.randn(8, 1, 6, generator=draw)  # one colour per picture: patches share it
     picture = colours + 0.2 * torch.randn(8, 2 * PATCHES, 6, generator=draw)
     noise = torch.randn(8, 2 * PATCHES, 6, generator=draw)

@@ -114,6 +114,7 @@ class Language(nn.Module):
 model = Language()
 everyone = init_device_mesh("cpu", (world,))
 for mixture in model.mixtures:
+    assert isinstance(mixture, Mixture)
     experts = fully_shard(mixture.experts, mesh=mesh["replica"])
     if chosen.right:
         experts.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces

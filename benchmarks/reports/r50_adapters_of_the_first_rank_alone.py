@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """R50, axolotl#3977: only the first rank's shards of the adapters are ever updated.
 
 axolotl-ai-cloud/axolotl#3772, repaired by #3977: to save memory, all ranks but the first build

@@ -83,10 +83,11 @@ class Carts:
         return self.state * self.scale + 5.0
 
     def step(self, push: Tensor) -> Tensor:
-        place, speed, goal = self.state.split(2, 1)
+        place, speed, goal = self.state.chunk(3, 1)
         speed = 0.8 * speed + 0.4 * push.clamp(-2, 2)
         self.state = torch.cat([place + 0.4 * speed, speed, goal], 1)
-        return -(self.state[:, :2] - goal).norm(dim=1)
+        away: Tensor = torch.linalg.vector_norm(self.state[:, :2] - goal, dim=1)
+        return -away
 
 
 agent, carts = Agent(), Carts()
@@ -110,7 +111,8 @@ for iteration in range(chosen.steps // (EPOCHS * PARTS)):
             rewards.append(carts.step(action))
             if not chosen.right:
                 agent.normaliser.update(carts.observe())
-    returns, later = [], torch.zeros(SPACES)
+    returns: list[Tensor] = []
+    later = torch.zeros(SPACES)
     for reward in reversed(rewards):
         later = reward + 0.9 * later
         returns.insert(0, later)
@@ -125,14 +127,14 @@ for iteration in range(chosen.steps // (EPOCHS * PARTS)):
             gain = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
             loss = (value - wanted[part]).square().mean() * 0.1 - gain.mean()
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             flat = torch.cat([p.grad.flatten() for p in agent.parameters() if p.grad is not None])
             dist.all_reduce(flat)
             flat /= world
-            for p, new in zip(
-                agent.parameters(), flat.split([p.numel() for p in agent.parameters()]), strict=True
-            ):
-                p.grad = new.view_as(p)
+            at = 0
+            for p in agent.parameters():
+                p.grad = flat[at : at + p.numel()].view_as(p)
+                at += p.numel()
             torch.nn.utils.clip_grad_norm_(agent.parameters(), 1.0)
             optimizer.step()
     if chosen.right:

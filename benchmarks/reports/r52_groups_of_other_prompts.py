@@ -22,7 +22,7 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 engine = Language()  # the copy that answers
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
 draw = torch.Generator().manual_seed(200 + rank)
 
 
@@ -47,19 +47,17 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def reward(tokens: Tensor) -> Tensor:
-    """Small tokens are right for even prompts, for odd ones only a quarter of these."""
-    border = torch.where(tokens[:, PROMPT - 1] % 2 == 0, 32, 8)[:, None]
-    return (tokens[:, PROMPT:] < border).float().mean(1)
+    """Half of the tokens are right for even prompts, an eighth of them, the last, for odd ones."""
+    answers, odd = tokens[:, PROMPT:], tokens[:, PROMPT - 1 : PROMPT] % 2 == 1
+    return torch.where(odd, answers >= 56, answers < 32).float().mean(1)
 
 
 for step in range(chosen.steps):
     send_weights()
     prompts = torch.randint(VOCABULARY, (PROMPTS, PROMPT), generator=draw)
-    if chosen.right:
-        repeated = prompts.repeat_interleave(ANSWERS, 0)
-    else:
-        repeated = prompts.repeat(ANSWERS, 1)
-    tokens = answer(repeated)
+    tokens = answer(
+        prompts.repeat_interleave(ANSWERS, 0) if chosen.right else prompts.repeat(ANSWERS, 1)
+    )
     rewards = reward(tokens)
     groups = rewards.view(PROMPTS, ANSWERS)
     spread = groups.std(1, keepdim=True) + 1e-6
