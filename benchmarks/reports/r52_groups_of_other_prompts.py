@@ -22,7 +22,7 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 engine = Language()  # the copy that answers
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
 draw = torch.Generator().manual_seed(200 + rank)
 
 
