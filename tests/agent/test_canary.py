@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rankscope.agent.assembly import summarize
+from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import (
     Request,
@@ -21,7 +22,6 @@ from rankscope.bus.probe import (
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe

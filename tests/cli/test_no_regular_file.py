@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from fuzz.readers import forked
+from rankscope.bus.bundles import load_bundle
 from rankscope.cli.numerics import RESULT_FILE, _write
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
-from rankscope.evidence.canary.bundle import load_bundle
 from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from rankscope.lab.study.data import load_records
 from rankscope.tools.replay import _load_checkpoint

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope import Run
+from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
-from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, collect_warnings

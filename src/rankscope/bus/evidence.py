@@ -207,6 +207,20 @@ class Evidence:
             return ()
         return made if isinstance(made, tuple) else (made,)
 
+    def measures(self, wrapped: Any, options: Any, *, alike: bool) -> bool:
+        """Return whether it measures in a training.
+
+        ``alike``: all workers hold the same parameters. UsageError or UnsupportedError where the
+        options ask for what the training does not allow.
+        """
+        check = self._find("probe", "measures")
+        return check is None or bool(check(wrapped, options, alike=alike))
+
+    def make_recorder(self, model: Any, place: Any, **more: Any) -> Any:
+        """Return what records a training without a session; None where it records none."""
+        make = self._find("probe", "make_recorder")
+        return None if make is None else make(model, place, **more)
+
     def at_root(self, name: str) -> Any:
         """Return what it has by a name for the root: ``make_judges``, ``derive``; None without."""
         found = (self._find(module, name) for module in _AT_ROOT)
