@@ -130,39 +130,6 @@ class TestWatchedDDP:
         assert len(rows) == STEPS
         assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
 
-    def test_has_the_same_cosines_in_either_order_of_calls(self, watched):
-        run_dir, _ = watched
-        before, after = (
-            rankscope.Run.open(Path(run_dir) / name).table(Table.PAIRS)
-            for name in ("sketch", "sketch first")
-        )
-        assert before.column("cosines") == after.column("cosines")
-        assert len(before) == STEPS
-
-
-def run_out_of_data(rank: int, fixed: bool, by_initial: bool) -> list[bytes | float]:
-    """Give rank 0 two batches more than rank 1, and rank 2 one more."""
-    model, ddp, optimizer = make_ddp(PLAIN)
-    if fixed:
-        rankscope.fixed_order(ddp)
-    reduced = []
-    with ddp.join(divide_by_initial_world_size=by_initial):
-        for step in range((4, 2, 3)[rank]):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            reduced.append(flat_gradient(model).numpy())
-            optimizer.step()
-            optimizer.zero_grad()
-    return reduced
-
-
-@pytest.mark.parametrize("by_initial", [True, False])
-def test_workers_that_run_out_of_data_count_as_ddp_counts_them(by_initial):
-    plain = run_ranks(run_out_of_data, 3, False, by_initial)[0]
-    fixed = run_ranks(run_out_of_data, 3, True, by_initial)[0]
-    assert len(plain) == len(fixed) == 4
-    for expected, mean in zip(plain, fixed, strict=True):
-        np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-7)
-
 
 def refused(model: nn.Module) -> str:
     with pytest.raises(UnsupportedError) as error:
