@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope import Run
+from rankscope.bus.evidence import Table
 from support.benchmarks import load_benchmark
 from support.ranks import run_ranks
 
@@ -23,6 +25,14 @@ def test_the_page_on_detection_is_of_the_results():
     results = json.loads((ROOT / "docs" / "detection.json").read_text())
     page = (ROOT / "docs" / "detection.md").read_text()
     assert load_benchmark("detection_pages").render(results) == page
+
+
+@pytest.mark.parametrize("num_workers", [8])
+def test_the_synthetic_run_of_the_live_page_can_be_read(tmp_path, num_workers):
+    load_benchmark("live_run").make_run(tmp_path / "run", num_workers, 32)
+    run = Run.open(tmp_path / "run")
+    assert run.per_worker("loss")[1].shape == (32, num_workers)
+    assert run.table(Table.GROUPS).num_rows == 2 * 4 * num_workers
 
 
 def of_any_machine(page):

@@ -272,11 +272,7 @@ FAULTY, FIRST = 2, 20
 
 
 def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, Any]]]:
-    """Train to repeat the input; from one step on, one rank's labels are other tokens.
-
-    Returns:
-        The step in which a callback was told of it, warnings, and all findings of this process.
-    """
+    """Train to repeat the input; from one step on, one rank's labels are other tokens."""
     hasten()
     told: list[Any] = []
     loop = Loop(rank, run_dir, on_finding=told.append)

@@ -7,6 +7,7 @@ import torch
 from rankscope.lab.study.rounding import (
     Reducer,
     StudiedReduction,
+    prepare_growth,
     relative_distance,
     run_growth,
 )
@@ -23,6 +24,8 @@ from rankscope.lab.study.rounding_result import (
     PairResult,
     fit_growth,
 )
+from support.benchmarks import load_benchmark
+from support.ranks import run_ranks
 
 STEPS = 5
 BASE_STEPS = 10
@@ -112,3 +115,25 @@ def test_growth_is_fitted_by_the_law_that_made_it():
     assert fit_growth([1e-8, 2e-8]).laws == ()
     assert "less than threefold" in fit_growth([1e-8, 1.1e-8, 1.2e-8, 1.3e-8, 1.2e-8]).words
     assert "in jumps" in fit_growth([1e-8, 1e-8, 1e-8, 1e-8, 1e-3, 1e-3, 1e-3, 1.1e-3]).words
+
+
+def _two_bucket_sizes(rank: int) -> tuple[list[float], list[float]]:
+    options = GrowthOptions(steps=STEPS, workers=3, base_steps=0)
+    ingredients = prepare_growth(options)
+    benchmark = load_benchmark("rounding_growth")
+    train_with_ddp, distances = benchmark.train_with_ddp, benchmark.distances
+    one = train_with_ddp(options, ingredients, 25.0)
+    again = train_with_ddp(options, ingredients, 25.0)
+    many = train_with_ddp(options, ingredients, 0.05)
+    return distances(one, again), distances(one, many)
+
+
+@pytest.mark.ranks
+def test_real_ranks_with_another_bucket_size_part_like_the_simulated_order():
+    results = run_ranks(_two_bucket_sizes, 3)  # the fewest that have more than one order
+    options = GrowthOptions(steps=STEPS, workers=3, base_steps=0, pairs=(ORDER,))
+    simulated = pair_of(run_growth(options), ORDER).distance[-1]
+
+    for again, apart in results:
+        assert again == [0.0] * STEPS
+        assert simulated / 10 < apart[-1] < simulated * 10
