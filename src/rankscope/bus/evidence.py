@@ -4,7 +4,8 @@ A kind of evidence is a package with up to four parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
 - ``probe.py`` measures it in the training process (torch): ``make_probe(job)``
-  returns one, several or None;
+  returns one, several or None; ``measures`` says whether a training allows it, ``make_recorder``
+  records one without a session;
 - ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
   ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
   ``make_director(run)`` asks the probes, ``next_command`` is one to run after a finding; long ones
