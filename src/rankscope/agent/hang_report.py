@@ -187,9 +187,9 @@ def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
 def _entry(one: dict[str, object]) -> Entry:
     """Return an entry of torch's, whose operation is ``nccl:all_reduce``, say."""
     operation = str(one["profiling_name"]).partition(":")[2]
-    side = "output" if operation == "scatter" else "input"
-    sizes: Any = one[f"{side}_sizes"]
-    types: Any = one[f"{side}_dtypes"]
+    scatters = operation == "scatter"
+    sizes: Any = one["output_sizes" if scatters else "input_sizes"]
+    types: Any = one["output_dtypes" if scatters else "input_dtypes"]
     ended = bool(one["retired"]) or one["state"] == "completed"
     return int(str(one["collective_seq_id"])), operation, sizes, types, ended
 
