@@ -217,10 +217,10 @@ class Evidence:
         check = self._find("probe", "measures")
         return check is None or bool(check(wrapped, options, alike=alike))
 
-    def make_recorder(self, model: Any, place: Any, **more: Any) -> Any:
+    def make_recorder(self, model: Any, **given: Any) -> Any:
         """Return what records a training without a session; None where it records none."""
         make = self._find("probe", "make_recorder")
-        return None if make is None else make(model, place, **more)
+        return None if make is None else make(model, **given)
 
     def at_root(self, name: str) -> Any:
         """Return what it has by a name for the root: ``make_judges``, ``derive``; None without."""

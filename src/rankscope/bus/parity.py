@@ -4,9 +4,8 @@ Legend of shapes: P rows, each a rank's part of one tensor; Q parts of a tensor 
 numbers in a sketch; U losses; M micro-batches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,16 +45,6 @@ def folder_of_rank(rank: int) -> str:
 def file_of_step(step: int) -> str:
     """Return the name of the file of a step."""
     return f"step-{step:06d}.bin"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordPlace:
-    """Where a recorder stands."""
-
-    folder: Path  # the folder of all ranks' files
-    rank: int = 0
-    world: int = 1
-    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rankscope.bus.parity import FOLDER, RecordPlace
+from rankscope.bus.parity import FOLDER
 from rankscope.integrations.hooks import AfterImport, CallHook, at_end
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.private import Patch
@@ -202,16 +202,20 @@ class _Training:
         rank, world, data_ranks = _ranks_of(model)
         self._parity = parity
         self._pid = os.getpid()
+        start = {
+            "eps": parity.eps,
+            "no_dropout": parity.no_dropout,
+            "save_to": Path(job.run_dir) / "start" if parity.save_start else None,
+            "load_from": Path(parity.load_start) if parity.load_start else None,
+        }
+        place = {"folder": folder, "rank": rank, "world": world, "data_ranks": data_ranks}
         recorders = (
             each.make_recorder(
                 _inside(model),
-                RecordPlace(folder, rank, world, data_ranks),
+                place=place,
+                start=start,
                 num_steps=parity.steps,
                 first_step=parity.first_step,
-                eps=parity.eps,
-                no_dropout=parity.no_dropout,
-                save_to=Path(job.run_dir) / "start" if parity.save_start else None,
-                load_from=Path(parity.load_start) if parity.load_start else None,
             )
             for each in EVIDENCE
         )

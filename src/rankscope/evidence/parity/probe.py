@@ -29,7 +29,6 @@ from rankscope.bus.parity import (
     UNCLIPPED,
     UPDATE,
     RankStep,
-    RecordPlace,
     TensorFigures,
     file_of_step,
     folder_of_rank,
@@ -62,6 +61,16 @@ _log = logging.getLogger("rankscope")
 _SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
 _MOST_DREW = 8
 _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """Where a recorder stands."""
+
+    folder: Path  # the folder of all ranks' files
+    rank: int = 0
+    world: int = 1
+    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
 
 
 @dataclass(slots=True)
@@ -560,7 +569,7 @@ def make_probe(job: Job) -> ParityProbe | None:
 
 
 def make_recorder(
-    model: nn.Module, place: RecordPlace, *, num_steps: int, first_step: int, **changes: Any
+    model: nn.Module, place: Mapping[str, Any], start: Mapping[str, Any], **more: Any
 ) -> ParityRecorder:
-    """Return the recorder of a training without a session; ``changes`` are those of its start."""
-    return ParityRecorder(model, place, num_steps, Start(**changes), first_step=first_step)
+    """Return the recorder of a training without a session; ``start`` are changes before it."""
+    return ParityRecorder(model, RecordPlace(**place), start=Start(**start), **more)
