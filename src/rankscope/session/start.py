@@ -20,7 +20,7 @@ from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
-from rankscope.evidence.canary.probe import check_canary
+from rankscope.evidence import EVIDENCE
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
@@ -153,7 +153,8 @@ def watch(
         )
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
-    canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
+    measured = {each.name for each in EVIDENCE if each.measures(wrapped, options, alike=alike)}
+    canary = "canary" in measured
     instruments = choose_instruments(
         wrapped,
         options,

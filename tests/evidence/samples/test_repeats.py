@@ -65,13 +65,7 @@ def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy(width, batch):
 
 
 def filled(width, fillers, size=8):
-    """Yield batches of a sharded job; in some steps rank 1 has one sample throughout.
-
-    Args:
-        width: W.
-        fillers: That sample, by step.
-        size: Samples of a batch.
-    """
+    """Yield batches of a sharded job; in some steps rank 1 has one sample throughout."""
     for step, batches in enumerate(sharded(10**5, width, size)):
         if step in fillers:
             batches[1] = np.full(size, fillers[step])
