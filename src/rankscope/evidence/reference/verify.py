@@ -325,6 +325,13 @@ def _find_factor(reference: _Reference) -> Verification | None:
         return None
     if _is_clipped(reference, factor):
         return reference.describe(ReferenceAnswer.AGREES, factor=factor, clipped=factor)
+    step = reference.step
+    clips = all(part.clips for part in step.parts_W)
+    if clips and step.changes is not None and abs(step.changes[0] - 1) > _EQUAL:
+        reduced = _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
+        before = _find_factor(reduced)  # clipping hides it
+        if before is not None:
+            return before
     return reference.describe(
         ReferenceAnswer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step)
     )
