@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from rankscope.private import find
 from rankscope.stats.arrays import Ints, digest_of
 from rankscope.wrappers.calls import Relay, notify
+from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
 
 
@@ -41,6 +42,7 @@ YIELDS = _YieldRelay(find("torch.utils.data.dataloader._BaseDataLoaderIter"), "_
 """The batches of torch's data loaders."""
 
 _MOST_STREAMS = 4  # iterators that are followed, such as those of training and evaluation
+_ENOUGH = 8  # batches in a row that the model gets as they are
 _MOST_WAITING = 8  # batches of one that no forward pass has taken
 
 
@@ -80,6 +82,7 @@ class LoaderRows:
         self._latest: _Stream | None = None  # the one that fed the last forward pass
         self._again: int | None = None  # batches of the step; None without such a loader
         self._wanted = True
+        self._num_unchanged = 0
         self.stop = YIELDS.subscribe(after=self._see) if YIELDS.exists else lambda: None
 
     def _see(self, iterator: Any, batch: Any) -> None:
@@ -94,7 +97,8 @@ class LoaderRows:
             self._streams.popitem(last=False)
         if not (self._wanted or stream.processes):
             return
-        digests = digest_inputs((batch,), {})
+        whole = (t for t in tensors_in(batch) if t.is_floating_point() and t.dim() > 1)
+        digests = digest_inputs((next(whole, batch),), {})  # many samples share a label
         if digests is None or not digests.is_cpu:
             return
         rows_B: Ints = digests.numpy()
@@ -126,6 +130,11 @@ class LoaderRows:
                     other.waiting.clear()
         rows_B = stream.waiting.popleft()
         return rows_B if len(rows_B) == len(inputs) else None
+
+    def compare(self, *, unchanged: bool) -> None:
+        """Note whether the model got a batch as it was; after a few of these, follow no more."""
+        self._num_unchanged = self._num_unchanged + 1 if unchanged else 0
+        self._wanted = self._wanted and self._num_unchanged < _ENOUGH
 
     def collect(self) -> int | None:
         """Return how many batches of the step each process of their loader has yielded."""

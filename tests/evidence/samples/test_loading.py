@@ -33,7 +33,8 @@ def taken(probe, inputs):
 
 
 def test_samples_with_noise_are_those_of_the_loader(probe):
-    for (batch,) in DataLoader(TensorDataset(data()), batch_size=4):
+    labels = torch.arange(24) % 3
+    for _, batch in DataLoader(TensorDataset(labels, data()), batch_size=4):
         rows = digest_inputs((batch,), {}).tolist()
         assert taken(probe, batch + torch.randn(4, 6)).tolist() == rows
 
@@ -44,6 +45,14 @@ def test_samples_as_they_are_and_whole_numbers_are_those_of_the_model(probe):
         assert taken(probe, shown).tolist() == digest_inputs((shown,), {}).tolist()
     for (batch,) in DataLoader(TensorDataset(torch.arange(24).view(12, 2)), batch_size=4):
         assert taken(probe, batch + 1).tolist() == digest_inputs((batch + 1,), {}).tolist()
+
+
+def test_loaders_whose_batches_the_model_gets_as_they_are_are_followed_no_more(probe):
+    for (batch,) in DataLoader(TensorDataset(data(40)), batch_size=4):
+        taken(probe, batch)
+    changed = torch.randn(4, 6)
+    next(iter(DataLoader(TensorDataset(data()), batch_size=4)))
+    assert taken(probe, changed).tolist() == digest_inputs((changed,), {}).tolist()
 
 
 def test_a_loader_one_batch_ahead_and_another_for_evaluation(probe):

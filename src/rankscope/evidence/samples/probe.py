@@ -104,9 +104,10 @@ _log = logging.getLogger("rankscope")
 class _BeforeChanges:
     """Digests of inputs, and of the rows of the loader's batch that they were made of."""
 
-    def __init__(self, inputs: Numbers | Ints, rows_B: Ints) -> None:
+    def __init__(self, inputs: Numbers | Ints, rows_B: Ints, rows: LoaderRows) -> None:
         self._inputs = inputs
         self._rows_B = rows_B
+        self._rows = rows
 
     @property
     def ready(self) -> bool:
@@ -119,7 +120,9 @@ class _BeforeChanges:
         inputs_B: Ints = (
             inputs if isinstance(inputs, np.ndarray) else inputs.numpy().astype(np.int64)
         )
-        return inputs_B if np.isin(inputs_B, self._rows_B).any() else self._rows_B
+        unchanged = bool(np.isin(inputs_B, self._rows_B).any())
+        self._rows.compare(unchanged=unchanged)
+        return inputs_B if unchanged else self._rows_B
 
 
 class SampleMeter:
@@ -148,7 +151,7 @@ class SampleMeter:
             digests = copy_numbers(digests, torch.int64, own=True)
         rows = self._rows
         rows_B = None if rows is None else self._unless_declined(lambda: rows.take(args, kwargs))
-        seen = digests if rows_B is None else _BeforeChanges(digests, rows_B)
+        seen = digests if rows is None or rows_B is None else _BeforeChanges(digests, rows_B, rows)
         self._seen.append((forward, seen))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
