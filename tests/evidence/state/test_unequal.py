@@ -191,8 +191,10 @@ class TestDifferences:
 def test_roles_that_differ_in_nothing_a_sentence_could_name_are_no_finding():
     """ZeroRedundancyOptimizer and the optimizer in it hold a share of the parameters twice."""
     assert watch(step(0, difference("role", [3 | Role.TWICE, 3, 3, 3]))) == []
-    [found] = watch(step(0, difference("role", [int(Role.OWNED), 3, 3, 3])))
+    twice = difference("role", [3 | Role.TWICE, 3, 3, 3], name="other.weight")
+    [found] = watch(step(0, difference("role", [int(Role.OWNED), 3, 3, 3]), twice))
     assert found.key == "roles-differ"
+    assert "other.weight" not in describe(found)[0]
 
 
 def test_averages_stay_known_in_steps_that_compare_frozen_parameters_alone():

@@ -167,7 +167,7 @@ class UnequalState(Detector):
         if places_W is None:
             yield from _layouts(step)
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
-        differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
+        differ = [d for d in roles if any(_role_words(d.digests_W))]
         words = role_words(differ)
         if words:
             yield _Seen("state.parameters_differ", _odd_of(differ), _names(differ), words, _ROLES)
