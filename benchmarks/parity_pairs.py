@@ -88,6 +88,15 @@ def _healthy(seed: int) -> list[Pair]:
         pair("ZeRO 1", (1, "--zero"), (2, "--layout ddp --zero")),
         pair("compiled", (1, ""), (1, "--compile")),
         pair("dropout, off", (1, drop), (2, f"--layout ddp {drop}"), no_dropout=True),
+        pair("1 and 8 workers, DDP", (1, ""), (8, "--layout ddp")),
+        pair("bfloat16 and float32", (1, "--bf16"), (2, "--layout ddp")),
+        pair("uneven lengths, FSDP2", (1, "--uneven"), (2, "--layout fsdp2 --uneven")),
+        pair("uneven lengths, HSDP", (1, "--uneven"), (4, "--layout hsdp --uneven")),
+        pair("pipeline 1 and 2", (1, ""), (2, "--layout pp")),
+        pair("pipeline of 4 micro-batches", (1, ""), (2, "--layout pp --micro-batches 4")),
+        pair("pipeline × FSDP2", (1, ""), (4, "--layout pp_fsdp2")),
+        pair("experts 1 and 2", (1, "--experts"), (2, "--layout ep --experts")),
+        pair("experts 1 and 4", (1, "--experts"), (4, "--layout ep --experts")),
     ]  # fmt: skip
 
 

@@ -104,6 +104,7 @@ class Recordings:
         self._folder = folder
         self._run = run
         self._known: dict[str, Recording] = {}
+        self._count = 0
 
     def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Recording:
         """Return a recorded layout.
@@ -113,7 +114,8 @@ class Recordings:
         """
         key = repr((one, steps, sorted(parity.items())))
         if key not in self._known:
-            place = self._folder / str(len(self._known))
+            place = self._folder / str(self._count)  # a failed one leaves its folder behind
+            self._count += 1
             code, said = record(place, one, steps, run=self._run, **parity)
             assert code == 0, said
             self._known[key] = read_side(place, name)

@@ -1,10 +1,13 @@
 """Pairs of layouts on real ranks: healthy ones are the same, faults are found where they are."""
 
+from pathlib import Path
+
 import pytest
 
 from rankscope.tools.parity.result import Kind, Phase
-from support.parity import Recordings, answer_of, layout
+from support.parity import TRAINING, Recordings, answer_of, layout
 
+DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
 
@@ -22,11 +25,14 @@ def recordings(tmp_path_factory):
         (2, ("--layout", "fsdp2")),
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
+        (2, ("--layout", "pp")),
+        (2, ("--layout", "ep", "--experts")),
     ],
-    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism"],
+    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism", "pipeline", "experts"],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
-    answer = answer_of(recordings, layout(1), layout(ranks, *words))
+    alone = [word for word in words if word == "--experts"]
+    answer = answer_of(recordings, layout(1, *alone), layout(ranks, *words))
     assert answer.kind is Kind.SAME, (answer.headline, answer.differences[:3])
     assert answer.num_steps == 3
     assert answer.could_miss["gradient"][1] < 1e-4
@@ -68,6 +74,35 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
     assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.CLIPPING, 0)
     assert len(answer.differences) == answer.num_tensors
     assert any(note.startswith("B clips a norm of") for note in answer.notes)
+
+
+@pytest.mark.ranks
+def test_a_layer_of_a_later_stage_and_an_expert_are_named(recordings):
+    words = ("--layout", "pp", "--fault", "layer_update")
+    answer = answer_of(recordings, layout(1), layout(2, *words))
+    assert (answer.stage, [each.name for each in answer.differences]) == (Phase.UPDATE, [LAYER])
+    words = ("--layout", "ep", "--experts", "--fault", "experts_not_divided")
+    answer = answer_of(recordings, layout(1, "--experts"), layout(2, *words))
+    assert [each.name for each in answer.differences] == ["experts.experts"]
+    assert (answer.stage, answer.differences[0].look) == (Phase.GRADIENT, "× 2")
+
+
+@pytest.mark.ranks
+def test_a_pipeline_has_the_samples_of_its_first_stage_and_the_losses_of_its_last(recordings):
+    side = recordings.side(layout(2, "--layout", "pp"), "B", 3)
+    assert (side.workers, side.passes) == (1, 2)
+    for step in side.steps.values():
+        assert (len(step.samples), step.labels[0], len(step.losses)) == (8, 128, 2)
+
+
+@pytest.mark.ranks
+def test_zero_3_trains_as_zero_0_does(recordings):
+    sides = [layout(2, "--batch", "4", "--stage", str(stage), script=DEEPSPEED) for stage in (0, 3)]
+    answer = answer_of(recordings, *sides, 2)
+    assert (answer.kind, answer.num_steps) == (Kind.SAME, 2), answer.headline
+    figures = recordings.side(sides[1], "B", 2).steps[0].figures
+    kinds = ("start", "gradient", "update", "moment exp_avg")
+    assert [len(figures[kind]) for kind in kinds] == [6] * 4
 
 
 @pytest.mark.ranks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,19 +49,50 @@ class Held(NamedTuple):
 
 
 def pieces_in(flat: Tensor, module: nn.Module, names: dict[int, str]) -> Iterator[Held]:
-    """Yield the parameters whose elements DeepSpeed's ZeRO 1 or 2 keeps in a flat tensor."""
+    """Yield the parameters whose elements DeepSpeed's ZeRO 1 to 3 keeps in a flat tensor."""
     if isinstance(flat, DTensor):
         return
     memory = flat.untyped_storage().data_ptr()
     for parameter in module.parameters():
         mapping: Any = getattr(parameter, "_hp_mapping", None)
+        owner: Any = getattr(parameter, "_z3_optimizer", None)
         name = names.get(id(parameter))
-        if name is None or mapping is None:
+        if name is None:
             continue
-        if mapping.hp_fragment.untyped_storage().data_ptr() == memory:
+        if owner is not None:
+            group, start, _ = owner.grad_position[owner.get_param_id(parameter)]
+            first, length, size = _share_of(parameter)
+            if length and owner.fp32_partitioned_groups_flat[group] is flat:
+                yield Held(name, functools.partial(_cut, start, length, size, first))
+        elif mapping is not None and mapping.hp_fragment.untyped_storage().data_ptr() == memory:
             there, whole = mapping.hp_fragment_address, mapping.lp_fragment_address.start
             size = parameter.numel()
             yield Held(name, functools.partial(_cut, there.start, there.numel, size, whole))
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether ZeRO 3 shards a parameter: outside of its layer, only a shard is there."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def size_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter or buffer, also of one that ZeRO 3 shards."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def stored(tensor: Tensor) -> Tensor | Part:
+    """Return what a rank holds of a parameter: under ZeRO 3 its shard, else the tensor."""
+    if not is_partitioned(tensor):
+        return tensor
+    first, length, size = _share_of(tensor)
+    return _cut(0, length, size, first, tensor.ds_tensor)  # type: ignore[attr-defined]
+
+
+def _share_of(parameter: Any) -> tuple[int, int, int]:
+    """Return where this rank's shard under ZeRO 3 begins, its length, and that of all."""
+    size, shard = int(parameter.ds_numel), int(parameter.partition_numel())
+    first = min(dist.get_rank(parameter.ds_process_group) * shard, size)
+    return first, min(shard, size - first), size
 
 
 def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:

@@ -34,6 +34,7 @@ from rankscope.bus.parity import (
     folder_of_rank,
 )
 from rankscope.bus.probe import Job, Probe
+from rankscope.errors import UnsupportedError
 from rankscope.evidence.loss.probe import LossMeter, PendingLosses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
 from rankscope.evidence.parity.figures import (
@@ -45,6 +46,8 @@ from rankscope.evidence.parity.figures import (
     labels_among,
     labels_before,
     pieces_in,
+    size_of,
+    stored,
 )
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
@@ -54,6 +57,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
 
 _log = logging.getLogger("rankscope")
@@ -70,7 +74,8 @@ class RecordPlace:
     folder: Path  # the folder of all ranks' files
     rank: int = 0
     world: int = 1
-    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
+    # ranks whose samples together are the global batch; empty where only the samples show that
+    data_ranks: Sequence[int] = (0,)
 
 
 @dataclass(slots=True)
@@ -136,11 +141,19 @@ class ParityRecorder:
         self._now = _Step()
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
-        self._shapes = {canonical_name(n): list(t.shape) for n, t in named}
+        self._shapes = {canonical_name(n): list(size_of(t)) for n, t in named}
         self._flat: dict[int, tuple[Held, ...]] = {}
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
-        sizes = {canonical_name(n): t.numel() * (2 if t.is_complex() else 1) for n, t in named}
+        sizes = {
+            canonical_name(n): math.prod(size_of(t)) * (2 if t.is_complex() else 1)
+            for n, t in named
+        }
+        apart = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
+        if apart and place.world > 1:
+            raise UnsupportedError(
+                f"{apart[0]} stands for another expert on each rank, by one name for all"
+            )
         self._meter = FigureMeter(sizes, device)
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()
@@ -209,6 +222,8 @@ class ParityRecorder:
             self._begin_step()
         now = self._now
         now.passes += 1
+        if any(each.requires_grad for each in tensors_in((args, dict(kwargs)))):
+            now.facts["fed"] = True  # by another rank: a later stage of a pipeline
         self._samples.see(args, kwargs)
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
@@ -428,7 +443,7 @@ class ParityRecorder:
         ]
 
     def _named(self, tensors: Iterable[Tensor]) -> list[Named]:
-        return [(self._names[id(t)], t) for t in tensors if id(t) in self._names]
+        return [(self._names[id(t)], stored(t)) for t in tensors if id(t) in self._names]
 
     # Inside of the first forward pass ---------------------------------------------------------
 

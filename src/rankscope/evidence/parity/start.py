@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
-from rankscope.evidence.parity.figures import part_of
+from rankscope.evidence.parity.figures import is_partitioned, part_of, stored
 from rankscope.files import replace
 from rankscope.gradients.names import canonical_name
 
@@ -152,7 +152,7 @@ class Start:
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad or not parameter.is_floating_point():
                 continue
-            part = part_of(parameter)
+            part = part_of(parameter if parameter.numel() else stored(parameter))
             seed = f"{canonical_name(name)} {part.place}".encode()
             draw = torch.Generator("cpu").manual_seed(
                 int.from_bytes(hashlib.blake2b(seed, digest_size=7).digest(), "little")
@@ -188,6 +188,11 @@ def switch_off_dropout(module: nn.Module) -> None:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and floating-point buffers by their canonical names."""
+    """Return parameters and floating-point buffers by their canonical names.
+
+    Raises RunError: ZeRO 3 shards them.
+    """
+    if any(map(is_partitioned, module.parameters())):
+        raise RunError("parameters that ZeRO 3 shards can neither be saved nor replaced")
     named = [*module.named_parameters(), *module.named_buffers()]
     return {canonical_name(n): t.detach() for n, t in named if t.is_floating_point()}
