@@ -52,6 +52,7 @@ FAULTS = {
     "epsilon": "layer norms with another epsilon",
     "attention_scale": "attention without its scale",
     "half_shard": "half of the rows of one gradient are zero",
+    "keys_gradient": "the gradient of one projection is halved",
     "sign": "the gradient of one layer has the other sign",
     "experts_not_divided": "gradients of experts are not divided by the number of ranks",
     "stale": "the optimizer gets the gradient of the step before",
@@ -62,7 +63,7 @@ FAULTS = {
 class Block(nn.Module):
     """A transformer block."""
 
-    def __init__(self, dropout: float, eps: float, scale: float | None) -> None:
+    def __init__(self, dropout: float, eps: float, scale: float | None, *, fused: bool) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(WIDTH, eps=eps)
         self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -74,14 +75,26 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
+        self.fused = fused
+        if fused:
+            of_all = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, device="meta")
+            self.qkv.weight = nn.Parameter(of_all.detach())
+            del self.q_proj, self.k_proj, self.v_proj
+
+    def projections(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values."""
+        if self.fused:
+            return self.qkv(normed).chunk(3, dim=-1)  # type: ignore[no-any-return]
+        return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states ``[B, L, D]``."""
         batch, length, _ = hidden.shape
         normed = self.norm_1(hidden)
         q, k, v = (
-            proj(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            each.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for each in self.projections(normed)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         hidden = hidden + self.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)))
@@ -156,7 +169,9 @@ class Model(nn.Module):
         eps = 1e-2 if args.fault == "epsilon" else 1e-5
         scale = 1.0 if args.fault == "attention_scale" else None
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(args.dropout, eps, scale) for _ in range(2))
+        self.layers = nn.ModuleList(
+            Block(args.dropout, eps, scale, fused=args.fused) for _ in range(2)
+        )
         self.norm = nn.LayerNorm(WIDTH, eps=eps)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.experts = Experts() if args.experts else None
@@ -391,6 +406,8 @@ def spoil(named: list[tuple[str, nn.Parameter]], fault: str, kept: dict[str, Ten
             continue
         chosen = "layers.1.up.weight" in name
         grad = local(p.grad)
+        if fault == "keys_gradient" and "layers.1.k_proj" in name:
+            grad.mul_(0.5)
         if fault == "layer_gradient" and chosen:
             grad.mul_(0.5)
         elif fault == "layer_gradient_zero" and chosen:
@@ -435,6 +452,7 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--zero", action="store_true")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--fused", action="store_true", help="one projection for q, k and v")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
     parser.add_argument("--save-at", type=int, default=-1)

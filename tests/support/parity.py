@@ -16,6 +16,7 @@ from rankscope.tools.parity.reading import Bounds, Recording, identical, read_si
 from rankscope.tools.parity.result import Answer, Phase
 from support.forked_ranks import _become, _run
 
+Rules = Sequence[tuple[str, Sequence[str]]]
 TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
 
 
@@ -123,16 +124,25 @@ class Recordings:
 
 
 def answer_of(
-    recordings: Recordings, a: Layout, b: Layout, steps: int = 3, **parity: Any
+    recordings: Recordings,
+    a: Layout,
+    b: Layout,
+    steps: int = 3,
+    *,
+    rules_a: Rules = (),
+    rules_b: Rules = (),
+    **parity: Any,
 ) -> Answer:
     """Compare the two sides of a pair as the command does."""
-    side_a = recordings.side(a, "A", steps, **parity)
-    side_b = recordings.side(b, "B", steps, **parity)
+    side_a = recordings.side(a, "A", steps, rules=rules_a, **parity)
+    side_b = recordings.side(b, "B", steps, rules=rules_b, **parity)
     answer = compare(Bounds(side_a, side_b))
     early = (Phase.START, Phase.SAMPLES, Phase.LABELS)
     if answer.exit_code == 2 or answer.stage in early or identical(side_a, side_b):
         return answer
     of_b = side_b.roundoff > side_a.roundoff
     original, again = (side_b, b) if of_b else (side_a, a)
-    moved = recordings.side(again, "moved", steps, eps=2 * original.roundoff, **parity)
+    rules = rules_b if of_b else rules_a
+    eps = 2 * original.roundoff
+    moved = recordings.side(again, "moved", steps, eps=eps, rules=rules, **parity)
     return compare(Bounds(side_a, side_b, original, moved))

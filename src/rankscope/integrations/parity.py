@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +48,8 @@ class ParityJob:
     The first of ``steps`` has the number ``first_step``; the training ends (``stops``) at the
     beginning of the step after the last. ``eps`` is the relative size of the moves of a quarter of
     the parameters' elements, 0 for none. ``save_start`` writes the start beside the record;
-    ``load_start`` is the folder of another training's start, empty for none.
+    ``load_start`` is the folder of another training's start, empty for none. ``rules`` are
+    names of parameters in the other layout, each with its names in this one.
     """
 
     steps: int
@@ -58,6 +59,7 @@ class ParityJob:
     no_dropout: bool = False
     save_start: bool = False
     load_start: str = ""
+    rules: Sequence[tuple[str, Sequence[str]]] = ()
 
 
 class ParityCatch:
@@ -222,6 +224,7 @@ class _Training:
             parity.steps,
             start,
             first_step=parity.first_step,
+            rules=parity.rules,
         )
         self._depth = 0
         self._fed = False

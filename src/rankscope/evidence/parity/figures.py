@@ -175,10 +175,18 @@ Named = tuple[str, Tensor | Part]
 class FigureMeter:
     """Measures tensors of known names and sizes.
 
-    ``sizes``: elements of each whole tensor, by name; complex ones count twice.
+    ``sizes``: elements of each whole tensor, by name; complex ones count twice. ``placed`` returns
+    the name and place under which a part is measured.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        device: torch.device,
+        *,
+        placed: Callable[[str, Part], tuple[str, Part]] = lambda name, part: (name, part),
+    ) -> None:
+        self._placed = placed
         names = tuple(sizes)
         self._row = {name: number for number, name in enumerate(names)}
         ranges = {name: _quarters(self._row[name], size) for name, size in sizes.items()}
@@ -195,16 +203,16 @@ class FigureMeter:
         """Return the figures of tensors, of those whose names are known; waits for the device."""
         wholes: list[Measured] = []
         shards: list[Shard] = []
-        names, places = [], []
-        for name, tensor in tensors:
+        places: dict[str, str] = {}
+        for given, tensor in tensors:
+            name, part = self._placed(given, part_of(tensor))
             if name not in self._row:
                 continue
-            part = part_of(tensor)
             number = part.tensor.is_floating_point() or part.tensor.is_complex()
             if not (number and part.tensor.numel()):
                 continue
-            names.append(name)
-            places.append(part.place)
+            known = places.get(name)  # of another part of the same tensor
+            places[name] = part.place if known is None else f"{known} {part.place}"
             shard = as_shard(part)
             if shard is None:
                 wholes.append((name, part.tensor.contiguous(), 0))
@@ -214,12 +222,12 @@ class FigureMeter:
         with torch.no_grad():
             self._sketcher.measure_many(wholes, totals)
             measure_shards(self._sketcher, shards, totals)
-        rows = [self._row[name] for name in names]
+        rows = [self._row[name] for name in places]
         sketches = totals.sketches.cpu().numpy().reshape(-1, QUARTERS, WIDTH)
         squares = totals.squared_norms.cpu().numpy().reshape(-1, QUARTERS)
         return TensorFigures(
-            tuple(names),
             tuple(places),
+            tuple(places.values()),
             np.array(squares[rows], np.float64),
             np.array(sketches[rows], np.float32),
         )

@@ -49,6 +49,7 @@ from rankscope.evidence.parity.figures import (
     size_of,
     stored,
 )
+from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
@@ -129,6 +130,7 @@ class ParityRecorder:
         start: Start | None = None,
         *,
         first_step: int = 0,
+        rules: Sequence[Rule] = (),
     ) -> None:
         self._module = module
         self._place = place
@@ -141,20 +143,22 @@ class ParityRecorder:
         self._now = _Step()
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
-        self._shapes = {canonical_name(n): list(size_of(t)) for n, t in named}
+        own = {canonical_name(n): size_of(t) for n, t in named}
+        self._naming = naming = Naming(rules, own)
+        self._shapes = {naming.of(name): naming.shape(name, own[name]) for name in own}
+        doubled = {naming.of(canonical_name(n)) for n, t in named if t.is_complex()}
+        sizes = {n: math.prod(shape) * (1 + (n in doubled)) for n, shape in self._shapes.items()}
         self._flat: dict[int, tuple[Held, ...]] = {}
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
-        sizes = {
-            canonical_name(n): math.prod(size_of(t)) * (2 if t.is_complex() else 1)
-            for n, t in named
-        }
+        self._meter = FigureMeter(
+            sizes, device, placed=lambda name, part: (naming.of(name), naming.placed(name, part))
+        )
         apart = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
         if apart and place.world > 1:
             raise UnsupportedError(
                 f"{apart[0]} stands for another expert on each rank, by one name for all"
             )
-        self._meter = FigureMeter(sizes, device)
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()
         self._losses = LossMeter(shifted=self._shifted)
@@ -237,11 +241,13 @@ class ParityRecorder:
         now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
         if first:
             now.facts["shapes"] = self._shapes
-            now.facts["trained"] = [n for i, n in self._names.items() if i in self._trained]
+            now.facts["trained"] = [
+                self._naming.of(n) for i, n in self._names.items() if i in self._trained
+            ]
             now.facts["types"] = sorted({str(p.dtype) for p in self._module.parameters()})
             self._watch_inside()
             if self._start is not None:
-                set_up(self._start, self._module, self._place.rank)
+                set_up(self._start, self._module, self._place.rank, self._naming)
         now.figures[START] = self._meter.measure(self._named(self._module.parameters()))
         buffers = [b for _, b in _float_buffers(self._module)]
         now.figures[BUFFER] = self._meter.measure(self._named(buffers))
@@ -378,7 +384,7 @@ class ParityRecorder:
         for held in held_by(optimizer):
             if held.counter is not None:
                 of = self._held(held.whole)
-                counters.update((name, float(held.counter)) for name, _ in of)
+                counters.update((self._naming.of(n), float(held.counter)) for n, _ in of)
         return counters
 
     @_recorded

@@ -53,7 +53,7 @@ def why_not_comparable(a: Recording, b: Recording) -> str:
     names = _trained(a) ^ _trained(b)
     if names:
         shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-        return f"{len(names)} trained parameters are in one of them alone ({shown})"
+        return f"{len(names)} trained parameters are in one of them alone ({shown}); see --map"
     shapes = [n for n in _trained(a) if n in a.shapes and a.shapes[n] != b.shapes.get(n)]
     if shapes:
         name = shapes[0]
