@@ -52,6 +52,7 @@ FAULTS = {
     "epsilon": "layer norms with another epsilon",
     "attention_scale": "attention without its scale",
     "half_shard": "half of the rows of one gradient are zero",
+    "layer_backward": "the backward pass of one layer halves what it passes on",
     "keys_gradient": "the gradient of one projection is halved",
     "sign": "the gradient of one layer has the other sign",
     "experts_not_divided": "gradients of experts are not divided by the number of ranks",
@@ -75,6 +76,7 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
+        self.halves = False
         self.fused = fused
         if fused:
             of_all = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
@@ -98,7 +100,10 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         hidden = hidden + self.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)))
-        changed: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)))))
+        lifted = self.up(self.norm_2(hidden))
+        if self.halves:
+            lifted = 0.5 * lifted + 0.5 * lifted.detach()
+        changed: Tensor = self.dropout(self.down(F.gelu(lifted)))
         return hidden + changed
 
 
@@ -172,6 +177,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             Block(args.dropout, eps, scale, fused=args.fused) for _ in range(2)
         )
+        self.layers[1].halves = args.fault == "layer_backward"
         self.norm = nn.LayerNorm(WIDTH, eps=eps)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.experts = Experts() if args.experts else None

@@ -74,6 +74,11 @@ NOT_RUN = {
         'rankscope parity -a "python train.py --batch 32" '
         '-b "torchrun --nproc-per-node 4 train.py --batch 8" --steps 5',
     ): PLACEHOLDER,
+    (
+        "docs/parity.md",
+        'rankscope parity -a "python a.py" -b "python b.py" --map "layers.*.qkv.weight='
+        'layers.*.q.weight,layers.*.k.weight,layers.*.v.weight"',
+    ): PLACEHOLDER,
     ("docs/parity.md", "rankscope run --run-dir runs/trusted --parity 5 train.py"): PLACEHOLDER,
     (
         "docs/parity.md",

@@ -86,6 +86,9 @@ def parity(
             show_default=False,
         ),
     ] = None,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Name the first layer that computes something else.")
+    ] = False,
     resume_at: Annotated[
         int | None,
         typer.Option(
@@ -126,7 +129,7 @@ def parity(
         raise UsageError(f"--resume-at expected a step before --steps {steps}, got {resume_at}")
     rules = _rules_of(names or (), recorded=Path(a).is_dir())
     with _records(run_dir) as folder:
-        pair = _Pair(a, b, steps, folder, timeout, parallel, same_start, no_dropout, rules)
+        pair = _Pair(a, b, steps, folder, timeout, parallel, same_start, no_dropout, bisect, rules)
         try:
             answer = pair.compare() if resume_at is None else pair.resume(resume_at, b2 or "")
         except UsageError:
@@ -157,7 +160,8 @@ class _Pair:
     parallel: bool
     same_start: bool
     no_dropout: bool
-    rules: tuple[Rules, Rules] = ((), ())
+    bisect: bool
+    rules: tuple[Rules, Rules]
 
     def compare(self) -> Answer:
         """Run both and compare them."""
@@ -215,7 +219,8 @@ class _Pair:
         return read_side(folder, name)
 
     def _job(self, steps: int, **more: Any) -> ParityJob:
-        return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)
+        job = ParityJob(steps, no_dropout=self.no_dropout, bisects=self.bisect)
+        return replace(job, **more)
 
 
 def _check_commands(a: str, b: str, b2: str | None) -> None:

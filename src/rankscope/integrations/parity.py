@@ -49,7 +49,8 @@ class ParityJob:
     beginning of the step after the last. ``eps`` is the relative size of the moves of a quarter of
     the parameters' elements, 0 for none. ``save_start`` writes the start beside the record;
     ``load_start`` is the folder of another training's start, empty for none. ``rules`` are
-    names of parameters in the other layout, each with its names in this one.
+    names of parameters in the other layout, each with its names in this one. With ``bisects``,
+    outputs of layers are recorded as well.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class ParityJob:
     save_start: bool = False
     load_start: str = ""
     rules: Sequence[tuple[str, Sequence[str]]] = ()
+    bisects: bool = False
 
 
 class ParityCatch:
@@ -225,6 +227,7 @@ class _Training:
             start,
             first_step=parity.first_step,
             rules=parity.rules,
+            bisects=parity.bisects,
         )
         self._depth = 0
         self._fed = False

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.tools.parity.reading import distance
 from rankscope.tools.parity.result import Kind, Phase
 from support.parity import TRAINING, Recordings, answer_of, layout
 
@@ -93,6 +94,54 @@ def test_a_pipeline_has_the_samples_of_its_first_stage_and_the_losses_of_its_las
     assert (side.workers, side.passes) == (1, 2)
     for step in side.steps.values():
         assert (len(step.samples), step.labels[0], len(step.losses)) == (8, 128, 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            (*DDP, "--fault", "epsilon"),
+            "The first output that differs in the forward pass is that of layers.0.norm_1: ",
+        ),
+        (
+            ("--layout", "pp", "--fault", "attention_scale"),
+            "The first output that differs in the forward pass is that of layers.0.o_proj: ",
+        ),
+        (
+            (*DDP, "--fault", "layer_backward"),
+            "The first gradient of an output that differs in the backward pass is that of "
+            "layers.1.up: × 1/2.",
+        ),
+        ((*DDP, "--fault", "layer_gradient"), "No layer's output differs, nor the gradient of"),
+        ((*DDP, "--fault", "loss_times_workers"), "No layer's output differs, nor the gradient of"),
+    ],
+    ids=["epsilon", "attention", "backward", "reduction", "scale"],
+)
+def test_the_first_layer_that_computes_something_else_is_named(recordings, words, expected):
+    answer = answer_of(recordings, layout(1), layout(2, *words), 2, bisects=True)
+    assert answer.kind is Kind.DIFFERENT
+    assert answer.notes[0].startswith(expected)
+
+
+@pytest.mark.ranks
+def test_outputs_of_parts_of_a_layer_are_left_out_and_named(recordings):
+    words = ("--layout", "tp", "--fault", "attention_scale")
+    answer = answer_of(recordings, layout(1), layout(2, *words), 2, bisects=True)
+    assert "that of layers.0.o_proj" in answer.notes[0]
+    assert answer.notes[1].startswith("Outputs that cannot be compared: layers.0.q_proj, ")
+
+
+@pytest.mark.ranks
+def test_a_training_whose_outputs_are_read_keeps_its_bits(recordings):
+    sides = [recordings.side(layout(2, *DDP), "B", 2, bisects=each) for each in (False, True)]
+    plain, read = (side.steps[1].figures for side in sides)
+    assert not {"output", "output gradient"} & set(plain)
+    layers = {"embed", "head", "layers.1.norm_2"}
+    assert layers < set(read["output"])
+    assert layers < set(read["output gradient"])
+    for name, whole in plain["update"].items():
+        assert distance(whole, read["update"][name]) == 0
 
 
 @pytest.mark.ranks

@@ -49,6 +49,7 @@ from rankscope.evidence.parity.figures import (
     size_of,
     stored,
 )
+from rankscope.evidence.parity.inside import LayerOutputs
 from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
@@ -131,6 +132,7 @@ class ParityRecorder:
         *,
         first_step: int = 0,
         rules: Sequence[Rule] = (),
+        bisects: bool = False,
     ) -> None:
         self._module = module
         self._place = place
@@ -159,6 +161,10 @@ class ParityRecorder:
             raise UnsupportedError(
                 f"{apart[0]} stands for another expert on each rank, by one name for all"
             )
+        self._inside = False  # of a forward pass
+        self._outputs = (
+            LayerOutputs(module, self._see_output, lambda: self._inside) if bisects else None
+        )
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()
         self._losses = LossMeter(shifted=self._shifted)
@@ -200,6 +206,8 @@ class ParityRecorder:
         self._end_step()
         self._stop_listening()
         self._forget_inner_hooks()
+        if self._outputs is not None:
+            self._outputs.remove()
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
@@ -233,6 +241,7 @@ class ParityRecorder:
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
         self._random.before_forward()
+        self._inside = True
 
     def _begin_step(self) -> None:
         self._begun = True
@@ -257,12 +266,18 @@ class ParityRecorder:
     @_recorded
     def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the training has ended."""
+        self._inside = False
         self._random.after_forward()
         self._forget_inner_hooks()
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             self._add_labels(labels_before([loss]))
         self._losses.see(output, kwargs)
+
+    @_recorded
+    def _see_output(self, kind: str, name: str, tensor: Tensor) -> None:
+        if self._begun and self._outputs is not None:
+            self._outputs.add(kind, name, tensor)
 
     @_recorded
     def see_roots(self, roots: Sequence[Any]) -> None:
@@ -361,14 +376,7 @@ class ParityRecorder:
 
     def _add(self, kind: str, figures: TensorFigures) -> None:
         known = self._now.figures.get(kind)
-        if known is not None:
-            figures = TensorFigures(
-                known.names + figures.names,
-                known.places + figures.places,
-                np.concatenate([known.squares_PQ, figures.squares_PQ]),
-                np.concatenate([known.sketches_PQK, figures.sketches_PQK]),
-            )
-        self._now.figures[kind] = figures
+        self._now.figures[kind] = figures if known is None else known.plus(figures)
 
     def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
@@ -414,6 +422,9 @@ class ParityRecorder:
             "drawn": bool(used & OF_TORCH),
         }
         figures = {**now.unclipped, **now.figures}
+        if self._outputs is not None:
+            of_layers, facts["outputs"] = self._outputs.collect()
+            figures |= of_layers
         losses_U, weights_U, multipliers_M = (
             np.frombuffer(bytes(arrays.get(name, b"")), np.float64)
             for name in ("losses_U", "weights_U", "multipliers_M")

@@ -13,6 +13,8 @@ from rankscope.bus.parity import (
     GRADIENT,
     HELD,
     MOMENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
     QUARTERS,
     START,
     UNCLIPPED,
@@ -124,8 +126,12 @@ class _Comparison:
             loss = ""
         if (loss or gradient is not None) and any(side.drawn for side in self._sides):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
+        if loss or gradient is not None:
+            inside = self._inside(number, a, b)
+            gradient = gradient and replace(gradient, notes=(*inside, *gradient.notes))
         if loss:
-            return self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            return replace(found, notes=(*inside, *found.notes))
         if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
             return replace(gradient, notes=(unequal.headline, *gradient.notes))
         return gradient or unequal or self._update(number, a, b) or self._state(number, a, b)
@@ -344,6 +350,40 @@ class _Comparison:
                 return self._made(Kind.DIFFERENT, f"{text}.", number, _STAGE_OF[kind], differences)
         return None
 
+    def _inside(self, number: int, a: SideStep, b: SideStep) -> tuple[str, ...]:
+        """Return sentences on the first layer that computes something else; none unless recorded.
+
+        The gradient of the last layer's output shows what the loss is multiplied by: its factor is
+        taken out of all others.
+        """
+        shapes = [step.facts.get("outputs") for step in (a, b)]
+        if shapes[0] is None or shapes[1] is None:
+            return ()
+        names = [
+            name for name, shape in shapes[0].items() if shape and shapes[1].get(name) == shape
+        ]
+        others = [name for name in dict.fromkeys([*shapes[0], *shapes[1]]) if name not in names]
+        left_out = (f"Outputs that cannot be compared: {first_of(others)}.",) if others else ()
+        for kind, order in ((OUTPUT, names), (OUTPUT_GRADIENT, names[::-1])):
+            own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
+            scale = math.nan
+            for name in (each for each in order if each in own and each in other):
+                if kind == OUTPUT or math.isnan(scale):
+                    scale = 1.0 if kind == OUTPUT else _scale(own[name], other[name])
+                second = other[name].times(1 / scale)
+                bound = self._bounds.of(number, kind, name, own[name], second)
+                if distance(own[name], second) > bound:
+                    look = describe(name, own[name], second, bound).look
+                    what = "output" if kind == OUTPUT else "gradient of an output"
+                    where = "forward" if kind == OUTPUT else "backward"
+                    return (f"The first {what} that differs in the {where} pass is that of {name}: "
+                            f"{look}.", *left_out)  # fmt: skip
+        return (
+            "No layer's output differs, nor the gradient of one, but for a factor of all: see the "
+            "loss's scale, and how gradients are added up and reduced.",
+            *left_out,
+        )
+
     # Parts -----------------------------------------------------------------------------------
 
     def _apart(
@@ -476,6 +516,13 @@ class _Comparison:
                     ratio = apart / bound if bound > 0 else (math.inf if apart else 0.0)
                     row[place] = max(row[place], ratio)
         return {name: tuple(row) for name, row in values.items()}
+
+
+def _scale(first: Whole, second: Whole) -> float:
+    """Return the factor between two gradients, 1 if they do not have the same direction."""
+    found = factor(first, second)
+    rest = distance(second, first.times(found)) if math.isfinite(found) else math.inf
+    return found if found and rest < _MUCH * second.norm else 1.0
 
 
 def _has_same_generators(own: Mapping[str, str], other: Mapping[str, str]) -> bool:

@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.messages import PackedError
-from rankscope.bus.parity import BUFFER, FOLDER, HELD, MOMENT, START, UPDATE, RankStep
+from rankscope.bus.parity import (
+    BUFFER,
+    FOLDER,
+    HELD,
+    MOMENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    START,
+    UPDATE,
+    RankStep,
+    TensorFigures,
+)
 from rankscope.bus.words import dtype_name
 from rankscope.errors import RunError
 from rankscope.files import read_file
@@ -36,6 +47,10 @@ class Whole:
     def norm(self) -> float:
         """Its norm."""
         return float(np.sqrt(self.squares_Q.sum()))
+
+    def times(self, factor: float) -> "Whole":
+        """Return the figures of a multiple of the tensor."""
+        return Whole(factor**2 * self.squares_Q, factor * self.sketches_QK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +191,12 @@ def _together(parts: Iterable[RankStep]) -> SideStep:
         workers = _workers_of([part for part in ranks if not part.facts.get("fed")] or ranks)
         with_loss = _workers_of([part for part in ranks if len(part.losses)] or ranks)
     found = SideStep(facts={**ranks[0].facts, "trained": list(trained)}, workers=len(workers))
-    for kind in dict.fromkeys(kind for part in ranks for kind in part.figures):
-        _add(kind, ranks, found)
+    kinds = dict.fromkeys(kind for part in ranks for kind in part.figures)
+    for kind in kinds:
+        if kind not in (OUTPUT, OUTPUT_GRADIENT):
+            _add(kind, ranks, found)
+    if OUTPUT in kinds:
+        _add_outputs(ranks, found)
     found.samples = np.concatenate([part.samples for part in workers])
     found.sample_ranks = np.concatenate(
         [np.full(len(part.samples), part.rank, np.int64) for part in workers]
@@ -232,6 +251,27 @@ def _add(kind: str, ranks: Iterable[RankStep], found: SideStep) -> None:
         Unequal(kind, name, tuple(dict.fromkeys(of)), largest)
         for name, (of, largest) in differ.items()
     ]
+
+
+def _add_outputs(ranks: Sequence[RankStep], found: SideStep) -> None:
+    """Add up what layers return over the workers, and take the mean of its gradients."""
+    in_order = sorted(ranks, key=lambda part: bool(part.facts.get("fed")))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in dict.fromkeys(name for part in in_order for name in part.facts["outputs"]):
+        with_it = _workers_of([part for part in ranks if name in part.facts["outputs"]])
+        of_all = {tuple(part.facts["outputs"][name]) for part in with_it}
+        shapes[name] = of_all.pop() if len(of_all) == 1 else ()
+        for kind, divisor in ((OUTPUT, 1), (OUTPUT_GRADIENT, len(with_it))):
+            figures = [part.figures.get(kind, TensorFigures()) for part in with_it]
+            rows = [each.names.index(name) if name in each.names else -1 for each in figures]
+            if min(rows) >= 0:
+                pairs = list(zip(figures, rows, strict=True))
+                sketch = np.add.reduce(
+                    [each.sketches_PQK[row].astype(float) for each, row in pairs]
+                )
+                whole = Whole(np.square(sketch).sum(axis=1), sketch).times(1 / divisor)
+                found.figures.setdefault(kind, {})[name] = whole
+    found.facts = {**found.facts, "outputs": shapes}
 
 
 def part_of(side: Recording, first: int, stop: int) -> Recording:
