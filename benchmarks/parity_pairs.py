@@ -65,6 +65,9 @@ _PROJECTIONS = tuple(f"layers.*.{letter}_proj.weight" for letter in "qkv")
 SPLIT = (("layers.*.qkv.weight", _PROJECTIONS),)
 
 
+TIED = (("embed.weight", ("head.weight",)),)
+
+
 def _healthy(seed: int) -> list[Pair]:
     more = ("--seed", str(seed))
     drop = "--dropout .1"
@@ -103,6 +106,8 @@ def _healthy(seed: int) -> list[Pair]:
         pair("pipeline × FSDP2", (1, ""), (4, "--layout pp_fsdp2")),
         pair("fused and split projections", (1, "--fused"), (2, "--layout ddp"), rules=SPLIT),
         pair("fused and split, FSDP2", (1, "--fused"), (2, "--layout fsdp2"), rules=SPLIT),
+        pair("tied weights, pipeline", (1, "--tied"), (2, "--layout pp --tied"), rules=TIED),
+        pair("a teacher, accumulation", (1, "--teacher"), (1, "--teacher --accumulate 4")),
         pair("experts 1 and 2", (1, "--experts"), (2, "--layout ep --experts")),
         pair("experts 1 and 4", (1, "--experts"), (4, "--layout ep --experts")),
     ]  # fmt: skip
@@ -166,6 +171,17 @@ def _faulty() -> list[Pair]:
         pair("experts_not_divided", "gradient", "experts.experts", "--layout ep --experts",
              "--experts", report="pytorch#160285"),
         pair("layer_update", "update", _LAYER, "--layout pp"),
+        pair("half_mesh", "gradient", ALL, "--layout hsdp", "", 4, "Automodel#3135"),
+        pair("sum_over_tokens", "gradient", b="--layout pp", report="torchtitan#2972"),
+        pair("tied_apart", "gradient", "embed.weight", "--layout pp --tied", "--tied",
+             report="Megatron-LM#656", rules=TIED),
+        pair("smoothing_of_part", "loss", b=f"{two} --smoothing .1", a="--smoothing .1",
+             report="Megatron-LM#7464"),
+        pair("sharded_twice", "samples", report="accelerate#3547"),
+        pair("router_gradient", "gradient", "experts.router.weight", "--layout ep --experts",
+             "--experts", report="Megatron-LM#3672"),
+        pair("teacher_each_pass", "start", "teacher.weight", "--teacher --accumulate 4",
+             "--teacher", 1, "lightly-train#968"),
         pair("loss_times_workers", "gradient", b=f"{two} --autocast", a="--autocast"),
         pair("layer_gradient", "gradient", _LAYER, f"{two} --autocast", "--autocast"),
         pair("learning_rate", "update", b=f"{two} --bf16", a="--bf16"),

@@ -6,6 +6,7 @@ It knows nothing of rankscope. Run it by itself or under ``torchrun``:
 """
 
 import argparse
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,13 @@ FAULTS = {
     "epsilon": "layer norms with another epsilon",
     "attention_scale": "attention without its scale",
     "half_shard": "half of the rows of one gradient are zero",
+    "half_mesh": "each replica of HSDP reduces by itself",
+    "sum_over_tokens": "a pipeline's loss is a sum, and nobody divides its gradient",
+    "tied_apart": "gradients of tied weights on two stages are not added",
+    "smoothing_of_part": "the labels are smoothed over a part of the vocabulary",
+    "sharded_twice": "what is a rank's share is cut for the ranks once more",
+    "router_gradient": "the gradient of the router is divided by the number of ranks",
+    "teacher_each_pass": "a teacher follows in each micro-batch, not in each step",
     "layer_backward": "the backward pass of one layer halves what it passes on",
     "keys_gradient": "the gradient of one projection is halved",
     "sign": "the gradient of one layer has the other sign",
@@ -181,9 +189,23 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(WIDTH, eps=eps)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.experts = Experts() if args.experts else None
+        if args.tied:
+            self.head.weight = self.embed.weight
+        self.teacher = nn.Linear(WIDTH, VOCABULARY, bias=False) if args.teacher else None
+        if self.teacher is not None:
+            self.teacher.requires_grad_(False)
+        self.follows_in_pass = args.fault == "teacher_each_pass"
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Move the teacher towards the head."""
+        if self.teacher is not None:
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[B, L, V]``."""
+        if self.follows_in_pass:
+            self.follow()
         hidden = self.embed(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
@@ -231,6 +253,9 @@ def batch_of(
     ids = list(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
     if args.fault == "same_samples":
         worker = 0
+    if args.fault == "sharded_twice":
+        ids = [i for n in range(workers) for i in range(step * 8 + n * 64, step * 8 + n * 64 + 8)]
+        ids = ids[worker::workers]
     if args.fault == "other_samples":
         draw = torch.Generator().manual_seed(worker * 77 + step)
         ids = torch.randperm(512, generator=draw)[:GLOBAL_BATCH].tolist()
@@ -300,7 +325,7 @@ def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         shape = (2, world // 2) if args.layout == "hsdp" else (world,)
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        more: dict[str, Any] = {"mesh": mesh}
+        more: dict[str, Any] = {"mesh": mesh["shard"] if args.fault == "half_mesh" else mesh}
         if args.mixed:
             more["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in model.layers:  # type: ignore[union-attr]
@@ -412,6 +437,8 @@ def spoil(named: list[tuple[str, nn.Parameter]], fault: str, kept: dict[str, Ten
             continue
         chosen = "layers.1.up.weight" in name
         grad = local(p.grad)
+        if fault == "router_gradient" and "router" in name:
+            grad.div_(dist.get_world_size())
         if fault == "keys_gradient" and "layers.1.k_proj" in name:
             grad.mul_(0.5)
         if fault == "layer_gradient" and chosen:
@@ -458,6 +485,9 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--zero", action="store_true")
     parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--teacher", action="store_true")
+    parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--fused", action="store_true", help="one projection for q, k and v")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
@@ -537,6 +567,8 @@ def train(
         if args.fault == "moments_bf16":
             round_moments(optimizer)
         optimizer.zero_grad()
+        if args.teacher and args.fault != "teacher_each_pass":
+            model.follow()  # type: ignore[operator]
         if step + 1 == args.save_at and (not dist.is_initialized() or dist.get_rank() == 0):
             torch.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
@@ -593,13 +625,17 @@ def run_pipeline(
         groups = [dist.new_group([r for r in ranks if r // STAGES == n])
                   for n in range(len(ranks) // STAGES)]  # fmt: skip
         part = PipelineStage(model, stage, STAGES, torch.device("cpu"), group=groups[replica])
-        SCHEDULES.append(Schedule1F1B(part, args.micro_batches, loss_fn=_loss_of_stage))
+        sums = args.fault == "sum_over_tokens"
+        loss = functools.partial(_loss_of_stage, reduction="sum" if sums else "mean")
+        SCHEDULES.append(Schedule1F1B(part, args.micro_batches, loss_fn=loss, scale_grads=not sums))
     tokens, labels = batch_of(args, step, 0, worker, workers)
     SCHEDULES[0].step(*[tokens] * (stage == 0), **{"target": labels} if stage else {})
+    if args.tied and args.fault != "tied_apart":
+        dist.all_reduce((model.head if stage else model.embed).weight.grad)  # type: ignore[union-attr]
 
 
-def _loss_of_stage(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def _loss_of_stage(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
 def step_without_gradient(
@@ -671,7 +707,10 @@ def backward(
             loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") * workers / total
             loss.backward()
             return
-        loss = F.cross_entropy(logits, labels.flatten())
+        loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=args.smoothing)
+        if args.fault == "smoothing_of_part":
+            part = logits.log_softmax(-1)[:, : VOCABULARY // 2]
+            loss = F.cross_entropy(logits, labels.flatten()) * 0.9 - 0.1 * part.mean()
         if args.fault == "loss_times_workers":
             loss = loss * workers
         if args.fault != "loss_not_divided":

@@ -18,7 +18,7 @@ from support.parity import Recordings, answer_of, layout, record
 
 OPTIONS = {
     *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
-    *("--resume-at", "--timeout", "--run-dir", "--json", "--html", "--map"),
+    *("--resume-at", "--timeout", "--run-dir", "--json", "--html", "--map", "--bisect"),
 }
 PYTHON = shlex.quote(sys.executable)
 

@@ -89,6 +89,35 @@ def test_a_layer_of_a_later_stage_and_an_expert_are_named(recordings):
 
 
 @pytest.mark.ranks
+def test_replicas_that_reduce_by_themselves_have_the_samples_of_all(recordings):
+    words = ("--layout", "hsdp", "--fault", "half_mesh")
+    answer = answer_of(recordings, layout(1), layout(4, *words), 1)
+    assert (answer.stage, len(answer.differences)) == (Phase.GRADIENT, 28)
+    assert any("rank 2, 3 hold" in note or "ranks 2, 3 hold" in note for note in answer.notes)
+
+
+@pytest.mark.ranks
+def test_a_teacher_that_follows_in_each_pass_is_found_at_the_next_start(recordings):
+    sides = layout(1, "--teacher"), layout(1, "--teacher", "--accumulate", "2")
+    assert answer_of(recordings, *sides, 2).kind is Kind.SAME
+    wrong = layout(1, "--teacher", "--accumulate", "2", "--fault", "teacher_each_pass")
+    answer = answer_of(recordings, sides[0], wrong, 2)
+    assert (answer.stage, answer.step) == (Phase.START, 1)
+    assert [each.name for each in answer.differences] == ["teacher.weight"]
+
+
+@pytest.mark.ranks
+def test_tied_weights_on_two_stages_are_one_parameter(recordings):
+    rules = [("embed.weight", ["head.weight"])]
+    words = ("--layout", "pp", "--tied")
+    sides = layout(1, "--tied"), layout(2, *words)
+    assert answer_of(recordings, *sides, 2, rules_b=rules).kind is Kind.SAME
+    apart = layout(2, *words, "--fault", "tied_apart")
+    answer = answer_of(recordings, sides[0], apart, 2, rules_b=rules)
+    assert (answer.stage, answer.differences[0].name) == (Phase.GRADIENT, "embed.weight")
+
+
+@pytest.mark.ranks
 def test_a_pipeline_has_the_samples_of_its_first_stage_and_the_losses_of_its_last(recordings):
     side = recordings.side(layout(2, "--layout", "pp"), "B", 3)
     assert (side.workers, side.passes) == (1, 2)

@@ -115,6 +115,7 @@ class _Comparison:
             if found is not None:
                 return found
         found = self._unequal(number, a, b, START)
+        found = found or (None if first else self._frozen(number, a, b))
         found = found or self._samples(number, a, b) or self._labels(number, a, b)
         if found is not None:
             return found
@@ -149,6 +150,17 @@ class _Comparison:
             what = "parameter" if found else "buffer"
             return self._different(number, Phase.START, found or buffers, words, what)
         return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
+
+    def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
+        trained = _trained(self._a)
+        found = [d for d in self._apart(number, START, a, b) if d.name not in trained]
+        if not found:
+            return None
+        self._compared = len(self._a.shapes.keys() - trained)
+        return self._different(
+            number, Phase.START, found, "the start differs in what is not trained"
+        )
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare the random generators rank by rank: of a resumption in the same layout."""

@@ -214,11 +214,19 @@ def _together(parts: Iterable[RankStep]) -> SideStep:
 
 
 def _workers_of(ranks: Sequence[RankStep]) -> list[RankStep]:
-    """Return one rank of each worker: where it is not known which ranks share one, by samples."""
-    data = ranks[0].facts["data_ranks"]
-    if data:
-        return [part for part in ranks if part.rank in data] or [ranks[0]]
-    return list({np.sort(part.samples).tobytes(): part for part in reversed(ranks)}.values())
+    """Return one rank of each worker: those that reduce together, and others with other samples."""
+    together = set(ranks[0].facts["data_ranks"])
+    workers = [part for part in ranks if part.rank in together]
+    seen = {_order_free(part) for part in workers}
+    for part in ranks:
+        if part.rank not in together and len(part.samples) and _order_free(part) not in seen:
+            workers.append(part)
+            seen.add(_order_free(part))
+    return workers or [ranks[0]]
+
+
+def _order_free(part: RankStep) -> bytes:
+    return np.sort(part.samples).tobytes()
 
 
 def _add(kind: str, ranks: Iterable[RankStep], found: SideStep) -> None:
