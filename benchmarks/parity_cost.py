@@ -2,7 +2,7 @@
 
     python benchmarks/parity_cost.py --rounds 3
 
-A transformer of 10 million parameters, 1 against 4 workers.
+A transformer of 10 million parameters, 1 against 4 workers, 5 steps.
 """
 
 import argparse
@@ -31,11 +31,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=320, help="of the model; a multiple of 5")
     args = parser.parse_args()
     each = 16 // args.workers
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    one = [sys.executable, str(SCRIPT)]
-    many = [*torchrun, str(args.workers), str(SCRIPT), "--batch", str(each)]
+    script = [str(SCRIPT), "--width", str(args.width)]
+    one = [sys.executable, *script]
+    many = [*torchrun, str(args.workers), *script, "--batch", str(each)]
     compared = [sys.executable, "-m", "rankscope", "parity", "-a", " ".join(one)]
     compared += ["-b", " ".join(many), "--steps", str(args.steps)]
     plain_steps = ["--steps", str(args.steps)]

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=16)
-parser.add_argument("--steps", type=int, default=5)
+parser.add_argument("--steps", type=int, default=0, help="0: more than a comparison lets it")
+parser.add_argument("--width", type=int, default=320)
 chosen = parser.parse_args()
-VOCABULARY, WIDTH, LENGTH = 4096, 320, 64
+VOCABULARY, WIDTH, LENGTH = 4096, chosen.width, 64
 
 
 class Model(nn.Module):
@@ -45,7 +46,7 @@ if world > 1:
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-for step in range(chosen.steps):
+for step in range(chosen.steps or 100):
     draw = torch.Generator().manual_seed(step)
     rows = torch.randint(VOCABULARY, (chosen.batch * world, LENGTH + 1), generator=draw)
     own = rows[rank::world]

@@ -90,6 +90,7 @@ NOT_RUN = {
         '-b2 "python train.py --resume" --steps 6 --resume-at 3',
     ): PLACEHOLDER,
     ("docs/parity.md", "python benchmarks/parity_frameworks.py"): BENCHMARK,
+    ("docs/parity.md", "python benchmarks/parity_cost.py --rounds 1"): BENCHMARK,
     ("docs/parity.md", "PYTHONPATH=tests python benchmarks/parity_pairs.py --seeds 3"): BENCHMARK,
     ("docs/doctor.md", "torchrun --nproc-per-node 4 -m rankscope doctor"): TORCHRUN,
     (

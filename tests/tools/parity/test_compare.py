@@ -105,6 +105,24 @@ def test_a_factor_of_all_is_told_with_what_it_may_be():
     )
 
 
+def test_an_update_that_the_type_rounds_away_is_noted():
+    def small(step, kind, name, values):
+        return 1e-3 * values if kind == UPDATE else values
+
+    def lost(step, kind, name, values):
+        return 0 * values if (kind, name) == (UPDATE, "norm") else small(step, kind, name, values)
+
+    fine = training(small)
+    coarse = replace(training(lost), name="B", types=("torch.bfloat16",))
+    answer = compare(Bounds(fine, coarse))
+    assert answer.kind is Kind.SAME
+    assert answer.notes == (
+        "Rounding to the type of B's parameters loses the whole update of norm.",
+    )
+    found = compare(Bounds(fine, replace(coarse, types=fine.types)))
+    assert (found.stage, found.differences[0].look) == (Phase.UPDATE, "zero in B")
+
+
 def test_a_value_that_is_not_finite_differs():
     def act(values):
         values[3] = np.nan

@@ -307,6 +307,7 @@ class _Comparison:
     def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         found = self._apart(number, UPDATE, a, b)
         if not found:
+            self._note_lost(a, b)
             return None
         words = _counters_apart(a.counters, b.counters)
         if words:
@@ -317,6 +318,19 @@ class _Comparison:
         return self._different(
             number, Phase.UPDATE, found, "the update differs, and the gradient does not"
         )
+
+    def _note_lost(self, a: SideStep, b: SideStep) -> None:
+        """Note updates that a side's type rounds away altogether."""
+        pairs = _both(a, b, UPDATE)
+        for side, lost in (
+            (self._a, [name for name, own, other in pairs if not own.norm and other.norm]),
+            (self._b, [name for name, own, other in pairs if own.norm and not other.norm]),
+        ):
+            if lost and not any(note.startswith("Rounding") for note in self._notes):
+                self._note(
+                    f"Rounding to the type of {side.name}'s parameters loses the whole update of "
+                    f"{first_of(lost)}."
+                )
 
     def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(MOMENT)})
