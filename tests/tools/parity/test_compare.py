@@ -123,6 +123,18 @@ def test_an_update_that_the_type_rounds_away_is_noted():
     assert (found.stage, found.differences[0].look) == (Phase.UPDATE, "zero in B")
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
+    frozen = ["embed", "up"]
+    a, moved = (training(seed=seed, trained=frozen) for seed in (0, 9))
+    b = training(of(START, "norm", first, lambda v: 1.5 * v), trained=frozen)
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert (answer.stage, answer.step, answer.is_exact) == (Phase.START, first, first == 0)
+    assert [each.name for each in answer.differences] == ["norm"]
+    trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
+    assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
+
+
 def test_a_value_that_is_not_finite_differs():
     def act(values):
         values[3] = np.nan

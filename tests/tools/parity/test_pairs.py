@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tools.parity.reading import distance
+from rankscope.tools.parity.reading import distance, read_side
 from rankscope.tools.parity.result import Kind, Phase
-from support.parity import TRAINING, Recordings, answer_of, layout
+from support.parity import TRAINING, Recordings, answer_of, layout, record
 
 DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
+BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
 
@@ -171,6 +172,20 @@ def test_a_training_whose_outputs_are_read_keeps_its_bits(recordings):
     assert layers < set(read["output gradient"])
     for name, whole in plain["update"].items():
         assert distance(whole, read["update"][name]) == 0
+
+
+@pytest.mark.ranks
+def test_stages_of_a_pipeline_by_hand_end_together(tmp_path):
+    code, said = record(
+        tmp_path, layout(4, script=BY_HAND, variables={"TRAINED": str(tmp_path)}), 2
+    )
+    assert code == 0, said
+    side = read_side(tmp_path, "A")
+    assert (sorted(side.steps), side.workers) == ([0, 1], 2)
+    assert [(len(s.samples), s.labels[0], len(s.losses)) for s in side.steps.values()] == [
+        (8, 8, 2)
+    ] * 2
+    assert set(side.steps[0].figures["gradient"]) == {"0.weight", "0.bias", "weight", "bias"}
 
 
 @pytest.mark.ranks
