@@ -40,7 +40,6 @@ ELSEWHERE = {
     "gpu": "test_gpu_script",
     "launches": "gradients/test_launches",
     "live_page": "test_benchmarks",
-    "mutants": "test_mutants",
     "outside": "test_outside",
     "peers": "test_outside",
     "rounding_growth": "study/test_rounding",
@@ -57,6 +56,7 @@ WITHOUT_A_COMPILER = ("reference_step",)
 """They count no memory then, for which they need that library, too."""
 
 NOT_HERE = {
+    "mutants": "runs the tests themselves, for hours",
     "gallery pictures": "draw what minutes of the fault bench have recorded",
     "parity_frameworks": "needs the environments of other frameworks",
     "detection_faults detection_null detection_outside": "are parts of detection.py",

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,25 +35,3 @@ def test_killed_ranks_and_a_killed_agent_keep_their_promises():
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
     assert said.count("good") == 2, said
-
-
-@pytest.fixture
-def kept(chaos):
-    """What an accident that does no harm leaves, of a training that is promised all steps."""
-    steps = list(range(chaos.STEPS))
-    return chaos.Outcome([0, 0], ["same"] * 2, [chaos.STEPS] * 2, 1.0, "", [], steps, "complete")
-
-
-@pytest.mark.parametrize(
-    ("change", "seconds", "word"),
-    [
-        ({"exits": [0, None]}, 0.0, "hangs"),
-        ({"bits": ["same", "other"]}, 0.0, "other bits"),
-        ({}, 1000.0, "longer"),
-    ],
-)
-def test_harm_is_seen(chaos, kept, change, seconds, word):
-    kind = next(kind for kind in chaos.KINDS if kind.hits is chaos.Hits.MONITOR)
-    assert list(chaos.harm(kind, kept, kept, 0.0)) == []
-    [harm] = chaos.harm(kind, replace(kept, **change), kept, seconds)
-    assert word in harm

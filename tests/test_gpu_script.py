@@ -1,6 +1,5 @@
 """What `make gpu` runs, in small and without an accelerator, and the page that it fills."""
 
-import json
 import os
 import subprocess
 import sys
@@ -59,28 +58,3 @@ def test_without_an_accelerator_one_line_says_so():
     assert said.startswith("Nothing was measured: torch ")
     assert said.count("\n") == 1
     assert written() == before
-
-
-def row(what, value, **more):
-    facts = {"unit": "ms", "device": "a device", "torch": "2.13", "date": "2030-01-01"}
-    return {"what": what, "value": value, **facts, **more}
-
-
-def test_rows_are_written_and_the_others_stay(tmp_path):
-    gpu = load_benchmark("gpu")
-    target = tmp_path / "performance.md"
-    first, second, *_ = page.PARTS["study"].rows
-    gpu._save(target, "study", [row(second, 1.5, low=1.0, high=2.0)])
-    gpu._save(target, "study", [row(first, 12), row(second, "not possible here: why")])
-    gpu._save(target, "study", [row(second, 2.5)])
-    results = json.loads(target.with_suffix(".json").read_text())
-    known = json.loads(PAGE.with_suffix(".json").read_text())
-    assert {name: results[name] for name in known} == known
-    assert [each["value"] for each in results["gpu study"]] == [12, 2.5]
-    text = target.read_text()
-    assert f"| {second} | 2.500 ms |" in text
-    assert "On a device, torch 2.13, 2030-01-01." in text
-    rows = page.PARTS["study"].rows
-    assert f"All {len(rows)} rows: {page.NOT_MEASURED}." in PAGE.read_text()
-    others = PAGE.read_text().count(page.NOT_MEASURED) - 1  # the line of this part
-    assert text.count(page.NOT_MEASURED) == others + len(rows) - 2

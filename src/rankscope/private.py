@@ -470,6 +470,13 @@ USES = (
         "parameters have longer names",
     ),
     Use(
+        "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
+        "_BaseDataLoaderIter _dataset _workers",
+        "wrappers.loading",
+        "what a data loader yields, before the training changes it, and whether it has processes",
+        "samples are told apart by the inputs of the model alone",
+    ),
+    Use(
         "torch.distributed.tensor.DTensor",
         "_local_tensor",
         "evidence.state.probe",

@@ -21,8 +21,7 @@ from rankscope.bus.probe import (
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.bundle import find_bundles, load_bundle
-from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
+from rankscope.evidence.canary.cost import StepMemory
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
@@ -216,37 +215,6 @@ def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_ann
     assert len(job.lines) == 1
 
 
-@pytest.mark.parametrize(("factor", "severity"), [(1.01, "error"), (1 + 2**-20, "warning")])
-def test_a_worker_that_computes_slightly_otherwise_from_the_start_is_named(
-    factor, severity, tmp_path
-):
-    job = Job(4, run_dir=tmp_path)
-    job.workers[2].model.head.register_forward_hook(lambda head, args, output: output * factor)
-    job.run(60)
-    assert job.verdicts() == [("compute.worker_outlier", severity, (2,))]
-    [path] = find_bundles(tmp_path)
-    bundle = load_bundle(path)
-    assert bundle.verdict is not None
-    assert bundle.verdict.ranks == (2,)
-    assert bundle.versions["torch"] == torch.__version__
-    given = [make_batch(rank, bundle.step) for rank in (bundle.suspect, bundle.peer)]
-    for batch, expected in zip(bundle.batches, given, strict=True):
-        assert batch.arrays[0].tolist() == expected["input_ids"].tolist()
-
-
-def test_a_finding_leads_to_a_canary_of_its_worker_and_to_a_bundle(tmp_path):
-    job = Job(3, every=10_000, run_dir=tmp_path, lag=1)
-    job.run(60)  # that of the schedule
-    job.run(40, [OUTLIER])
-    assert len(job.ran) == 2
-    assert job.seen[job.ran[1]].workers["canary_of"].tolist() == [1, 1, 1]
-    [path] = find_bundles(tmp_path)
-    bundle = load_bundle(path)
-    assert (bundle.reason, bundle.suspect, bundle.peer) == ("rank-1", 1, 2)
-    assert bundle.finding == OUTLIER
-    assert bundle.results is not None
-
-
 def test_all_run_it_in_the_same_step_or_it_is_put_off_further_ahead(tmp_path):
     job = Job(4, every=10_000, run_dir=tmp_path).run(60)
     first = list(job.ran)
@@ -280,21 +248,6 @@ def test_while_gradients_are_held_none_runs_that_nobody_asked_for(caplog):
     asked = Job(2, every=100)
     asked.set_to_none = False
     assert len(asked.run(60).ran) == 1
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: out of memory"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
-        MemoryError(),
-    ],
-)
-def test_a_lack_of_memory_is_told_from_other_errors(error):
-    assert is_out_of_memory(error)
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_a_canary_that_finds_no_memory_is_the_last_one(caplog):

@@ -1,7 +1,5 @@
 """Undoing what losses were multiplied by, against gradients of the loss as it is."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -96,29 +94,3 @@ def test_gradients_are_those_of_the_loss_as_it_is(factors):
         )
     else:
         assert [len(norms) for norms in undone.micro_norms] == [0] * W
-
-
-@pytest.mark.parametrize("unknown", [np.nan])
-def test_workers_whose_scale_is_unknown_share_that_of_the_others(unknown):
-    step, true_WK, *_ = seen_by_hooks([[1024.0]] * W)
-    scales_W = np.array([1024.0, unknown, 1024.0, unknown])
-    step = replace(step, workers={**step.workers, "grad_scale": scales_W})
-    undone = undo_common_scale(step)
-    np.testing.assert_allclose(
-        undone.workers["grad_norm"], np.linalg.norm(true_WK, axis=1), rtol=1e-12
-    )
-    np.testing.assert_array_equal(undone.workers["grad_scale"], scales_W)
-
-
-@pytest.mark.parametrize("factor", [4.0])
-def test_a_worker_whose_loss_alone_is_scaled_otherwise_stays_visible(factor):
-    factors = np.full((W, 1), 1024.0)
-    factors[2] *= factor
-    step, true_WK, *_ = seen_by_hooks(factors)
-    undone = undo_common_scale(step)
-    expected_W = np.linalg.norm(true_WK, axis=1)
-    expected_W[2] *= abs(factor)
-    np.testing.assert_allclose(undone.workers["grad_norm"], expected_W, rtol=1e-12)
-    true_WK[2] *= factor
-    np.testing.assert_allclose(undone.sketches_WK, true_WK, rtol=FLOAT32)
-    assert undone.workers["grad_scale"][2] == 1024.0 * factor

@@ -42,9 +42,6 @@ def trained(tmp_path_factory):
 
     In the first training, "mended", for three seconds; in the second, "broken", until something
     has not arrived, and the connection breaks; in the third, "cut", for good.
-
-    Returns:
-        The folder of the records, what the ranks found, and what they printed.
     """
     folder = tmp_path_factory.mktemp("two hosts")
     with TwoHosts(folder / "hosts") as hosts:

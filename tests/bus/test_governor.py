@@ -1,6 +1,5 @@
 """The governor on simulated jobs: it finds the right interval, keeps to it, and never disagrees."""
 
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -129,22 +128,6 @@ def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
     assert job.governor.summary()["within_budget"] is False
     assert max(job.intervals) == 8  # before it knew what an unobserved step costs
     assert "cannot meet" in str(job.governor.decisions[-1])
-
-
-def test_the_summary_is_json_and_tells_what_happened():
-    job = Job(base=0.001, observed=0.031).run(2000)
-    summary = json.loads(json.dumps(job.governor.summary(), allow_nan=False))
-    assert summary["every"] == 1
-    assert summary["interval"] == 4
-    assert summary["observed_step_seconds"] == pytest.approx(0.031)
-    assert summary["unobserved_step_seconds"] == pytest.approx(0.001)
-    assert summary["plain_step_seconds"] == pytest.approx(1.0)
-    assert summary["overhead"] == pytest.approx(job.share(1000), rel=1e-6)
-    assert summary["overhead_without_governor"] == pytest.approx(0.031)
-    assert [change["interval"] for change in summary["changes"]] == [4]
-    text = str(job.governor.decisions[0])
-    assert "every 4 steps instead of every 1" in text
-    assert "3.10%" in text
 
 
 def short_steps(plain, fixed, budget=0.01, always=0):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from rankscope.bus.bundles import ReplayBundle, save_bundle
+from rankscope.bus.canary import CanaryResults, judge
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli import main
 from rankscope.evidence.canary.batch import capture_batch
-from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
-from rankscope.evidence.canary.verdict import CanaryResults, judge
 from rankscope.record import RunWriter
 from support.forked_ranks import run_on_ranks
 from support.models import TinyLM, make_batch, make_model

@@ -1,6 +1,4 @@
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,19 +7,13 @@ from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
 from rankscope.errors import UsageError
-from report.recorded_runs import record_run, record_study, with_everything
+from report.recorded_runs import record_run, with_everything
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("formats") / "run"
     return record_run(place, num_workers=4, num_steps=16, change=with_everything).path
-
-
-@pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("formats") / "study"
-    return record_study(place, readings=("sharded",), num_steps=4)
 
 
 def call(*arguments: str | Path) -> Result:
@@ -56,18 +48,6 @@ def test_standard_output_holds_the_file_alone(run_dir: Path):
     told = json.loads(call(run_dir, "--format", "json", "--output", "-").stdout)
     assert told["kind"] == "run"
     assert call(run_dir, "--format", "md", "--output", "-", "--fail-on", "note").exit_code == 1
-
-
-def test_a_run_whose_name_is_no_utf8(run_dir: Path, tmp_path: Path):
-    run = tmp_path / os.fsdecode(b"mod\xe8le")
-    shutil.copytree(run_dir, run)
-    for options in ([], ["--json"], ["--format", "html,md,json,png"]):
-        assert call(run, *options).exit_code == 0
-    assert "Written: " in call(run, "--format", "md").stdout
-    assert "mod?le" in call(run, "--format", "md", "--output", "-").stdout
-    assert "mod?le" in (run / "report.html").read_text("utf-8")
-    assert "mod?le" in (run / "report.md").read_text("utf-8")
-    assert json.loads((run / "report.json").read_text("utf-8"))["path"] == str(run)
 
 
 def test_the_name_of_the_output_chooses_the_format(run_dir, tmp_path):

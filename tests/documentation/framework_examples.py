@@ -39,16 +39,7 @@ def _script(command: Command) -> int | None:
 def run_examples(
     page: str, folder: str | Path, before: Callable[[], None] = lambda: None
 ) -> dict[str, dict[str, Any]]:
-    """Run the examples of a page on one rank; every rank calls it.
-
-    Args:
-        page: The page, from the project's root.
-        folder: Where they get a working directory.
-        before: What makes a rank as good as new.
-
-    Returns:
-        By command: its working directory ``place``, and ``problem`` (a traceback, or nothing).
-    """
+    """Run the examples of a page on one rank; every rank calls it."""
     place = Path(folder) / "examples" / Path(page).stem
     place.mkdir(parents=True, exist_ok=True)
     results = {}
@@ -78,12 +69,7 @@ def _run(command: Command, place: Path) -> None:
 
 
 def assert_example_ran(command: Command, ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Assert that an example ran on all ranks, and that its report reads as on the page.
-
-    Args:
-        command: The command.
-        ranks: What ``run_examples`` returned, by rank.
-    """
+    """Assert that an example ran on all ranks, and that its report reads as on the page."""
     for rank in ranks:
         assert rank[str(command)]["problem"] == "", rank[str(command)]["problem"]
     report, shown = _report(command)

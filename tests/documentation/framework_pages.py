@@ -33,17 +33,7 @@ def python_blocks(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: str | Path, uses: list[Use]) -> dict[str, dict[str, Any]]:
-    """Run all Python blocks of a page on one rank; every rank calls it.
-
-    Args:
-        page: The page, from the project's root.
-        folder: Where each block gets a working directory of its own.
-        uses: What to do with each block, in order. A block may use what those before it made.
-
-    Returns:
-        By block: ``times`` it was run, ``run`` (the directory), ``signals`` and ``problem`` (a
-        traceback, or nothing).
-    """
+    """Run all Python blocks of a page on one rank; every rank calls it."""
     kept: Names = {}
     results = {}
     for number, (block, use) in enumerate(zip(python_blocks(page), uses, strict=True)):
@@ -75,15 +65,7 @@ def _run(block: Block, place: Path, kept: Names, use: Use) -> dict[str, Any]:
 
 
 def assert_block_ran(block: Block, ranks: list[dict[str, dict[str, Any]]]) -> Run:
-    """Assert that a block ran on all ranks, and that its run holds what the ranks saw.
-
-    Args:
-        block: The block.
-        ranks: What ``run_page`` returned, by rank.
-
-    Returns:
-        The run.
-    """
+    """Assert that a block ran on all ranks, and that its run holds what the ranks saw."""
     results = [rank[str(block)] for rank in ranks]
     for result in results:
         assert result["problem"] == "", result["problem"]

@@ -18,9 +18,9 @@ from cli.test_replay import make_bundle
 from documentation.blocks import PAGES, ROOT, blocks, commands
 from documentation.framework_examples import examples
 from documentation.tables import ADAPTERS, IN_RANKS, NOT_RUN
+from rankscope.bus.bundles import save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.main import NAME, app
-from rankscope.evidence.canary.bundle import save_bundle
 from record.run_files import write
 from record.step_reports import make_report
 

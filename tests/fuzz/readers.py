@@ -26,12 +26,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rankscope.bus.bundles import ReplayBundle, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import PlainBatch
 from rankscope.cli.report import report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
-from rankscope.evidence.canary.bundle import ReplayBundle, load_bundle, save_bundle
 from rankscope.lab.study.data import load_records
 from rankscope.report.live.board import Board
 from report.recorded_runs import record_run, record_study, with_everything

@@ -17,7 +17,6 @@ from support.sketch_oracle import first_position, truth
 from support.structures import (
     STRUCTURES,
     cosine,
-    language_model_gradients,
 )
 
 CPU = torch.device("cpu")
@@ -66,31 +65,6 @@ def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
         sketches = torch.stack([sketch(gradient, width, seed) for gradient in gradients])
         errors.append(pairwise(gradients, fold(sketches, narrow, seed) if narrow else sketches))
     expect_unbiased(np.array(errors), narrow or WIDTH)
-
-
-def test_cosines_of_real_gradients_in_total_and_by_group():
-    errors, narrow, by_group = [], [], []
-    for seed in range(8):
-        workers = language_model_gradients(seed, WORKERS)
-        groups = group_parameters(workers[0])
-        sketcher = Sketcher(CPU, groups, 4093, seed)
-        sketches_WGK = torch.stack(
-            [totals_of(sketcher, **gradient).sketches for gradient in workers]
-        )
-        whole = [torch.cat([part.flatten() for part in worker.values()]) for worker in workers]
-        errors.append(pairwise(whole, sketches_WGK.sum(1)))
-        narrow.append(
-            pairwise(whole, [fold(part.sum(0)[None], 251, seed) for part in sketches_WGK])
-        )
-        for index in range(len(groups)):
-            members = [name for name in workers[0] if groups.index_of[name] == index]
-            parts = [torch.cat([w[name].flatten() for name in members]) for w in workers]
-            by_group.append(
-                pairwise(parts, [fold(part, 251, seed)[index] for part in sketches_WGK])
-            )
-    expect_unbiased(np.array(errors), 4093)
-    expect_unbiased(np.array(narrow), 251)
-    expect_unbiased(np.array(by_group), 251)
 
 
 def test_folding_is_linear_and_follows_its_definition():

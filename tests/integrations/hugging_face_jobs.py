@@ -168,15 +168,7 @@ def mean_over_own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> 
 
 
 def train_by_hand(run_dir: str, model: Any, kept: Any, loss_of: Any, optimizer: Any = None) -> None:
-    """Train as a trainer does, in a plain loop that is instrumented by hand.
-
-    Args:
-        run_dir: Where to record.
-        model: The model.
-        kept: Batches of each step, and the number of label tokens on all workers.
-        loss_of: Returns the loss, given the scope, the wrapped model, a batch and that number.
-        optimizer: The optimizer.
-    """
+    """Train as a trainer does, in a plain loop that is instrumented by hand."""
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer or make_optimizer(model)
     scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **OPTIONS)
@@ -213,11 +205,7 @@ def start_again() -> None:
 
 
 def train_with_accelerate(watch: Any, *, steps: int = STEPS) -> Any:
-    """Train a loop of Accelerate's kind; ``watch`` is given accelerator, model, optimizer, loader.
-
-    Returns:
-        The accelerator, the trained model, and what ``watch`` returned.
-    """
+    """Train as Accelerate does; ``watch`` is given accelerator, model, optimizer and loader."""
     start_again()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = make_model()

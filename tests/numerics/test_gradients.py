@@ -20,25 +20,6 @@ from support.ranks import run_ranks
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 
 
-def cosine(values_WN):
-    unit = values_WN / np.linalg.norm(values_WN, axis=1, keepdims=True)
-    gram = unit.astype(np.float64) @ unit.T.astype(np.float64)
-    return (gram.sum() - len(gram)) / (len(gram) * (len(gram) - 1))
-
-
-def test_kinds_are_what_they_are_called():
-    layers = {kind: synthetic(kind, 8).arrays["layers.1"] for kind in GradientKind}
-    assert abs(cosine(layers[GradientKind.NORMAL])) < 0.02
-    assert cosine(layers[GradientKind.COHERENT]) == pytest.approx(0.9, abs=0.01)
-    heavy, normal = (
-        np.abs(layers[kind]) for kind in (GradientKind.HEAVY_TAILED, GradientKind.NORMAL)
-    )
-    assert heavy.max() / np.median(heavy) > 10 * normal.max() / np.median(normal)
-    cancelling = layers[GradientKind.CANCELLING].astype(np.float64)
-    left = np.linalg.norm(cancelling.mean(axis=0)) / np.linalg.norm(cancelling[0])
-    assert left == pytest.approx(1e-3, rel=0.1)
-
-
 def test_gradients_survive_saving(tmp_path):
     made = synthetic(GradientKind.NORMAL, 3, num_elements=50)
     save(made, tmp_path / "new" / "g.npz")

@@ -1,6 +1,5 @@
 """Run directories as accidents leave them: each is refused in words, and nothing is waited for."""
 
-import json
 import os
 import subprocess
 import sys
@@ -49,41 +48,6 @@ def test_steps_that_are_none(run: Path, change: str):
 
     with pytest.raises(RunError, match="it is damaged"):
         Run.open(run).table(Table.STEPS)
-
-
-DEEP = "[" * 200_000 + "]" * 200_000
-FINDING = {
-    "id": "a",
-    "cause": "b",
-    "severity": "note",
-    "ranks": [0],
-    "first_step": 0,
-    "last_step": 0,
-    "explanation": "c",
-    "next_check": "d",
-}
-
-
-def test_json_that_is_deep(run: Path):
-    (run / "findings.jsonl").write_text(f"{DEEP}\n{json.dumps(FINDING)}\n")
-    with pytest.raises(RunError, match="line 1 is not a finding"):
-        Run.open(run).findings()
-    (run / "run.json").write_text(DEEP)
-    with pytest.raises(RunError, match="nested too deep"):
-        Run.open(run)
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        *({"first_step": float("inf")}, {"ranks": [10**30]}),
-        *({"evidence": [1]}, {"groups": [1, None]}),
-    ],
-)
-def test_findings_of_other_types(run: Path, entry: dict[str, object]):
-    (run / "findings.jsonl").write_text(json.dumps({**FINDING, **entry}) + "\n\n")
-    with pytest.raises(RunError, match="line 1 is not a finding"):
-        Run.open(run).findings()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Files that grow as a whole."""
 
-import json
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from rankscope import files
-from rankscope.errors import RunError
-from rankscope.record import Run
 
 
 def test_what_stood_behind_the_bytes_that_remain_is_replaced(tmp_path: Path, monkeypatch):
@@ -44,17 +41,3 @@ def test_a_read_takes_no_more_memory_than_the_file_is_long(tmp_path: Path, size:
         assert tracemalloc.get_traced_memory()[1] < 4 * size + 2**22
     finally:
         tracemalloc.stop()
-
-
-@pytest.mark.parametrize("name", ["run.json", "findings.jsonl"])
-def test_a_run_with_a_sparse_file_is_refused_in_one_sentence(tmp_path: Path, name: str):
-    with (tmp_path / "run.json").open("w") as file:
-        json.dump({"schema_version": 1, "num_workers": 2}, file)
-    with (tmp_path / name).open("ab") as file:
-        file.truncate(2**30)
-    with pytest.raises(RunError) as raised:
-        Run.open(tmp_path).findings()
-    assert str(raised.value) == (
-        f"{tmp_path / name} is not read: it is longer than 64 MiB, which no such file is; the run "
-        "is damaged"
-    )

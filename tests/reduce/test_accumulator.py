@@ -87,14 +87,6 @@ def test_any_permutation_gives_the_same_bits_within_the_classical_bound(lowest):
     assert not torch.equal(in_floats, expected)
 
 
-@pytest.mark.parametrize("lowest", [-45])
-def test_summands_above_the_grid_give_the_correctly_rounded_sum(lowest):
-    summands = ill_conditioned(lowest, seed=3)
-    exact = [np.float32(math.fsum(column)) for column in summands.T.tolist()]
-    # fsum rounds to float64 first: none of these columns lies that close to a tie
-    assert sum_of(summands).value().tolist() == exact
-
-
 @pytest.mark.parametrize("parts", [2, 8])
 def test_any_grouping_gives_the_same_bits(parts):
     summands = ill_conditioned(-40, seed=5)

@@ -1,6 +1,5 @@
 """What ``fixed_order`` makes of gradients, against sums in rank order that numpy has taken."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +10,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from support.ddp import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
+from support.ddp import flat_gradient, gather_rows, local_gradient, make_ddp
 from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import mode_named
 from support.fsdp2_training import start
 from support.models import make_batch
-from support.modes import Mode, train_step
+from support.modes import Mode
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -66,102 +64,6 @@ class TestDDP:
     def test_bits_depend_on_neither_bucket_size_nor_rank_nor_run(self, trained, dtype):
         ends = {training[-1]["reduced"].tobytes() for rank in trained for training in rank[dtype]}
         assert len(ends) == 1
-
-
-WATCHED = {
-    "alone": {},
-    "scalars": {"tier": "scalars"},
-    "sketch": {"tier": "sketch", "reduced": "sketch"},
-    "sketch first": {"tier": "sketch", "reduced": "sketch"},
-}
-
-
-def watch_ddp(rank: int, run_dir: str) -> dict[str, dict[str, Any]]:
-    return {name: train_watched(rank, name, f"{run_dir}/{name}") for name in WATCHED}
-
-
-def train_watched(rank: int, name: str, run_dir: str) -> dict[str, Any]:
-    model, ddp, optimizer = make_ddp(PLAIN)
-    options = {"run_dir": run_dir, "overhead_budget": None, **WATCHED[name]}
-    scope = None
-    if name != "sketch first":
-        rankscope.fixed_order(ddp)
-    if name != "alone":
-        scope = rankscope.watch(ddp, optimizer, **options)
-    if name == "sketch first":
-        rankscope.fixed_order(ddp)
-    norms = []
-    for step in range(STEPS):
-        norms.append(float(local_gradient(rank, PLAIN, step, model).double().norm()))
-        train_step(rank, PLAIN, step, ddp, optimizer)
-    if scope is not None:
-        scope.close()
-    state = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return {"state": state.numpy().tobytes(), "norms": norms}
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("runs")
-    return run_dir, run_ranks(watch_ddp, 3, str(run_dir))
-
-
-class TestWatchedDDP:
-    def test_has_the_bits_of_one_that_nobody_watches(self, watched):
-        _, ranks = watched
-        assert len({result["state"] for rank in ranks for result in rank.values()}) == 1
-
-    @pytest.mark.parametrize("name", [name for name in WATCHED if name != "alone"])
-    def test_shows_the_local_gradients(self, watched, name):
-        run_dir, ranks = watched
-        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.WORKERS).to_pylist()
-        seen = {(row["step"], row["rank"]): row["grad_norm"] for row in rows}
-        expected = {
-            (step, rank): norm
-            for rank, result in enumerate(ranks)
-            for step, norm in enumerate(result[name]["norms"])
-        }
-        assert seen == pytest.approx(expected, rel=1e-5)
-
-    @pytest.mark.parametrize("name", ["sketch", "sketch first"])
-    def test_has_the_residual_of_an_fp32_sum(self, watched, name):
-        run_dir, _ = watched
-        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.STEPS).to_pylist()
-        assert len(rows) == STEPS
-        assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
-
-    def test_has_the_same_cosines_in_either_order_of_calls(self, watched):
-        run_dir, _ = watched
-        before, after = (
-            rankscope.Run.open(Path(run_dir) / name).table(Table.PAIRS)
-            for name in ("sketch", "sketch first")
-        )
-        assert before.column("cosines") == after.column("cosines")
-        assert len(before) == STEPS
-
-
-def run_out_of_data(rank: int, fixed: bool, by_initial: bool) -> list[bytes | float]:
-    """Give rank 0 two batches more than rank 1, and rank 2 one more."""
-    model, ddp, optimizer = make_ddp(PLAIN)
-    if fixed:
-        rankscope.fixed_order(ddp)
-    reduced = []
-    with ddp.join(divide_by_initial_world_size=by_initial):
-        for step in range((4, 2, 3)[rank]):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            reduced.append(flat_gradient(model).numpy())
-            optimizer.step()
-            optimizer.zero_grad()
-    return reduced
-
-
-@pytest.mark.parametrize("by_initial", [True, False])
-def test_workers_that_run_out_of_data_count_as_ddp_counts_them(by_initial):
-    plain = run_ranks(run_out_of_data, 3, False, by_initial)[0]
-    fixed = run_ranks(run_out_of_data, 3, True, by_initial)[0]
-    assert len(plain) == len(fixed) == 4
-    for expected, mean in zip(plain, fixed, strict=True):
-        np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-7)
 
 
 def refused(model: nn.Module) -> str:

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope import Run
+from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
-from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, collect_warnings
@@ -272,11 +272,7 @@ FAULTY, FIRST = 2, 20
 
 
 def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, Any]]]:
-    """Train to repeat the input; from one step on, one rank's labels are other tokens.
-
-    Returns:
-        The step in which a callback was told of it, warnings, and all findings of this process.
-    """
+    """Train to repeat the input; from one step on, one rank's labels are other tokens."""
     hasten()
     told: list[Any] = []
     loop = Loop(rank, run_dir, on_finding=told.append)

@@ -98,12 +98,7 @@ def canary_of(scope: Any) -> Any:
 
 
 class Root:
-    """Plays the root's part in a canary, which is to run in a certain step.
-
-    Args:
-        scope: Of this rank.
-        rank: This rank, whose batch is kept.
-    """
+    """Plays the root's part in a canary, which is to run in a certain step."""
 
     def __init__(self, scope: Any, rank: int) -> None:
         self._scope, self._canary = scope, canary_of(scope)

@@ -16,15 +16,6 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
-TIMES = {
-    "canary_seconds",
-    "time",
-    "step_seconds",
-    "busy_seconds",
-    "overhead_seconds",
-    "read_seconds",
-}
-"""Columns that measure time: all others are equal in two runs of one training."""
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "again": {},
@@ -115,15 +106,3 @@ def test_tracing_changes_no_bit(trained):
     for traced, alone in zip(trained, run_ranks(train_untraced, 2), strict=True):
         for way, bits in alone.items():
             assert traced[way]["bits"] == bits, way
-
-
-def test_two_runs_of_one_training_are_equal_but_for_times(trained, folder):
-    one, other = Run.open(folder / "plain"), Run.open(folder / "again")
-    for table in Table:
-        rows, twins = one.table(table), other.table(table)
-        for column in rows.column_names:
-            if column not in TIMES:
-                assert rows[column].equals(twins[column]), f"{table}: {column}"
-    for part in ("training", "config", "options", "world_size", "num_workers", "versions"):
-        assert one.info[part] == other.info[part]
-    assert len(one.table(Table.TRACES)) > 0

@@ -1,8 +1,6 @@
 """Sinks that are slow, hang or fail: alone, and never in the caller's way."""
 
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -110,29 +108,3 @@ def test_a_sink_that_hangs_is_left_behind_and_others_are_not(tmp_path, told):
     ]
     assert stuck.got == []
     stuck.gate.set()
-
-
-EXIT = """
-import threading
-from pathlib import Path
-from rankscope.sinks import RunInfo, Sinks, plan_sinks
-
-class Hangs:
-    def open(self, run): started.set(); threading.Event().wait()
-    def step(self, step): pass
-    def finding(self, finding): pass
-    def close(self): pass
-
-started = threading.Event()
-sinks = Sinks(plan_sinks(Hangs()), RunInfo(Path("."), 1))
-started.wait()
-sinks.close(0.1)
-print("ended")
-"""
-
-
-def test_a_process_ends_although_a_sink_never_does():
-    code = [sys.executable, "-c", EXIT]
-    ended = subprocess.run(code, capture_output=True, text=True, timeout=LONG, check=True)
-    assert ended.stdout == "ended\n"
-    assert "sink Hangs did not end" in ended.stderr

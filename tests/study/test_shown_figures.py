@@ -82,68 +82,6 @@ def test_sentences_on_the_readings_have_the_same_numbers(shown):
             assert sentence in words
 
 
-def test_the_comparing_figures(shown):
-    dashboard = only_data(shown.page, "dashboard")
-    for name, run in shown.runs.items():
-        reading, _, setting = name.partition("-")
-        own = {"setting": setting.upper(), "reading": reading}
-
-        def mine(rows, own=own):
-            return [row for row in rows if own.items() <= row.items()]
-
-        assert_curve(mine(dashboard), run, "loss_mean")
-        for metric in METRICS:
-            curve = only_data(shown.page, f"{metric}-{reading}")
-            assert_curve([row for row in curve if row["setting"] == own["setting"]], run, metric)
-            (point,) = (
-                row
-                for row in only_data(shown.page, f"progression-{metric}")
-                if row["reading"] == reading and row["setting"].startswith(own["setting"])
-            )
-            assert point["value"] == pytest.approx(run.mean[metric], rel=1e-5, abs=2e-7)
-        lines = only_data(shown.page, f"losses-{name}")
-        for rank in range(run.num_workers):
-            losses = [row["value"] for row in lines if row["rank"] == rank]
-            np.testing.assert_allclose(losses, run.losses_TW[:, rank], rtol=1e-5)
-        (matrix,) = only_data(shown.page, f"cosines-{name}")
-        np.testing.assert_allclose(matrix["cosines"], run.matrix().ravel(), atol=6e-4)
-
-
-@pytest.mark.parametrize("index", range(6))
-def test_the_figures_of_each_run(shown, index):
-    run = shown.runs[NAMES[index]]
-
-    def data(name, at=0):
-        return only_data(shown.page, f"run{index}-{name}", at)
-
-    band, mean = data("loss"), data("loss", 1)
-    assert_curve(mean, run, "loss_mean")
-    for rows in (band, mean):
-        np.testing.assert_allclose(
-            [row["low"] for row in rows], run.losses_TW.min(axis=1), rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            [row["high"] for row in rows], run.losses_TW.max(axis=1), rtol=1e-5
-        )
-    for metric in METRICS:
-        layers = shown.page.specs[f"run{index}-{metric}"]["layer"]
-        at = next(i for i, one in enumerate(layers) if one["mark"].get("style") == "measured")
-        assert_curve(data(metric, at), run, metric)
-    for signal, values_TW in (("loss", run.losses_TW), ("grad_norm", run.norms_TW)):
-        lines = data(f"workers-{signal}")
-        for rank in range(run.num_workers):
-            own = [row["value"] for row in lines if row["rank"] == rank]
-            np.testing.assert_allclose(own, values_TW[:, rank], rtol=1e-5)
-        apart = values_TW - values_TW.mean(axis=1, keepdims=True)
-        shown_apart = [row["value"] for row in data(f"apart-{signal}", 1)]
-        np.testing.assert_allclose(shown_apart, apart.mean(axis=0), rtol=1e-4, atol=1e-6)
-    covered = data("coverage")
-    assert [row["drawn"] for row in covered] == list(run.drawn_so_far)
-    assert [row["distinct"] for row in covered] == run.distinct_so_far
-    frames = data("heatmap")
-    np.testing.assert_allclose(frames[0]["cosines"], run.matrix().ravel(), atol=6e-4)
-
-
 def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
     """The second training is a copy of the first one's runs, in the place of those there."""
     from rankscope.cli import demo, main

@@ -47,13 +47,7 @@ def train(loop: Loop, counter: Counter, until: Callable[[], bool] = lambda: Fals
 
 
 class Job:
-    """Ranks that train, each a process, and the agent that they have started.
-
-    Args:
-        folder: Where the job lies; its run is in ``run``.
-        work: Called on each rank with the job's folder, the rank and its counter.
-        num_ranks: How many.
-    """
+    """Ranks that train, each a process, and the agent that they have started."""
 
     def __init__(self, folder: Path, work: Callable[..., Any], num_ranks: int = 2) -> None:
         self.folder = folder

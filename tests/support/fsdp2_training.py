@@ -114,11 +114,7 @@ def train_step(session: Session, step: int, tap: FSDP2Tap | None) -> None:
 def other_gradients(
     session: Session, step: int, tap: FSDP2Tap, *, measure: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Ask for the gradient of a layer's output alone, as attacks on a model do.
-
-    Returns:
-        The loss, whose graph is kept, and that output.
-    """
+    """Ask for the gradient of a layer's output alone, as attacks on a model do."""
     loss, hidden = hidden_pass(session, step, tap, measure=measure)
     (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     assert gradient.abs().max() > 0

@@ -109,14 +109,7 @@ def make_ddp(module: nn.Module, mode: Mode) -> Any:
 
 
 class MegatronLoop:
-    """A small training on one rank, watched if ``run_dir`` is given.
-
-    Args:
-        rank: The rank.
-        mode: How it trains.
-        run_dir: Of the run.
-        options: Further options of ``watch``.
-    """
+    """A small training on one rank, watched if ``run_dir`` is given."""
 
     def __init__(self, rank: int, mode: Mode, run_dir: str | None, **options: Any) -> None:
         self.rank, self.mode = rank, mode

@@ -43,15 +43,7 @@ def micro_step(t, losses, *, gradients=None, weights=None, samples=None, **colum
 
 
 class Job:
-    """Workers that draw units at random; what goes wrong is a parameter.
-
-    Args:
-        seed: Of the draws.
-        shared: From 0 (own data) to 1: the share of each unit that all workers have in common.
-        kinds: Standard deviation of what a worker's units have in common, in those of units.
-        gradients: Whether gradients are measured.
-        named: Whether samples are known; they are all different.
-    """
+    """Workers that draw units at random; what goes wrong is a parameter."""
 
     def __init__(
         self, seed=0, *, workers=8, micro=4, shared=0.0, kinds=0.0, gradients=False, named=False

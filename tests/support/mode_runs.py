@@ -52,13 +52,7 @@ def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
 
 
 class ModeRun:
-    """One mode's recorded run, and the truth.
-
-    Args:
-        ranks: What :func:`train_in_modes` returned on each rank for this mode.
-        mode: The mode.
-        folder: Where the runs are.
-    """
+    """One mode's recorded run, and the truth."""
 
     def __init__(self, ranks: list[dict[str, Any]], mode: Mode, folder: Path) -> None:
         self.ranks = ranks

@@ -67,14 +67,7 @@ POISONED_STEP = 1
 
 
 class Training:
-    """One rank's training in one mode; the same bits every time.
-
-    Args:
-        rank: The rank, which chooses batches and random numbers.
-        mode: How DDP is used.
-        run_dir: Where to record the run; not watched without.
-        options: Passed on to ``watch``.
-    """
+    """One rank's training in one mode; the same bits every time."""
 
     def __init__(self, rank: int, mode: Mode, run_dir: str | None = None, **options: Any) -> None:
         self.rank, self.mode = rank, mode

@@ -94,12 +94,7 @@ def make_micro_batch(step: int, micro: int) -> dict[str, Tensor]:
 
 
 class Trained:
-    """One rank's share of a training.
-
-    Args:
-        rank: The rank.
-        case: How to train.
-    """
+    """One rank's share of a training."""
 
     def __init__(self, rank: int, case: Case) -> None:
         self.case = case

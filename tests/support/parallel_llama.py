@@ -53,15 +53,7 @@ def shard(
     sequence: str = "",
     **options: Any,
 ) -> LlamaForCausalLM:
-    """Shard a model over all axes of a mesh; the last one is ``tp``.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        sequence: How norms run on this rank's part of a sequence: not at all, by torch's
-            ``"style"``, or ``"by hand"``, with parameters of their own and gradients in parts.
-        options: Of ``fully_shard``.
-    """
+    """Shard a model over all axes of a mesh; the last one is ``tp``."""
     tp = mesh["tp"]
     for layer in model.model.layers:
         parallelize_module(layer, tp, _layer_plan(sequence))

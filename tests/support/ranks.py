@@ -51,14 +51,6 @@ def run_ranks(
     """Run ``work(rank, *args)`` on every rank and return the results in rank order.
 
     ``work`` is a function of a module. It finds a default process group of ``num_ranks`` ranks.
-
-    Args:
-        work: What each rank does.
-        num_ranks: How many ranks.
-        args: What ``work`` is given after the rank.
-        timeout: Seconds that each rank may take.
-        prepare: Called once, in a process that all ranks are then forked from: it imports what
-            would take every rank seconds to import.
     """
     context = forked()
     with tempfile.TemporaryDirectory() as folder:

@@ -37,16 +37,7 @@ def gradients(rng, num_workers, sizes, scale=1.0, common=0.3):
 
 
 def audited(step, local, results_W, rng, floor=FLOOR, **columns):
-    """Return a step's record: W results of each group, against the mean in float64.
-
-    Args:
-        step: Its number.
-        local: Gradients ``[W, P]`` by group.
-        results_W: What each worker got, by group.
-        rng: Draws what sketches add.
-        floor: How much that is.
-        columns: What the workers report besides.
-    """
+    """Return a step's record: W results of each group, against the mean in float64."""
     norms, cosines, residuals = [], [], []
     for name, own in local.items():
         own_WP = own.astype(np.float64)

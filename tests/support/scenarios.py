@@ -9,15 +9,7 @@ Scenario = Callable[[], None]
 
 
 def run_scenarios(scenarios: Sequence[Scenario], num_ranks: int) -> dict[str, str]:
-    """Run scenarios one after the other on every rank.
-
-    Args:
-        scenarios: Functions of a module, which assert what they expect.
-        num_ranks: W.
-
-    Returns:
-        By scenario: the tracebacks of all ranks, empty when all went well.
-    """
+    """Run scenarios one after the other on every rank."""
     ranks = run_ranks(_attempt_all, num_ranks, list(scenarios), timeout=240)
     return {s.__name__: "\n".join(filter(None, (r[s.__name__] for r in ranks))) for s in scenarios}
 

@@ -32,11 +32,7 @@ HANGS = -1
 
 
 class Store:
-    """What processes that are started inside of ``with store.preloaded()`` write to.
-
-    Args:
-        folder: Where its library lies, and what it shall do.
-    """
+    """What processes that are started inside of ``with store.preloaded()`` write to."""
 
     def __init__(self, folder: Path) -> None:
         self._library, self._says = folder / "store.so", folder / "store-says"

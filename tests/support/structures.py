@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 
 def normal(generator: torch.Generator) -> Tensor:
@@ -46,43 +45,6 @@ STRUCTURES: tuple[Callable[[torch.Generator], Tensor], ...] = (
     sparse_rows_with_mean,
     zero_mean_activations,
 )
-
-
-class SmallTransformer(nn.Module):
-    """A causal language model of 0.2 M parameters."""
-
-    def __init__(self, vocabulary: int = 512, width: int = 96) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
-            for _ in range(2)
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        length = ids.shape[1] - 1
-        mask = nn.Transformer.generate_square_subsequent_mask(length)
-        hidden = self.embedding(ids[:, :-1])
-        for block in self.blocks:
-            hidden = block(hidden, src_mask=mask, is_causal=True)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids[:, 1:].flatten())
-
-
-def language_model_gradients(seed: int, workers: int) -> list[dict[str, Tensor]]:
-    """Return gradients by parameter name, of one model on each worker's own batch."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = SmallTransformer()
-    frequencies = 1.0 / torch.arange(1, 513)  # as words have them
-    gradients = []
-    for _ in range(workers):
-        ids = torch.multinomial(frequencies, 4 * 33, replacement=True, generator=generator)
-        model.zero_grad()
-        model(ids.view(4, 33)).backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return gradients
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

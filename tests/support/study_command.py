@@ -38,11 +38,7 @@ def short_records(count: int = 240) -> list[Record]:
 
 
 def shared_folder(base: Path) -> Path:
-    """Return the folder that all tests of a session share; make its data and base model once.
-
-    Args:
-        base: pytest's base directory; under xdist that of one worker, inside the common one.
-    """
+    """Return the folder that all tests of a session share; make its data and base model once."""
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
     folder.mkdir(exist_ok=True)
     data = folder / "records.json"
@@ -82,9 +78,6 @@ class StudyCommand:
 
     A process of its own is what a user starts. What many tests need are studies that just run:
     :meth:`call` does them one after the other in a common process, which imports torch once.
-
-    Args:
-        folder: What :func:`shared_folder` returned.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -187,10 +180,6 @@ class Begun:
     """A study that runs in the process that all calls share, which has to be used already.
 
     Only what that process needs for every study is then left after this one.
-
-    Args:
-        host: That process.
-        words: What follows ``rankscope`` on the command line.
     """
 
     def __init__(self, host: Host, words: list[str]) -> None:
@@ -225,12 +214,7 @@ class Begun:
 
 
 class Done:
-    """A study that has ended.
-
-    Args:
-        path: Its directory.
-        process: What is left of its process.
-    """
+    """A study that has ended."""
 
     def __init__(self, path: Path, process: Ended) -> None:
         self.path = path

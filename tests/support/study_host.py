@@ -20,12 +20,7 @@ from unittest.mock import patch
 
 
 class Host:
-    """A process that runs commands.
-
-    Args:
-        folder: Where what they print is kept until it is read.
-        environment: The environment of all of them.
-    """
+    """A process that runs commands."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         # Appended to and cut: workers inherit these two files from the first command.

@@ -28,12 +28,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A model, its optimizer and its batches on one rank.
-
-    Args:
-        rank: This rank.
-        wrapper: One of :data:`WRAPPERS`.
-    """
+    """A model, its optimizer and its batches on one rank."""
 
     def __init__(self, rank: int, wrapper: str) -> None:
         torch.manual_seed(0)

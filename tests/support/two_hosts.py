@@ -84,14 +84,7 @@ class TwoHosts:
     def start(
         self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **how: Any
     ) -> "subprocess.Popen[Any]":
-        """Start a command on a host, in a session of its own.
-
-        Args:
-            host: 0 or 1.
-            command: What to run.
-            env: Environment variables to add.
-            how: Further arguments of ``subprocess.Popen``.
-        """
+        """Start a command on a host, in a session of its own."""
         places = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.folders[host]))
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "training")
         process: subprocess.Popen[Any] = subprocess.Popen(

@@ -1,8 +1,8 @@
 """A canary answers the question that an outlier leaves open; advice says so."""
 
+from rankscope.bus.bundles import latest_bundle
 from rankscope.bus.detector import RULES
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import cause_pages, next_check_of, settled_by
 

@@ -62,8 +62,3 @@ def test_every_bit_is_the_same(trainings):
         for name, (never, *sometimes) in by_mode.items():
             assert len(never) > 20
             assert sometimes == [never] * (2 if name in ATTACHED_LATE else 1), name
-
-
-def test_the_comparison_would_see_a_difference(trainings):
-    plain, accumulated = trainings[0]["1-D"][0], trainings[0]["accumulated"][0]
-    assert plain != accumulated

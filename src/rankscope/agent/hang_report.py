@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from rankscope.bus.words import first_of, name_ranks
 
 _NAME = "rankscope-collectives"
-_REQUEST, _END = b"?", b"."
+_REQUEST = b"?"
+_END = b"."
 _HEADER = struct.Struct("=2q")  # number of the answer, and its bytes
 _LOOK_SECONDS = 0.02
 _CLOSE_SECONDS = 1.0
@@ -186,11 +187,11 @@ def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
 def _entry(one: dict[str, object]) -> Entry:
     """Return an entry of torch's, whose operation is ``nccl:all_reduce``, say."""
     operation = str(one["profiling_name"]).partition(":")[2]
-    sizes, types = ("output_sizes", "output_dtypes")
-    if operation != "scatter":
-        sizes, types = ("input_sizes", "input_dtypes")
+    scatters = operation == "scatter"
+    sizes: Any = one["output_sizes" if scatters else "input_sizes"]
+    types: Any = one["output_dtypes" if scatters else "input_dtypes"]
     ended = bool(one["retired"]) or one["state"] == "completed"
-    return int(str(one["collective_seq_id"])), operation, one[sizes], one[types], ended  # type: ignore[return-value]
+    return int(str(one["collective_seq_id"])), operation, sizes, types, ended
 
 
 def _joined(entries: Iterable[Entry]) -> list[Entry]:

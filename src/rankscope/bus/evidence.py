@@ -4,7 +4,8 @@ A kind of evidence is a package with up to four parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
 - ``probe.py`` measures it in the training process (torch): ``make_probe(job)``
-  returns one, several or None;
+  returns one, several or None; ``measures`` says whether a training allows it, ``make_recorder``
+  records one without a session;
 - ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
   ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
   ``make_director(run)`` asks the probes, ``next_command`` is one to run after a finding; long ones
@@ -206,6 +207,20 @@ class Evidence:
         if made is None:
             return ()
         return made if isinstance(made, tuple) else (made,)
+
+    def measures(self, wrapped: Any, options: Any, *, alike: bool) -> bool:
+        """Return whether it measures in a training.
+
+        ``alike``: all workers hold the same parameters. UsageError or UnsupportedError where the
+        options ask for what the training does not allow.
+        """
+        check = self._find("probe", "measures")
+        return check is None or bool(check(wrapped, options, alike=alike))
+
+    def make_recorder(self, model: Any, **given: Any) -> Any:
+        """Return what records a training without a session; None where it records none."""
+        make = self._find("probe", "make_recorder")
+        return None if make is None else make(model, **given)
 
     def at_root(self, name: str) -> Any:
         """Return what it has by a name for the root: ``make_judges``, ``derive``; None without."""

@@ -327,7 +327,8 @@ def measured_of(
         audit = list(map(AuditPart, local_wSK, reduced_wSK, reduced_squares_wR))
         if not groups_wGK.size and num_groups == num_rows:
             groups_wGK = local_wSK
-    product, carried = part["product"], part["carried"]
+    product = part["product"]
+    carried = part["carried"]
     values = {
         "grad_norm": np.sqrt(squares_wR.sum(axis=1)),
         "grad_norm_estimated": np.full(width, float(given[-1])),

@@ -103,6 +103,8 @@ class Channel:
     meeting: Any = None  # rendezvous of the run's ranks, see ``rankscope.wrappers.rendezvous``
     mesh: Any = None  # the mesh of the run, see ``rankscope.session.meetings``; None without one
     stages: Any = None  # the pipeline stages that share weights with the run's; None without
+    # returns these at the first call of the optimizer, where they were not there to be met before
+    meet_stages: Callable[[], Any] | None = None
     # names of parameters that other pipeline stages hold, too: their gradients are summed after the
     # reduction. Another stage's ``watch`` may add some
     shared_weights: Set[str] = frozenset()

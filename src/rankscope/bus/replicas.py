@@ -178,13 +178,17 @@ def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> in
     return digest_of(digests_D.tobytes())
 
 
+_GRADIENTS = (StateKind.REDUCED, StateKind.APPLIED)
+
+
 def differences(
     own: StateDigests, digests_WD: Ints, unchanged_WD: Bools, replicas_W: Ints
 ) -> tuple[StateDifference, ...]:
     """Return the differences between workers that should hold the same, in order of the items.
 
-    An optimizer that holds nothing for a parameter (digest 0) differs from none: workers may update
-    shares of the parameters, of which each has one owner.
+    Workers may update shares of the parameters, of which each has one owner. So an optimizer that
+    holds nothing for a parameter (digest 0) differs from none. Nor does a gradient that one worker
+    alone has, nor the state of that parameter in the others' optimizers.
 
     All workers have the items of ``own``. Those with equal numbers in ``replicas_W`` should hold
     the same parameters, optimizer state and gradients; buffers are compared between all.
@@ -192,14 +196,19 @@ def differences(
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
         return ()
+    items = list(zip(own.kinds, own.names, strict=True))
     kept_D = np.array([kind is StateKind.OPTIMIZER for kind in own.kinds])
+    gradient_D = np.array([kind in _GRADIENTS for kind in own.kinds])
     among_replicas_D = np.zeros_like(among_all_D)
     for ranks in _replicas(replicas_W):
         held_RD = digests_WD[ranks]
         owner_D = (held_RD != 0).argmax(axis=0)  # the first that holds something
         held_RD = np.where(kept_D & (held_RD == 0), held_RD[owner_D, range(len(kept_D))], held_RD)
-        among_replicas_D |= (held_RD != held_RD[0]).any(axis=0)
-    items = list(zip(own.kinds, own.names, strict=True))
+        of_one_D = gradient_D & ((held_RD != 0).sum(axis=0) == 1)
+        if of_one_D.any():
+            of_one = {own.names[at] for at in np.flatnonzero(of_one_D).tolist()}
+            of_one_D |= kept_D & np.array([name in of_one for name in own.names])
+        among_replicas_D |= (held_RD != held_RD[0]).any(axis=0) & ~of_one_D
     trained = {name for kind, name in items if kind is StateKind.REDUCED}
     frozen_D = [kind is StateKind.PARAMETER and name not in trained for kind, name in items]
     unchanged_WD = unchanged_WD | np.array(frozen_D, bool)

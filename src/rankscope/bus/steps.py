@@ -401,7 +401,8 @@ class Step:
     def shares_work(self) -> bool | None:
         """Return whether workers with the same samples share the work on them; None if unknown."""
         workers = self.gathered.workers
-        losses_W, norms_W = workers["loss"], workers["grad_norm"]
+        losses_W = workers["loss"]
+        norms_W = workers["grad_norm"]
         if not np.isfinite([losses_W, norms_W]).all():
             return None
         groups = [list(group) for group in self.identical]
@@ -453,7 +454,8 @@ class SharedWork(Stateful):
         """Process a step; return the groups, none where the workers of some group do not share."""
         shared = step.shares_work() if step.identical else None
         if shared:
-            self.groups, self._doubts = step.identical, 0
+            self.groups = step.identical
+            self._doubts = 0
         elif shared is not None:
             self._doubts += 1
             if self._doubts >= _DOUBTS:

@@ -9,6 +9,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.bus.bundles import (
+    ReplayBundle,
+    load_bundle,
+    results_to_json,
+    verdict_to_json,
+)
+from rankscope.bus.canary import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    describe_size,
+    why,
+)
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.cli.output import (
@@ -23,19 +36,6 @@ from rankscope.cli.output import (
     terminal,
 )
 from rankscope.errors import RunError, UsageError
-from rankscope.evidence.canary.bundle import (
-    ReplayBundle,
-    load_bundle,
-    results_to_json,
-    verdict_to_json,
-)
-from rankscope.evidence.canary.judge import why
-from rankscope.evidence.canary.verdict import (
-    CanaryCause,
-    CanaryResults,
-    CanaryVerdict,
-    describe_size,
-)
 from rankscope.files import to_plain
 from rankscope.record import Run
 from rankscope.record.stores import at_hand

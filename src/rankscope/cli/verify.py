@@ -10,7 +10,6 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
-from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
 from rankscope.verdict.assessment import coordinate_of, siblings_of
 
@@ -18,7 +17,7 @@ RIGHT = "right"
 WRONG = "wrong"
 UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
-_AGREES = f"verify.{ReferenceAnswer.AGREES}"
+_AGREES = "verify.agrees"
 _COMPUTED_AGAIN = ("verify.", "update.")
 _HEALTHY = (_AGREES, "update.agrees")
 _NO_ANSWER = ("verify.declined", "update.declined")

@@ -203,8 +203,7 @@ class _Training:
         import torch
         from torch.optim import optimizer as optimizers
 
-        from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
-        from rankscope.evidence.parity.start import Start
+        from rankscope.evidence import EVIDENCE
         from rankscope.integrations.backward_loss import BackwardLoss
 
         self.job = job
@@ -214,21 +213,26 @@ class _Training:
         rank, world, data_ranks = _ranks_of(model)
         self._parity = parity
         self._pid = os.getpid()
-        start = Start(
-            eps=parity.eps,
-            no_dropout=parity.no_dropout,
-            save_to=Path(job.run_dir) / "start" if parity.save_start else None,
-            load_from=Path(parity.load_start) if parity.load_start else None,
+        start = {
+            "eps": parity.eps,
+            "no_dropout": parity.no_dropout,
+            "save_to": Path(job.run_dir) / "start" if parity.save_start else None,
+            "load_from": Path(parity.load_start) if parity.load_start else None,
+        }
+        place = {"folder": folder, "rank": rank, "world": world, "data_ranks": data_ranks}
+        recorders = (
+            each.make_recorder(
+                _inside(model),
+                place=place,
+                start=start,
+                num_steps=parity.steps,
+                first_step=parity.first_step,
+                rules=parity.rules,
+                bisects=parity.bisects,
+            )
+            for each in EVIDENCE
         )
-        self._recorder: ParityRecorder = ParityRecorder(
-            _inside(model),
-            RecordPlace(folder, rank, world, data_ranks),
-            parity.steps,
-            start,
-            first_step=parity.first_step,
-            rules=parity.rules,
-            bisects=parity.bisects,
-        )
+        self._recorder: Any = next(filter(None, recorders))
         self._depth = 0
         self._fed = False
         self._updated = False

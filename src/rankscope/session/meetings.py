@@ -39,6 +39,9 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
 
+LATER_SECONDS = 10.0
+"""Seconds that a rank waits for the other pipeline stages at its first update."""
+
 PATIENCE_SECONDS = 30.0
 """Seconds that a rank waits for the mesh's other runs, which begin at about the same time."""
 
@@ -159,9 +162,10 @@ _BEGIN_APART: ContextVar[bool] = ContextVar("stages begin apart", default=False)
 
 @contextlib.contextmanager
 def stages_begin_apart() -> Iterator[None]:
-    """Hold no meeting of stages meanwhile.
+    """Let stages that begin meanwhile meet at their first update.
 
-    For a run that begins in a stage's first forward pass: the next stage waits for its output.
+    For a run that begins in a stage's first forward pass: the next stage waits for its output. All
+    stages reach their first update, whatever the others do there.
     """
     token = _BEGIN_APART.set(True)
     try:
@@ -170,25 +174,32 @@ def stages_begin_apart() -> Iterator[None]:
         _BEGIN_APART.reset(token)
 
 
+def begin_apart() -> bool:
+    """Return whether stages that begin now meet later."""
+    return _BEGIN_APART.get()
+
+
 def meet_stages(
-    wrapped: Wrapped, stage: WatchedStage, facts: Mapping[str, Any], *, compares: bool
+    wrapped: Wrapped,
+    stage: WatchedStage,
+    facts: Mapping[str, Any],
+    *,
+    compares: bool,
+    patience_seconds: float = PATIENCE_SECONDS,
 ) -> JoinedMesh | None:
     """Meet the ranks of the other pipeline stages, which all call it at the same point.
 
     A rank may hold several stages, each watched by itself: those that it watches already take part.
 
     ``stage.remove`` is to be called once it is watched no longer; ``facts`` are as in
-    :func:`meet_mesh`. None without stages, where they begin apart, if this rank shares no weight,
-    or if some do not come.
+    :func:`meet_mesh`. None without stages, if this rank shares no weight, or if some do not come.
     """
-    if _BEGIN_APART.get():
-        return None
     try:
         found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
         if found is None:
             return None
         _STAGES.append(stage)
-        return _meet_along(*found, facts, compares=compares)
+        return _meet_along(*found, facts, patience_seconds, compares=compares)
     except LateError as error:
         _log.info("weights that pipeline stages share are not compared: %s", error)
     except Exception:  # whatever the meshes of its parameters are
@@ -197,14 +208,19 @@ def meet_stages(
 
 
 def _meet_along(
-    axis: str, line: tuple[int, ...], facts: Mapping[str, Any], *, compares: bool
+    axis: str,
+    line: tuple[int, ...],
+    facts: Mapping[str, Any],
+    patience_seconds: float,
+    *,
+    compares: bool,
 ) -> JoinedMesh | None:
     """Do what :func:`meet_stages` does, along an axis."""
     assert dist.group.WORLD is not None
     watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
     stages = [managed_parameters(each.model) for each in watched]
     facts = {**facts, "held": [held_by(each) for each in stages]}
-    ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=PATIENCE_SECONDS)
+    ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=patience_seconds)
     answer = _exchange(ranks, facts, lambda each: _ties_of([one["held"] for one in each]))
     places = answer["places"]
     ties = [Tie(dict(names), certain) for names, certain in answer["ties"]]

@@ -40,6 +40,7 @@ from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
 from rankscope.sinks.tracked import open_run_of
+from rankscope.wrappers.optimizers import are_shares
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
@@ -69,6 +70,10 @@ class RunHandle:
     # sinks that live in the training's process, on rank 0
     local_sinks: tuple[PlannedSink, ...] = ()
     problem: str = ""  # why nothing is watched, where some rank did not come; else empty
+    # whether the ranks' optimizers hold parts of the parameters, and each parameter is in one; or
+    # all of them the same ones, without others
+    in_shares: bool = False
+    in_part: bool = False
     store: str = ""  # the run's address in an object store; empty without
 
     def connect(
@@ -111,6 +116,7 @@ class RunRequest:
     flush_seconds: float  # longest time that measured values stay in the agent's memory
     hang_seconds: float | None  # how long a step may take; None for any time
     in_thread: bool  # whether agents live in threads of the training's processes
+    held: str = ""  # parameters in the optimizer, as hexadecimal bits; empty for all of them
     announce: bool = True  # whether findings and the verdict are printed
     share: str = "me"  # who may read the run, see ``rankscope.record.begin.SHARES``
 
@@ -151,6 +157,7 @@ def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
         problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
     agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(request.options)}
     hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": host_name()}
+    hello["held"] = request.held
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}
     hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
@@ -194,6 +201,10 @@ def _answer(
         if "problem" in hello:
             return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
     place = info.pop("run_dir")
+    held_W = [hello["held"] for hello in hellos]
+    in_part = all(held_W) and len(set(held_W)) == 1
+    if not in_part:
+        info.get("training", {}).pop("unheld", None)
     try:
         _check_agreement(hellos)
         root_run, first_step = _begin(place, hellos, info, request)
@@ -204,6 +215,8 @@ def _answer(
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
+        "in_shares": all(held_W) and are_shares([int(held, 16) for held in held_W]),
+        "in_part": in_part,
         "ranks_of": Counter(hello["host"] for hello in hellos),
     }, root_run
 
@@ -336,6 +349,8 @@ def _connect(
         hello=hello,
         meeting=meeting,
         awaits_invitation="forward" in hello,
+        in_shares=answer["in_shares"],
+        in_part=answer["in_part"],
         agent=agent,
         info=root_run.info,
         local_sinks=root_run.local_sinks,

@@ -70,6 +70,7 @@ class Scope:
         on_finding: Called with each finding that opens, gets worse or closes.
         mesh: The mesh that the run is a part of; None without one.
         stages: The pipeline stages that share weights with this one; None without.
+        stages_later: Returns these, where they are met at the first update.
         shared_weights: Names of parameters that other stages hold, too; may grow.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 prints the run's place at the end.
@@ -85,6 +86,7 @@ class Scope:
         on_finding: OnFinding | None,
         mesh: JoinedMesh | None = None,
         stages: JoinedMesh | None = None,
+        stages_later: Callable[[], JoinedMesh | None] | None = None,
         shared_weights: Set[str] = frozenset(),
         sinks: Sinks | None = None,
         announce_end: bool = False,
@@ -101,6 +103,7 @@ class Scope:
             handle.meeting,
             mesh,
             stages,
+            stages_later,
             shared_weights,
         )
         self._collector = StepCollector(

@@ -1,13 +1,15 @@
 """``rankscope.watch``: the setup before the first step."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import platform
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,11 +20,18 @@ from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
-from rankscope.evidence.canary.probe import check_canary
+from rankscope.evidence import EVIDENCE
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
+from rankscope.session.meetings import (
+    LATER_SECONDS,
+    JoinedMesh,
+    WatchedStage,
+    begin_apart,
+    meet_mesh,
+    meet_stages,
+)
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
@@ -38,7 +47,12 @@ from rankscope.wrappers.facts import (
     vocabulary_digest,
 )
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
-from rankscope.wrappers.optimizers import JointOptimizer, plain_optimizers
+from rankscope.wrappers.optimizers import (
+    JointOptimizer,
+    held_bits,
+    held_names,
+    plain_optimizers,
+)
 from rankscope.wrappers.rendezvous import default_store
 
 ALERTS = "RANKSCOPE_ALERTS"
@@ -139,7 +153,8 @@ def watch(
         )
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
-    canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
+    measured = {each.name for each in EVIDENCE if each.measures(wrapped, options, alike=alike)}
+    canary = "canary" in measured
     instruments = choose_instruments(
         wrapped,
         options,
@@ -181,13 +196,19 @@ def watch(
             flush_seconds=options.flush_seconds,
             hang_seconds=options.hang_seconds,
             in_thread=_in_thread(options.agent),
+            held=held_bits(optimizer, wrapped.parameters) if wrapped.kind is LOOP else "",
             announce=options.announce,
             share=options.share,
         ),
     )
+    if handle.in_shares or handle.in_part:
+        held = frozenset(held_names(optimizer, wrapped.parameters))
+        wrapped = dataclasses.replace(wrapped, held=held, in_shares=handle.in_shares)
+        instruments = dataclasses.replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper)
     mesh: JoinedMesh | None = None
     stages: JoinedMesh | None = None
+    stages_later: Callable[[], JoinedMesh | None] | None = None
     if not local_steps and not handle.problem:
         facts = {
             "run": dist.get_process_group_ranks(group)[0],
@@ -196,7 +217,11 @@ def watch(
             "secret": handle.hello["secret"],
         }
         mesh = meet_mesh(wrapped, facts, compares=options.evidence)
-        stages = meet_stages(wrapped, stage, facts, compares=options.evidence)
+        meet = partial(meet_stages, wrapped, stage, facts, compares=options.evidence)
+        if begin_apart():
+            stages_later = partial(meet, patience_seconds=LATER_SECONDS)
+        else:
+            stages = meet()
     scope = Scope(
         model,
         optimizer,
@@ -205,6 +230,7 @@ def watch(
         on_finding=on_finding,
         mesh=mesh,
         stages=stages,
+        stages_later=stages_later,
         shared_weights=stage.shared,
         sinks=_local_sinks(handle),
         announce_end=options.announce,

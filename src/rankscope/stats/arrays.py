@@ -44,7 +44,8 @@ def median_of_known(values: Floats) -> Floats:
     known = width - np.count_nonzero(np.isnan(values), axis=-1, keepdims=True)
     if known.size and known.min() == width:
         return median(values)
-    at_lower, at_upper = np.maximum(known - 1, 0) // 2, np.minimum(known // 2, width - 1)
+    at_lower = np.maximum(known - 1, 0) // 2
+    at_upper = np.minimum(known // 2, width - 1)
     places = np.unique([at_lower, at_upper])
     ordered = np.partition(values, places, axis=-1)  # NaN comes last
     lower = np.take_along_axis(ordered, at_lower, axis=-1)

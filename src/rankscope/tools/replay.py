@@ -1,6 +1,7 @@
 """Runs the batches of a replay bundle on a model: in this process, or on all ranks of torchrun."""
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,12 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rankscope.bus.bundles import ReplayBundle
+from rankscope.bus.canary import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    explain,
+    judge,
+)
 from rankscope.bus.messages import PlainBatch
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
-from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
-from rankscope.evidence.canary.bundle import ReplayBundle
+from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, samples_of
 from rankscope.evidence.canary.combine import compare_programs
 from rankscope.evidence.canary.replay import (
     CanaryResult,
@@ -27,15 +35,8 @@ from rankscope.evidence.canary.replay import (
     run_batch,
     state_digest,
 )
-from rankscope.evidence.canary.verdict import (
-    CanaryCause,
-    CanaryResults,
-    CanaryVerdict,
-    explain,
-    judge,
-)
 from rankscope.files import open_file
-from rankscope.tools.doctor.stage import find_function
+from rankscope.tools.functions import find_function
 
 WORST = 5
 """Samples that are listed, those whose loss is NaN and then those with the largest."""
@@ -128,6 +129,41 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     if verdict.verdict is not CanaryCause.DATA:
         return Replayed(results, verdict)
     return _with_samples(bundle, model.eval(), device, Replayed(results, verdict))
+
+
+def as_inputs(module: nn.Module, batch: Any) -> PlainBatch:
+    """Return a batch as inputs of the model's forward pass.
+
+    A mapping enters by name, a sequence by position: all of it, or its first part where the forward
+    pass takes fewer (the labels then belong to a loss outside of the model). CanaryDeclined where
+    it cannot enter the model, or be kept.
+    """
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        kwargs = dict(batch)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        args = tuple(batch)
+        if not _takes(module, args):
+            args = args[:1]
+    elif isinstance(batch, Tensor):
+        args = (batch,)
+    else:
+        raise CanaryDeclined(f"a batch of the kind {type(batch).__name__} cannot enter the model")
+    return capture_batch(args, kwargs, moves_inputs=True).plain()
+
+
+def _takes(module: nn.Module, args: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def digest_of_run(module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int) -> int:
+    """Run a batch, forward and backward; return a digest of all bits of loss and gradient."""
+    return run_batch(module, batch, device, seed=seed).read().digest
 
 
 class _Row(NamedTuple):

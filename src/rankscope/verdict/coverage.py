@@ -73,6 +73,7 @@ class MeasuredParts:
     gradients: int  # steps among them with the gradients of all workers
     # tensors of the watched model, where the optimizer is known to have more; else 0
     watched: int = 0
+    what: str = "tensors of the optimizer"  # of which they are some
     updated: int = 0  # tensors of the optimizer, or that have joined the training, likewise
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
     joined_by: int | None = None  # the step by which they had joined the training; None if before
@@ -112,8 +113,7 @@ class MeasuredParts:
         if not self.has_gradients:
             parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
         if self.watched < self.updated:
-            trained = "tensors of the optimizer" if self.joined_by is None else "trained tensors"
-            parts.append(f"{self.watched} of the {self.updated} {trained} watched{self.left_out}")
+            parts.append(f"{self.watched} of the {self.updated} {self.what} watched{self.left_out}")
         if not self.has_losses:
             parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
         return ", ".join(parts)
@@ -200,8 +200,18 @@ def _tensors(training: Any, joined: Any) -> dict[str, Any]:
                 "watched": watched,
                 "updated": watched + int(joined["tensors"]),
                 "unwatched": tuple(map(str, joined["names"])),
+                "what": "trained tensors",
                 "joined_by": int(joined["step"]),
                 "joined_after": int(joined["steps"]),
+            }
+        unheld = training.get("unheld")
+        if unheld:
+            updated = int(training["parameters"]["trained_tensors"])
+            return {
+                "watched": updated - int(unheld["tensors"]),
+                "updated": updated,
+                "unwatched": tuple(map(str, unheld["names"])),
+                "what": "trained tensors",
             }
         optimizer = training["optimizer"]
         watched = int(training["parameters"]["tensors"])

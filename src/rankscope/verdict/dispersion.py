@@ -67,17 +67,6 @@ def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None
     return texts[0], f"{shown / expected:.2f}", texts[1]
 
 
-def describe_gradients(values: Values) -> str:
-    """Describe the dispersion of gradients compared with that of micro-batches, if known."""
-    ratio = values["gradient_ratio"]
-    if ratio is None:
-        return ""
-    return (
-        f"Gradients differ between workers {ratio:.2f} times as much as their micro-batches "
-        f"explain{_interval(values, 'gradient_ratio')}."
-    )
-
-
 def describe_noise_scale(values: Values, causes: set[str]) -> str:
     """Describe the gradient noise scale; empty where workers share data."""
     scale = values["noise_scale"]

@@ -15,7 +15,6 @@ from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_s
 from rankscope.verdict.dispersion import (
     Values,
     describe_dispersion,
-    describe_gradients,
     describe_noise_scale,
     short,
     spread_in_words,
@@ -128,7 +127,6 @@ def statements(
         _describe_loss(values),
         _describe_metrics(values),
         describe_dispersion(values),
-        describe_gradients(values),
         describe_noise_scale(values, causes),
         _describe_samples(values, causes),
         _describe_limits(values, causes),

@@ -348,7 +348,8 @@ def _tracked(tracked: Any) -> list[tuple[str, str]]:
     """Return the facts of the tracker's run, if the training had one open."""
     if not isinstance(tracked, dict):
         return []
-    name, url = _shown(tracked.get("name")), _shown(tracked.get("url"))
+    name = _shown(tracked.get("name"))
+    url = _shown(tracked.get("url"))
     there = name if url == UNKNOWN else f"{name}, {url}"
     return [
         (f"Run in {_shown(tracked.get('tracker'))}", there),

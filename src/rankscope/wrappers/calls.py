@@ -94,18 +94,19 @@ def _relaying(
 ) -> Any:
     def relay(*args: Any, **kwargs: Any) -> Any:
         for reference in tuple(before):
-            _notify(reference, args, kwargs)
+            notify(reference, args, kwargs)
         result = original(*args, **kwargs)
         for reference in tuple(after):
-            _notify(reference, args, kwargs)
+            notify(reference, args, kwargs)
         return result
 
     return relay
 
 
-def _notify(
+def notify(
     reference: "weakref.WeakMethod[Listener]", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
+    """Call a listener that still lives."""
     listener = reference()
     if listener is not None:
         listener(*args, **kwargs)

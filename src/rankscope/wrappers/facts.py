@@ -33,7 +33,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import live_objects
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.optimizers import all_of, held_names
 
 Fact = str | int | bool
 
@@ -322,7 +322,8 @@ def training_facts(
 ) -> Facts:
     """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
 
-    ``unwatched`` has names of parameters of the optimizer that are none of the model's.
+    ``unwatched`` has names of parameters of the optimizer that are none of the model's. ``unheld``
+    has the number of the model's that are in no optimizer, and names, where a loop reduces.
     """
     return {
         "seed": torch.initial_seed(),
@@ -332,6 +333,7 @@ def training_facts(
         "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
         "loader": None if loader is None else quietly(lambda: _loader(loader)),
         **quietly(lambda: _unwatched(module, optimizer)),
+        **quietly(lambda: _unheld(wrapper, module, optimizer)),
     }
 
 
@@ -343,6 +345,17 @@ def _unsaved_buffers(module: nn.Module) -> Facts:
         for name in sorted(part._non_persistent_buffers_set)
     ]
     return {"unsaved_buffers": names[:_MOST_NAMED]} if names else {}
+
+
+def _unheld(wrapper: nn.Module, module: nn.Module, optimizer: Any) -> Facts:
+    if wrapper is not module or isinstance(wrapper, FSDPModule) or optimizer is None:
+        return {}
+    named = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+    held = held_names(optimizer, named)
+    names = sorted(named.keys() - held)
+    if not held or not names:
+        return {}
+    return {"unheld": {"tensors": len(names), "names": names[:_MOST_NAMED]}}
 
 
 def _parameters(module: nn.Module) -> Facts:
@@ -452,8 +465,11 @@ def sampler_seed(loader: Any) -> int | None:
     """Return the seed with which a data loader's samples are shuffled; None if unknown.
 
     That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
-    unless it does not shuffle, or of the generator that torch's own samplers draw from.
+    unless it does not shuffle, or of the generator that torch's own samplers draw from. Without a
+    loader, it is the living one whose data are split into the most parts.
     """
+    if loader is None:
+        loader = max(_living_loaders(), key=lambda each: _num_parts(splits_of(each)), default=None)
     if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
         return None  # accelerate gives all ranks the generator of rank 0 with each pass
     batches = _quietly_of(loader, "batch_sampler")
@@ -531,14 +547,22 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
     loader, it is the living one whose data are split into the most parts.
     """
     if loader is None:
-        living = map(splits_of, live_objects(DataLoader)[DataLoader])
-        return max(living, key=lambda found: math.prod(parts for _, parts in found), default=[])
+        return max(map(splits_of, _living_loaders()), key=_num_parts, default=[])
     found: dict[int, tuple[str, int]] = {}
     for part in _inside(loader):
         number = _parts_made_by(part)
         if number is not None and number > 1:
             found[id(part)] = (type(part).__name__, number)
     return list(found.values())
+
+
+def _living_loaders() -> list[Any]:
+    """Return the loaders of this process that divide their data among ranks."""
+    return [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
+
+
+def _num_parts(splits: Sequence[tuple[str, int]]) -> int:
+    return math.prod(parts for _, parts in splits)
 
 
 def _parts_made_by(part: Any) -> int | None:

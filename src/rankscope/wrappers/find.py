@@ -101,7 +101,7 @@ MEGATRON = WrapperKind(
     no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
 )
 
-LOOP = WrapperKind("loop")
+LOOP = WrapperKind("loop", updates_at_once=False)
 """A model without wrapper, whose training reduces gradients itself."""
 
 
@@ -124,6 +124,10 @@ class Wrapped:
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
         parts: The model inside, where the training has several parts, each in a DDP of its own:
             ``wrapper`` is that of the first, whose forward pass begins a micro-batch.
+        held: The names of the parameters in this rank's optimizer, where a loop reduces gradients
+            and the optimizer holds some of them; else None.
+        in_shares: Whether each of the others is in the optimizer of one other rank; else no rank's
+            holds them.
     """
 
     kind: WrapperKind
@@ -136,6 +140,8 @@ class Wrapped:
     replicated: nn.Module | None = None
     mesh: MeshPlace | None = None
     parts: "JointModel | None" = None
+    held: frozenset[str] | None = None
+    in_shares: bool = False
 
     @property
     def module(self) -> nn.Module:
@@ -218,15 +224,16 @@ class Wrapped:
                 unawaited=unawaited,
             )
         if self.kind is LOOP:
-            size = self.group.size()
             return LoopTap(
                 parameters,
-                size,
+                self.group.size(),
                 sketcher,
                 guarded,
                 reduced=reduced,
                 observer=observer,
                 unawaited=unawaited,
+                held=self.held,
+                in_shares=self.in_shares,
             )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)

@@ -9,10 +9,12 @@ added up.
 
 The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
-own since the optimizer reduces.
+own since the optimizer reduces. Where each parameter is in the optimizer of one rank, the gradients
+of the rank's own are read: any other may hold what a reduction to its owner has left. A parameter
+that no known optimizer holds is left out: nobody knows when its gradient is used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,8 +56,10 @@ class _Step:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W; the other
-    arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`.
+    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W, and
+    ``held`` names the parameters in this rank's optimizer, and ``in_shares`` whether each is in
+    that of one rank; the other arguments are those of
+    :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
@@ -68,11 +72,17 @@ class LoopTap(HookedTap):
         reduced: ReadReduced,
         observer: GradientObserver,
         unawaited: Callable[[bool], None] = lambda noticed: None,
+        held: Collection[str] | None = None,
+        in_shares: bool = False,
     ) -> None:
         super().__init__(
             parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
-        self._num_workers = num_workers
+        self._copies = 1 if in_shares else num_workers
+        others = frozenset[str]() if held is None else frozenset(parameters.keys() - held)
+        self._of_others = others if in_shares else frozenset[str]()
+        self._never = frozenset[str]() if in_shares else others
+        self.leave_out(())
         self._looked_for_others = False
         self._step = _Step()
         self._parts = GradientParts(sketcher)
@@ -80,8 +90,8 @@ class LoopTap(HookedTap):
 
     @property
     def reduced_copies(self) -> int:
-        """W: every rank is taken to hold the whole reduced gradient."""
-        return self._num_workers
+        """W, as every rank is taken to hold the reduced gradient; 1 where each has a share."""
+        return self._copies
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
@@ -100,7 +110,9 @@ class LoopTap(HookedTap):
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, left_out=self._left_out
+                self._calls.names,
+                into=self._reduced,
+                left_out=self._of_others.union(self._left_out),
             )
 
     @property
@@ -114,6 +126,10 @@ class LoopTap(HookedTap):
         if self._backward.running or self._fresh or not self._step.ended:
             return False
         return self._step.settled or self._is_thrown_away()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Measure the step that begins without some parameters."""
+        super().leave_out(self._never.union(names) if self._never else names)
 
     def collect(self) -> LocalGradient | None:
         """Return the step's measurements and start again; None without valid ones."""

@@ -1,9 +1,12 @@
 """A training's optimizers, several of them as one."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from operator import or_
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rankscope.wrappers.megatron import plain_megatron_optimizer
 
@@ -40,6 +43,36 @@ def all_of(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, JointOptimizer):
         return optimizer.optimizers
     return () if optimizer is None else (optimizer,)
+
+
+def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the parameters that an optimizer, or several as one, holds."""
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return [name for name, parameter in parameters.items() if id(parameter) in held]
+
+
+def held_bits(optimizer: Any, parameters: Mapping[str, Tensor]) -> str:
+    """Return a bit for each parameter that an optimizer holds, as ``0x…``; empty if it holds all.
+
+    The highest bit is always set: it tells how many parameters there are.
+    """
+    held = set(held_names(optimizer, parameters))
+    if len(held) == len(parameters):
+        return ""
+    return hex(int("1" + "".join("01"[name in held] for name in parameters), 2))
+
+
+def are_shares(held_W: Sequence[int]) -> bool:
+    """Return whether each parameter is in the optimizer of one worker, given :func:`held_bits`.
+
+    Example:
+        >>> are_shares([0b101, 0b110]), are_shares([0b111, 0b110]), are_shares([0b101, 0b101])
+        (True, False, False)
+    """
+    count = held_W[0].bit_length() - 1
+    shares_W = [held ^ (1 << count) for held in held_W]
+    disjoint = sum(share.bit_count() for share in shares_W) == count
+    return disjoint and functools.reduce(or_, shares_W) == (1 << count) - 1
 
 
 def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.distributions import Distribution
 
 from rankscope.private import require
 from rankscope.wrappers.tap import Guarded
@@ -120,7 +121,10 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def tensors_in(value: object, depth: int = 4, breadth: int = 256) -> list[Tensor]:
-    """Return the tensors in nested sequences, mappings and dataclasses, as far as is cheap."""
+    """Return the tensors in nested sequences, mappings, dataclasses and distributions.
+
+    As far as is cheap.
+    """
     if isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
@@ -139,7 +143,20 @@ def _parts(value: object) -> Iterable[object]:
         return value.values()
     if is_dataclass(value):
         return [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, Distribution):  # its parameters, such as loc and scale
+        return vars(value).values()
     return ()
+
+
+def hides_tensors(value: object) -> str:
+    """Return the class of an object in nested outputs that has tensors out of sight; else empty."""
+    for part in (value, *_parts(value)):
+        held = getattr(part, "__dict__", None)
+        if not isinstance(held, dict) or isinstance(part, (Tensor, Mapping)) or _parts(part):
+            continue
+        if any(tensor.grad_fn is not None for tensor in tensors_in(dict(held))):
+            return type(part).__name__
+    return ""
 
 
 class BackwardEnd:

@@ -255,9 +255,9 @@ def find_batch(
 
     That is ``input_ids``, with ``attention_mask`` beside it, in any mapping or dataclass; else the
     first tensor with a batch dimension, or list with one tensor per sample; else the first list of
-    texts. Of named parts, those with a label, target or mask in the name come last: many samples
-    share a label. The result is a tensor ``[B, ...]``, a list of one tensor or text per sample, or
-    None.
+    texts, which also comes before a tensor of one number per sample. Of named parts, those with a
+    label, target or mask in the name come last: many samples share a label. The result is a tensor
+    ``[B, ...]``, a list of one tensor or text per sample, or None.
     """
     named = dict(kwargs)
     for arg in args:
@@ -270,12 +270,12 @@ def find_batch(
         if isinstance(ids, Tensor) and _has_samples(ids):
             return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
     values = [*args, *_by_name(named)]
+    texts = (part for part in _parts_of(values) if _are_texts(part))
     for part in _parts_of(values):
         if isinstance(part, Tensor) and _has_samples(part):
-            return part, None
+            return (next(texts, part) if part.dim() == 1 else part), None
         if items := items_in(part):
             return items, None
-    texts = (part for part in _parts_of(values) if _are_texts(part))
     return next(texts, None), None
 
 

@@ -5,6 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rankscope.bus.canary import (
+    CanaryCause,
+    CanaryResults,
+    judge,
+)
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.pace import LAG
 from rankscope.bus.step import MISSING_INT
@@ -15,11 +20,6 @@ from rankscope.evidence.canary.schedule import (
     CanaryPlan,
     Planned,
     Schedule,
-)
-from rankscope.evidence.canary.verdict import (
-    CanaryCause,
-    CanaryResults,
-    judge,
 )
 
 

@@ -56,17 +56,6 @@ def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
     assert data.ranks == (2,)
 
 
-@pytest.mark.parametrize(
-    ("losses", "severity"),
-    [([1, 2, 1, 1], Severity.ERROR), ([1, 1 + 1e-6, 1, 1], Severity.WARNING)],
-)
-def test_hardware_is_an_error_unless_rounding_explains_it(losses, severity):
-    [found] = told(CanaryVerdicts(4), step(digests=(5, 6, 5, 5), losses=losses))
-    assert (found.key, found.cause) == ("canary-differs", "compute.worker_outlier")
-    assert (found.severity, found.ranks) == (severity, (1,))
-    assert "state.parameters_differ" in found.numbers["other_causes"]
-
-
 def test_state_is_told_where_it_is_known_to_differ():
     bad = {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)}
     [found] = told(CanaryVerdicts(4), step(20, digests=None, differs=1), step(**bad))
@@ -76,22 +65,6 @@ def test_state_is_told_where_it_is_known_to_differ():
     healed = step(LATENESS + 21, **bad)
     [later] = told(CanaryVerdicts(4), step(20, digests=None, differs=1), healed)
     assert later.cause == "compute.worker_outlier"
-
-
-def test_a_worker_at_random_and_a_tie():
-    [random] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7)))
-    assert (random.cause, random.ranks) == ("compute.nondeterministic", (3,))
-    assert random.severity is Severity.NOTE  # no farther off than another order of sums
-    [far] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7), losses=(1, 1, 1, 1.1)))
-    assert (far.severity, far.ranks) == (Severity.WARNING, (3,))
-    [every] = told(CanaryVerdicts(4), step(again=(7, 7, 7, 7)))
-    assert (every.severity, every.ranks) == (Severity.WARNING, (0, 1, 2, 3))
-    [tie] = told(CanaryVerdicts(4), step(digests=(5, 5, 6, 6), losses=(1, 1, 2, 2)))
-    assert (tie.cause, tie.severity, tie.ranks) == (
-        "inconclusive",
-        Severity.WARNING,
-        (0, 1, 2, 3),
-    )
 
 
 @pytest.mark.parametrize(

@@ -30,12 +30,7 @@ def whole(parts_W):
 
 
 def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **columns):
-    """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``.
-
-    Args:
-        copies: How many ranks hold each element.
-        columns: Columns of all ranks, or functions of the parts of a step.
-    """
+    """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``."""
     rng = np.random.default_rng(1)
     found = {}
     detectors = detectors or (FactorLaw(), NormLaw(planned))

@@ -90,16 +90,3 @@ def test_the_source_revision_is_the_commit_and_whether_files_differ(repository):
     assert source_revision(repository) == {"revision": commit, "revision_changed": False}
     (repository / "train.py").write_text("lr = 2\n")
     assert source_revision(repository) == {"revision": commit, "revision_changed": True}
-
-
-def test_a_folder_without_a_repository_has_no_revision(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert source_revision(tmp_path) == {}
-    assert source_revision(tmp_path / "missing") == {}
-    assert source_revision(None) == {}
-
-
-def test_git_that_takes_too_long_or_is_missing_is_not_waited_for(repository, monkeypatch):
-    assert source_revision(repository, seconds=0.0) == {}
-    monkeypatch.setenv("PATH", "")
-    assert source_revision(repository) == {}

@@ -4,7 +4,6 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.settings import PlannedSeed
-from rankscope.verdict.diagnosis import by_rank
 from support.stepping import observe, words
 
 
@@ -26,16 +25,3 @@ def test_another_seed_is_told_once_with_both_numbers():
     assert "shuffles with seed 0, and the plan declares 42" in words(told)
     assert "DistributedSampler" in words(told)
     assert observe(detector, 8) == []
-
-
-def test_it_is_told_again_after_a_restart_only_if_it_was_not_before():
-    first = PlannedSeed(42, (0, 0))
-    observe(first, 0)
-    second = PlannedSeed(42, (0, 0))
-    second.restore(first.state())
-    assert observe(second, 1) == []
-
-
-@pytest.mark.parametrize("info", [{}, {"ranks": [{"rank": 0}]}])
-def test_older_records_have_no_seeds(info):
-    assert set(by_rank(info, "sampler_seed")) <= {None}

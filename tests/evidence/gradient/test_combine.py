@@ -55,3 +55,18 @@ def test_workers_that_have_the_same_gradient_are_not_called_unreduced(local_WSK)
     found = normalise_user_reduction(parts_of(same_WSK, same_WSK))
     assert found.factor == 1
     assert not found.unreduced_W.any()
+
+
+@pytest.mark.parametrize("wrong", [None, 2])
+def test_shares_of_owners_add_up_to_the_mean_and_a_wrong_one_stays_wrong(local_WSK, wrong):
+    mean_SK = local_WSK.mean(0, dtype=np.float64)
+    given_WSK = np.zeros_like(local_WSK)
+    for section in range(S):
+        given_WSK[section % W, section] = 4 * mean_SK[section]
+    if wrong is not None:
+        given_WSK[wrong % W, wrong] = 4 * local_WSK[wrong % W, wrong]
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK), copies=1)
+    assert found.factor == 4
+    total_SK = sum(part.reduced_SK for part in found.parts_W)
+    right_S = np.isclose(total_SK, mean_SK, rtol=1e-5, atol=1e-7).all(1)
+    assert np.flatnonzero(~right_S).tolist() == ([] if wrong is None else [wrong])

@@ -83,48 +83,6 @@ def test_a_right_gradient_is_the_derivative_though_routes_would_jump():
     assert finding.cause == "verify.agrees"
 
 
-class Pooled(nn.Module):
-    """Returns logits, with kinks on the way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Conv2d(1, 8, 3)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LeakyReLU(0.1))
-
-    def forward(self, images):
-        hidden = F.max_pool2d(self.layer(images).relu(), 2).mean((2, 3))
-        return self.head(self.norm(hidden))
-
-
-def train_outside(model):
-    """As :func:`train`, of a model that does not know its loss."""
-    micros = []
-    for number in range(2):
-        draw = torch.Generator().manual_seed(number)
-        images = torch.randn(6, 1, 8, 8, generator=draw)
-        micro = MicroBatch(model, CPU, (images,), {})
-        logits = model(images)
-        micro.see_output(logits)
-        (F.cross_entropy(logits, torch.randint(8, (6,), generator=draw)) / 2).backward()
-        micros.append(micro)
-    return micros
-
-
-def test_a_loss_that_is_computed_outside_of_the_model_is_no_obstacle_nor_are_kinks():
-    model = Pooled()
-    micros = train_outside(model)
-    found, _ = verdict(model, micros)
-    assert found.answer is SlopeAnswer.AGREES
-    assert all(abs(block.ratio - 1) < 2e-3 for block in found.blocks)
-    model.norm.weight.grad *= 0.5
-    found, finding = verdict(model, micros)
-    assert found.answer is SlopeAnswer.BLOCKS
-    assert ["norm.weight" in block.label for block in found.odd] == [True]
-    assert finding.cause == "verify.derivative"
-
-
 @pytest.mark.parametrize("lacking", ["a factor", "a part at right angles"])
 def test_a_parameter_whose_gradient_is_wrong_is_named(lacking):
     model = Routed()

@@ -27,7 +27,7 @@ def summed(units, weights):
     return np.einsum("wm,wmpk->pk", weights, units).astype(np.float32)
 
 
-def parts(units, scales, given, reduced=None, dtype="float32", replicas=None):
+def parts(units, scales, given, reduced=None, dtype="float32", replicas=None, *, clips=False):
     """Return what the workers send; ``given`` is of all of them, or of each ``[W,P,K]``."""
     terms = (units * scales[..., None, None]).astype(np.float32)
     given = np.broadcast_to(given, (W, P, K))
@@ -44,6 +44,7 @@ def parts(units, scales, given, reduced=None, dtype="float32", replicas=None):
             none if replicas is None else replicas.astype(np.float32),
             copies=W,
             axis="" if replicas is None else "tp",
+            clips=clips,
         )
         for rank in range(W)
     ]
@@ -97,7 +98,7 @@ def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
     given = summed(gradients(), EQUAL / W)
     found = ask(given, scales=np.full((W, M), 1 / (M * W)))
     assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
-    assert "0.333 of what one process would compute, as if averaged over the workers twice" in (
+    assert "0.333 times what one process would compute, as if averaged over the workers twice" in (
         words(found)
     )
     assert "it was so when backward was called" in words(found)
@@ -111,6 +112,26 @@ def test_clipping_and_unscaling_after_a_sound_reduction_agree():
     assert (scaled.answer, scaled.clipped) == (ReferenceAnswer.AGREES, pytest.approx(0.25))
     assert ask(0.25 * sound, reduced=0.25 * sound).answer is ReferenceAnswer.SCALE
     assert ask(4 * sound, reduced=sound).answer is ReferenceAnswer.SCALE
+
+
+def test_a_factor_of_the_loss_that_clipping_hides_is_told():
+    sound = summed(gradients(), EQUAL)
+    scales = np.full((W, M), float(W))
+    found = ask(0.25 * sound, scales=scales, reduced=W * M * sound, clips=True)
+    assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
+    assert found.factor == pytest.approx(W * M, rel=1e-5)
+
+
+def test_stages_of_a_pipeline_may_sum_a_shared_weight_after_a_sound_reduction():
+    sound = summed(gradients(), EQUAL)
+    given = sound.copy()
+    given[1] += sound[0]
+    told = [np.full(M, 1 / M)] * W
+    units = parts(gradients(), np.full((W, M), 1 / M), given, reduced=sound)
+    found = verify(units, told, TOKENS, in_pipeline=True)
+    assert (found.answer, len(found.summed)) == (ReferenceAnswer.AGREES, 1)
+    assert "as stages do that share a weight" in words(found)
+    assert verify(units, told, TOKENS).answer is ReferenceAnswer.PARAMETERS
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,7 @@ def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy(width, batch):
 
 
 def filled(width, fillers, size=8):
-    """Yield batches of a sharded job; in some steps rank 1 has one sample throughout.
-
-    Args:
-        width: W.
-        fillers: That sample, by step.
-        size: Samples of a batch.
-    """
+    """Yield batches of a sharded job; in some steps rank 1 has one sample throughout."""
     for step, batches in enumerate(sharded(10**5, width, size)):
         if step in fillers:
             batches[1] = np.full(size, fillers[step])
@@ -105,3 +99,17 @@ def test_batches_without_labels_and_small_ones_say_nothing():
     weights = [64.0, 0.0]
     assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
     assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
+
+
+def test_processes_of_a_loader_that_read_the_whole_stream():
+    diagnosis, told = Diagnosis(RunFacts(2, plan=Plan())), []
+    for step in range(40):
+        repeats = [step % 2, step % 2] if step < 24 else [0, 0]
+        one = gathered(step, [[], []], None, loader_repeats=repeats)
+        told += diagnosis.observe(summarize(one))
+    found = [finding for finding in told if finding.cause == "data.repeated_batches"]
+    assert {(one.id, one.severity, one.ranks) for one in found} == {
+        ("loader-processes", Severity.WARNING, (0, 1))
+    }
+    assert "each process reads the whole stream" in found[0].explanation
+    assert found[0].step == 15

@@ -121,6 +121,15 @@ def test_lists_of_one_tensor_per_sample():
     assert len(digest_inputs((sequences,), {})) == 2
 
 
+def test_texts_come_before_their_labels():
+    texts = ["one", "two", "three"]
+    expected = digest_inputs((texts,), {}).tolist()
+    assert len(set(expected)) == 3
+    labels = torch.tensor([0, 1, 0])
+    for batch in ((labels, texts), {"label": labels, "text": texts}):
+        assert digest_inputs((batch,), {}).tolist() == expected
+
+
 def test_a_batch_nested_for_ever_is_given_up():
     loop: list = [1, 2, 3]
     loop += [loop] * 300

@@ -25,7 +25,8 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 
 def step(number, *found, **values):
     values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
-    one = replace(gathered(number, [[]] * W, **values), differences=found, observed=True)
+    one = gathered(number, [[]] * W, **values)
+    one = replace(one, differences=found, observed=True, reduced_copies=W)
     return StepReport(one, {})
 
 
@@ -39,7 +40,6 @@ def watch(*steps):
     [
         ("parameter", "state.parameters_differ"),
         ("buffer", "state.buffers_differ"),
-        ("optimizer", "state.optimizer_differs"),
         ("reduced", "sync.gradients_differ"),
     ],
 )
@@ -49,6 +49,21 @@ def test_the_worker_that_is_alone_is_named_with_the_tensor(kind, cause):
     explanation, _ = describe(found)
     assert "rank 2" in explanation.lower()
     assert "head.weight" in explanation
+
+
+def test_optimizer_state_that_rests_on_all_workers_but_one_is_not_used_there():
+    own = [step(number, difference("optimizer", [7, 7, number, 7])) for number in (0, 64, 128)]
+    assert watch(*own) == []
+    own = [step(number, difference("optimizer", [7, 7, 7 + number, 8])) for number in (0, 64)]
+    assert watch(*own) == []  # rank 3 owns another tensor, whose state came from a checkpoint
+    both = [difference("optimizer", [1, 1, 5, 1]), difference("parameter", [1, 1, 5, 1])]
+    assert {found.cause for found in watch(step(7, *both))} == {
+        "state.optimizer_differs",
+        "state.parameters_differ",
+    }
+    moving = [step(at, difference("optimizer", [at, at, -at, at])) for at in (1, 65)]
+    [found] = watch(*moving)
+    assert (found.cause, found.ranks, found.first_step) == ("state.optimizer_differs", (2,), 65)
 
 
 @pytest.mark.parametrize(

@@ -47,16 +47,6 @@ def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
     return world.findings
 
 
-def test_the_finding_counts_the_ranks_and_names_the_axis():
-    axes = {"rep": (0, 2)}
-    others = [unit(2, 3, moves=1.0), unit(4, 5, moves=1.0), unit(6, 7, begins=1)]
-    [finding] = found([unit(0, 1, moves=1.0, axes=axes)], others).values()
-    assert (finding.severity, finding.first_step) == (Severity.ERROR, 11)
-    assert "over 2 of the 6 ranks" in finding.explanation
-    assert "fully_shard got a mesh without rep" in finding.explanation
-    assert finding.evidence["groups"] == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     own, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
     elsewhere = dataclasses.replace(other, given_dir="member-1")

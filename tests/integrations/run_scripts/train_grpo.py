@@ -55,12 +55,7 @@ def large_tokens(completions, **_):
 
 
 class Engine:
-    """Draws completions with a copy of the model, and says how probable each token was.
-
-    Args:
-        rank: Which rank it belongs to.
-        stale_from: Step from which it gets no new weights on rank 1.
-    """
+    """Draws completions with a copy of the model, and says how probable each token was."""
 
     def __init__(self, rank, stale_from):
         self.rank, self.stale_from = rank, stale_from

@@ -10,8 +10,6 @@ from rankscope.record import Run
 from rankscope.report import write_comparison, write_report, write_study_report
 from report.live.chromium import PATIENCE
 
-IDLE_NEVER = "window.requestIdleCallback = () => 0;"
-"""What is out of sight is then drawn for printing alone."""
 EMPTY = """() => [...document.querySelectorAll("[data-figure]")].filter(
   (place) => place.offsetParent && !place.querySelector(".stage:not(.next) :is(svg, canvas)")
 ).map((place) => place.dataset.figure)"""
@@ -33,23 +31,6 @@ def page(browser: Browser) -> Iterator[Page]:
     context.set_default_timeout(PATIENCE)
     yield context.new_page()
     context.close()
-
-
-@pytest.mark.parametrize("kind", ["study"])
-def test_a_phone_scrolls_no_page_sideways(page: Page, pages: dict[str, Path], kind: str):
-    page.goto(pages[kind].as_uri())
-    assert page.evaluate("document.documentElement.scrollWidth") == 400
-
-
-@pytest.mark.parametrize("kind", ["run"])
-def test_every_figure_is_on_paper(page: Page, pages: dict[str, Path], kind: str):
-    page.add_init_script(IDLE_NEVER)
-    page.emulate_media(color_scheme="dark")
-    page.goto(pages[kind].as_uri())
-    assert page.evaluate(EMPTY)
-    page.pdf(print_background=False)
-    assert page.evaluate(EMPTY) == []
-    assert page.evaluate("document.documentElement.dataset.mode") == "dark"  # as before
 
 
 def test_an_address_may_name_a_step(page: Page, pages: dict[str, Path]):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rankscope.bus.canary import CanaryCause, judge, results_in
 from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_modules
-from rankscope.evidence.canary.verdict import CanaryCause, judge, results_in
 from rankscope.stats.arrays import digest_of
 
 

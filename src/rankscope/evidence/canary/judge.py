@@ -6,6 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.bundles import latest_bundle
+from rankscope.bus.canary import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    describe_size,
+    differing_state,
+    judge_step,
+    name_reasons,
+    results_of,
+    why,
+)
 from rankscope.bus.detector import LATENESS, Check, CheckedRun, Detector, FaultEvidence, RunFacts
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.pace import LAG
@@ -13,16 +25,6 @@ from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
-from rankscope.evidence.canary.bundle import latest_bundle
-from rankscope.evidence.canary.verdict import (
-    CanaryCause,
-    CanaryResults,
-    CanaryVerdict,
-    describe_size,
-    differing_state,
-    judge_step,
-    results_of,
-)
 from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.state import Stateful
 
@@ -88,16 +90,6 @@ _KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
 
 _BETWEEN = (CanaryCause.HARDWARE, CanaryCause.INCONCLUSIVE)
 _MOST_RECORDED = 16
-
-_SAME = (
-    "operations with their arguments, random numbers, parameters, settings and versions are the "
-    "same on all workers"
-)
-_UNKNOWN = (
-    "it is not known what each worker ran: dropout or evaluation mode, a mask, a branch on the "
-    "rank, or a library come before the device"
-)
-_MOST_REASONS = 3
 
 
 class CanaryVerdicts(Detector):
@@ -247,35 +239,6 @@ def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict
     }
 
 
-def why(
-    verdict: CanaryCause,
-    reasons: Sequence[str],
-    hooks: Sequence[str],  # that set them apart
-    *,
-    compared: bool,  # it is known what all workers ran
-) -> str:
-    """Return why workers differ, as far as it is known: a sentence without its end."""
-    if verdict is CanaryCause.STATE:
-        named = f" ({_named(reasons)})" if reasons else ""
-        return f"parameters or buffers are known to differ{named}"
-    if reasons:
-        return f"what differs is {_named(reasons)}"
-    if not compared:
-        return _UNKNOWN
-    if verdict is CanaryCause.NONDETERMINISTIC:
-        device = "the device computes differently now and then"
-    else:
-        device = "the device computes differently"
-    hooked = f", or it is {_named(hooks)}" if hooks else ""
-    return f"{_SAME}, so {device}{hooked}"
-
-
-def _named(reasons: Sequence[str]) -> str:
-    shown = list(reasons[:_MOST_REASONS])
-    more = len(reasons) - len(shown)
-    return "; ".join([*shown, *([count(more, "other difference")] if more else [])])
-
-
 def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
     named = name_ranks(fault.ranks)
     if verdict is CanaryCause.STATE:
@@ -292,5 +255,5 @@ def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
         return f"Start {named} with the same settings, libraries and device as the others"
     if not fault.compared:
         return f"Compare code, settings and versions of {named} with another worker's"
-    look = f"Look at {_named(fault.hooks)}; else test" if fault.hooks else "Test"
+    look = f"Look at {name_reasons(fault.hooks)}; else test" if fault.hooks else "Test"
     return f"{look} the device of {named}, or move the rank to another one"

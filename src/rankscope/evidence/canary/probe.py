@@ -320,8 +320,10 @@ def make_probe(job: Job) -> CanaryProbe | None:
     )
 
 
-def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
-    """Return whether canaries run in a training."""
+def measures(wrapped: Wrapped, options: Any, *, alike: bool) -> bool:
+    """Return whether canaries run in a training; an error where one asks for what cannot be."""
+    wanted = options.canary and alike
+    every = options.canary_every
     if every is not None and (every < 1 or not wanted):
         raise UsageError(
             f"canary_every expected at least 1 step, and canary=True, got {every} and {wanted}"

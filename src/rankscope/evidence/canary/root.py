@@ -12,13 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.bus.bundles import ReplayBundle, save_bundle
+from rankscope.bus.canary import (
+    CanaryCause,
+    CanaryResults,
+    judge_step,
+    results_of,
+)
 from rankscope.bus.finding import TIMES_LATELY, Finding
 from rankscope.bus.messages import PackedError, unpack_batch
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RunError
-from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
 from rankscope.evidence.canary.schedule import (
     SCHEDULED,
     CanaryAnswer,
@@ -28,12 +34,6 @@ from rankscope.evidence.canary.schedule import (
     all_requested,
     pack_plan,
     pack_run,
-)
-from rankscope.evidence.canary.verdict import (
-    CanaryCause,
-    CanaryResults,
-    judge_step,
-    results_of,
 )
 
 Log = Callable[[int, str], None]

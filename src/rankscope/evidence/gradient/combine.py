@@ -59,8 +59,10 @@ class UserReduction:
     unreduced_W: NDArray[np.bool_]
 
 
-def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
+def normalise_user_reduction(parts_W: Sequence[AuditPart], copies: int = 0) -> UserReduction:
     """Return the result of a reduction, as a mean where it is a multiple of the mean.
+
+    ``copies``: 1 where each worker has a share of the reduced gradient, whose sum is all of it.
 
     Example:
         >>> local = [np.array([[3.0, 1.0]], np.float32), np.array([[1.0, 3.0]], np.float32)]
@@ -77,6 +79,8 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
     none_W = np.zeros(len(parts_W), bool)
     if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
         return UserReduction(tuple(parts_W), float("nan"), none_W)
+    if copies == 1:
+        return _shares(parts_W, local_WSK.mean(axis=0), given_WSK.sum(axis=0))
     placed_S = _by_place(given_WSK)
     if placed_S.any() and not placed_S.all():
         rest = normalise_user_reduction([_sections(part, ~placed_S) for part in parts_W])
@@ -98,15 +102,25 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
         weighted = _is_weighted_sum(given_WSK[0], local_WSK)
         kept_W = parts_W if weighted else [_hidden(part, norms=False) for part in parts_W]
         return UserReduction(tuple(kept_W), float("nan"), none_W)
-    undone = tuple(
-        replace(
-            part,
-            reduced_SK=(given_SK / factor).astype(np.float32),
-            reduced_squares_S=part.reduced_squares_S / factor**2,
-        )
-        for part, given_SK in zip(parts_W, given_WSK, strict=True)
+    return UserReduction(tuple(_undone(part, factor) for part in parts_W), factor, none_W)
+
+
+def _shares(parts_W: Sequence[AuditPart], mean_SK: Floats, total_SK: Floats) -> UserReduction:
+    """Return the result of a reduction of which each worker has a share."""
+    none_W = np.zeros(len(parts_W), bool)
+    factor = _plain(_common_factor(total_SK, mean_SK), len(parts_W))
+    apart_S = _apart(factor * mean_SK[None], total_SK[None])[0] if factor else np.ones(1)
+    if 2 * np.count_nonzero(apart_S <= _OWN_FACTOR) <= len(apart_S):  # most are not a multiple
+        return UserReduction(tuple(_hidden(part) for part in parts_W), float("nan"), none_W)
+    return UserReduction(tuple(_undone(part, factor) for part in parts_W), factor, none_W)
+
+
+def _undone(part: AuditPart, factor: float) -> AuditPart:
+    return replace(
+        part,
+        reduced_SK=(part.reduced_SK / factor).astype(np.float32),
+        reduced_squares_S=part.reduced_squares_S / factor**2,
     )
-    return UserReduction(undone, factor, none_W)
 
 
 def _hidden(part: AuditPart, *, norms: bool = True) -> AuditPart:
@@ -216,6 +230,9 @@ def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
     near_S = np.abs(ratios_S - middle) <= _OWN_FACTOR * abs(middle)
     if not near_S.any():
         return middle
+    apart_S = _apart(given_SK[known_S][None], (middle * mean_SK[known_S])[None])[0]
+    multiple_S = near_S & (apart_S <= _OWN_FACTOR)  # others are near it by chance
+    near_S = multiple_S if multiple_S.any() else near_S
     return float(products_S[known_S][near_S].sum() / squares_S[known_S][near_S].sum())
 
 
@@ -232,7 +249,7 @@ class MeasuredGradients(Combiner):
         if self._layout.by_loop:
             columns["summed_workers"][:] = np.nan  # until it is known
         if self._layout.by_loop and is_whole:
-            found = _as_reduced(found)
+            found = _as_reduced(found, self._layout.reduced_copies)
         norms_W: list[Floats] = [np.empty(0)] * len(messages)
         for ranks, one in found:
             carried = one.values["grad_carried_over"] > 0
@@ -276,7 +293,7 @@ def make_combiner(layout: Layout) -> MeasuredGradients:
     return MeasuredGradients(layout)
 
 
-def _as_reduced(found: Found) -> Found:
+def _as_reduced(found: Found, copies: int) -> Found:
     """Replace a loop's own reduced gradients by the mean that they are a multiple of.
 
     A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
@@ -290,7 +307,7 @@ def _as_reduced(found: Found) -> Found:
     parts_W = audit_of(found)
     if len(parts_W) < len(norms_W):
         return found
-    normalised = normalise_user_reduction(parts_W)
+    normalised = normalise_user_reduction(parts_W, copies)
     squares_WS = np.stack([part.reduced_squares_S for part in normalised.parts_W])
     is_plain = normalised.factor in (1, len(parts_W))  # not clipped, for instance
     summed = normalised.factor if is_plain else np.nan

@@ -109,11 +109,56 @@ class MeshProbe(Probe):
                 self._channel.send("mesh", step, content)
 
 
+class LateStages(Probe):
+    """Meets the other pipeline stages at the first update, and reads the weights they share."""
+
+    def __init__(self, channel: Channel, meet: Callable[[], Any], *, spacing: int) -> None:
+        self._channel = channel
+        self._meet: Callable[[], Any] | None = meet
+        self._spacing = spacing
+        self._step = 0
+        self._probe: MeshProbe | None = None
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read parameters at the first forward pass of a step."""
+        self._step = step
+        if self._probe is not None:
+            self._probe.begin_step(step, paused=paused)
+
+    def before_update(self) -> None:
+        """Meet the stages once, and read gradients when ``optimizer.step`` is about to run."""
+        meet, self._meet = self._meet, None
+        mesh = None if meet is None else meet()
+        if mesh is not None and mesh.reaches:
+            self._probe = MeshProbe(mesh, self._channel, spacing=self._spacing)
+            self._probe.begin_step(self._step, paused=False)  # nothing has changed the parameters
+        if self._probe is not None:
+            self._probe.before_update()
+
+    def collect(self, end: StepEnd) -> None:
+        """Send the readings, as soon as they are on the host."""
+        if self._probe is not None:
+            self._probe.collect(end)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        if self._probe is not None:
+            self._probe.abort()
+
+    def close(self) -> None:
+        """Send the rest, and close a guest's links."""
+        if self._probe is not None:
+            self._probe.close()
+
+
 def make_probe(job: Job) -> tuple[Probe, ...]:
     """Return the probes of replicas over other axes, and of weights that pipeline stages share."""
     channel = job.channel
     meshes = [one for one in (channel.mesh, channel.stages) if one is not None and one.reaches]
-    return tuple(MeshProbe(mesh, channel, spacing=job.state_spacing) for mesh in meshes)
+    probes = [MeshProbe(mesh, channel, spacing=job.state_spacing) for mesh in meshes]
+    if channel.meet_stages is not None:
+        return *probes, LateStages(channel, channel.meet_stages, spacing=job.state_spacing)
+    return tuple(probes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from itertools import combinations, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.canary import CanaryCause, judge, results_of
 from rankscope.bus.detector import (
     Check,
     CheckedRun,
@@ -35,7 +36,6 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count
-from rankscope.evidence.canary.verdict import CanaryCause, judge, results_of
 from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (

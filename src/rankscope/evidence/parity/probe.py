@@ -598,3 +598,10 @@ def make_probe(job: Job) -> ParityProbe | None:
     if not job.parity or not all_of(job.optimizer):
         return None
     return ParityProbe(job)
+
+
+def make_recorder(
+    model: nn.Module, place: Mapping[str, Any], start: Mapping[str, Any], **more: Any
+) -> ParityRecorder:
+    """Return the recorder of a training without a session; ``start`` are changes before it."""
+    return ParityRecorder(model, RecordPlace(**place), start=Start(**start), **more)

@@ -21,7 +21,7 @@ from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.passes import hook_gradient, tensors_in
+from rankscope.wrappers.passes import hides_tensors, hook_gradient, tensors_in
 from rankscope.wrappers.surroundings import outside
 
 MOST_BATCH_BYTES = 2**30
@@ -81,6 +81,7 @@ class MicroBatch:
         self._device = device
         self._parameters = [(p, digest_tensor(p)) for p in module.parameters()]
         self._returned: list[_Returned] = []
+        self._hidden = ""  # the class of an object in the outputs that has tensors out of sight
         self._num_tensors = 0
         self.root: Tensor | float | None = None
         """What its backward pass was called on; NaN if that was more than one, None before it."""
@@ -145,6 +146,8 @@ class MicroBatch:
 
     def check_kept(self) -> None:
         """Check that the gradients of the outputs are known; raises CanaryDeclined if not."""
+        if self._hidden:
+            raise CanaryDeclined(f"the model returns a {self._hidden}, whose tensors are not seen")
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
             raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
@@ -164,6 +167,7 @@ class MicroBatch:
     @torch.no_grad()
     def see_output(self, output: object) -> None:
         """Note the outputs of the forward pass, and hook their gradients."""
+        self._hidden = hides_tensors(output)
         tensors = _differentiable(output)
         above = _computed_from(tensors)
         self._returned = [

@@ -10,7 +10,7 @@ inputs and outputs like FSDP2.
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,14 +55,25 @@ class WholeModel:
     summed_workers = 1.0  # the reduced gradient over the workers' mean: 1 for a mean, W for a sum
     tensor_parallel: TensorParallel | None = None  # along which ranks share its parameters
 
-    def __init__(self, module: nn.Module, num_workers: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        num_workers: int,
+        held: Collection[str] | None = None,
+        *,
+        in_shares: bool = False,
+    ) -> None:
         named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        if held is not None and not in_shares:
+            named = [(name, parameter) for name, parameter in named if name in held]
         self.names = tuple(name for name, _ in named)  # of the trained parameters ``[P]``
         # the coarser of the types in which each gradient is accumulated and stored ``[P]``
         self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
-        self.copies = num_workers  # that hold each element of the reduced gradient
+        # that hold each element of the reduced gradient
+        self.copies = 1 if in_shares else num_workers
         self._module = module
         self._parameters = [parameter for _, parameter in named]
+        self._held = held  # parameters that this worker's optimizer holds; None for all
 
     def check(self) -> None:
         """Check that a worker can run the model alone, and that gradients can be read."""
@@ -75,7 +86,10 @@ class WholeModel:
 
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's part of the reduced gradient."""
-        measure_gradients(sketcher, self.names, [p.grad for p in self._parameters], into)
+        held = self._held
+        pairs = zip(self.names, self._parameters, strict=True)
+        gradients = [p.grad if held is None or name in held else None for name, p in pairs]
+        measure_gradients(sketcher, self.names, gradients, into)
 
     @contextmanager
     def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:

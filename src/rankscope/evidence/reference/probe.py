@@ -95,8 +95,9 @@ class ReferenceProbe(Probe):
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
         copy = GatheredModel(wrapped.wrapper) if wrapped.kind is FSDP2 else None
-        if wrapped.kind in (DDP, LOOP, FSDP2):
-            trained = {n: p for n, p in wrapped.parameters.items() if p.requires_grad}
+        if wrapped.kind in (DDP, LOOP, FSDP2) and not wrapped.in_shares:
+            held = wrapped.parameters if wrapped.held is None else wrapped.held
+            trained = {n: p for n, p in wrapped.parameters.items() if p.requires_grad and n in held}
             self._derivative = DirectionalDerivative(
                 wrapped.module,
                 trained if copy is None else copy.parameters,
@@ -369,7 +370,8 @@ def _model(wrapped: Wrapped) -> ReferenceModel:
     if wrapped.kind is DEEPSPEED:
         return EngineModel(wrapped.wrapper, wrapped.group.size())
     kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
-    return kind(wrapped.module, wrapped.group.size())
+    size = wrapped.group.size()
+    return kind(wrapped.module, size, wrapped.held, in_shares=wrapped.in_shares)
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:

@@ -113,10 +113,17 @@ class Verifications(Director):
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
             scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
         scheduled = float(step.workers.get("schedule_scale", _UNKNOWN)[0])
-        scheduled = scheduled if np.isfinite(scheduled) else 1.0
+        in_pipeline = bool(np.isfinite(scheduled))
         meant = self._plan.loss_weighting
         try:
-            found = verify(parts_W, scales_W, step.micro_weights, meant, scheduled)
+            found = verify(
+                parts_W,
+                scales_W,
+                step.micro_weights,
+                meant,
+                scheduled if in_pipeline else 1.0,
+                in_pipeline=in_pipeline,
+            )
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)

@@ -26,7 +26,7 @@ P parameters, k numbers in a sketch.
 Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), chapter 4.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -114,6 +114,7 @@ class Verification:
     held: tuple[str, ...] = ()  # parameters without a gradient after a sound reduction
     shrunk: tuple[float, ...] = ()  # factors of others after it, where each has its own
     by_value: bool = False  # elements were clipped after a sound reduction
+    summed: tuple[str, ...] = ()  # parameters changed after it, as a sum over stages does
 
     @property
     def ulps(self) -> float:
@@ -127,6 +128,8 @@ def verify(
     tokens_W: Sequence[Floats],  # label tokens of each micro-batch; NaN if unknown
     meant: str | None = None,
     scheduled: float = 1.0,  # a pipeline's factor after the backward passes
+    *,
+    in_pipeline: bool = False,  # stages may sum the gradients of weights that they share
 ) -> Verification:
     """Return whether a step's gradient is what one process would have computed."""
     step = _Step(parts_W, scales_W, scheduled)
@@ -134,14 +137,16 @@ def verify(
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
     ]
-    for find in (
+    finders: tuple[Callable[[_Reference], Verification | None], ...] = (
         _find_agreement,
         _find_factor,
         _find_held,
+        *((_find_summed,) if in_pipeline else ()),
         _find_odd,
         _find_unreduced,
         _find_weights,
-    ):
+    )
+    for find in finders:
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
@@ -320,6 +325,13 @@ def _find_factor(reference: _Reference) -> Verification | None:
         return None
     if _is_clipped(reference, factor):
         return reference.describe(ReferenceAnswer.AGREES, factor=factor, clipped=factor)
+    step = reference.step
+    clips = all(part.clips for part in step.parts_W)
+    if clips and step.changes is not None and abs(step.changes[0] - 1) > _EQUAL:
+        reduced = _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
+        before = _find_factor(reduced)  # clipping hides it
+        if before is not None:
+            return before
     return reference.describe(
         ReferenceAnswer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step)
     )
@@ -373,6 +385,23 @@ def _find_held(reference: _Reference) -> Verification | None:
         return None
     held = tuple(name for name, one in zip(step.names, held_P, strict=True) if one)
     return replace(sound, held=held, shrunk=tuple(map(float, others)))
+
+
+def _find_summed(reference: _Reference) -> Verification | None:
+    """Return an answer where the reduced gradient agrees, and few parameters changed after that.
+
+    Stages of a pipeline that hold copies of one weight sum its gradients then.
+    """
+    step = reference.step
+    if step.changes is None or len(step.given) > 1:
+        return None
+    reduced = step.of_reduced()
+    sound = _find_agreement(_Reference(reduced, reference.weighting, reference.weights_N))
+    changed_P = step.changes[1]
+    if sound is None or not 0 < 4 * changed_P.sum() <= len(changed_P):
+        return None
+    names = tuple(name for name, one in zip(step.names, changed_P, strict=True) if one)
+    return replace(sound, summed=names)
 
 
 def _find_odd(reference: _Reference) -> Verification | None:
@@ -504,9 +533,15 @@ def _simplicity(found: Verification) -> tuple[bool, int, float]:
 
 
 def _gathered(parts_W: Sequence[Floats32], copies: int) -> list[Floats]:
-    """Return the gradient of each worker; if they hold shards, the one of all."""
+    """Return the gradient of each worker; if they hold shards, the one of all.
+
+    A parameter whose gradient one worker alone has is that worker's to update.
+    """
     wide_W = [part_PK.astype(np.float64) for part_PK in parts_W]
     if copies >= len(parts_W):
+        of_one_P = np.count_nonzero([part_PK.any(axis=1) for part_PK in wide_W], axis=0) == 1
+        for own_PK in wide_W if of_one_P.any() else ():
+            own_PK[of_one_P] = sum(part_PK[of_one_P] for part_PK in parts_W)
         return wide_W
     return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
 

@@ -217,6 +217,9 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
         clipped += f", times {least} to {most} of each parameter's own after the reduction"
     if found.by_value:
         clipped += ", clipped by value after the reduction"
+    if found.summed:
+        names = shortened(list(found.summed), _MOST_NAMED)
+        clipped += f", without {names}, changed after it as stages do that share a weight"
     if found.held:
         clipped += f", without {shortened(list(found.held), _MOST_NAMED)}, held back after it"
     place = "it became so in the reduction, or after it"

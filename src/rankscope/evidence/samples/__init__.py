@@ -28,6 +28,7 @@ COLUMNS = (
         ("padding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
         ("micro_batches", DType.INT, "micro-batches", Source.LOCAL, Tail.NONE, "forward passes behind the local gradient"),
         ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples; else digests of their content stand for them"),
+        ("loader_repeats", DType.INT, "batches", Source.LOCAL, Tail.NONE, "batches that each process of the worker's data loader has yielded; null unless it has several, with a data set that is a stream"),
         ("batch_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the set of samples in the local batch"),
     ),
     *declare(

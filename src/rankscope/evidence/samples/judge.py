@@ -25,6 +25,7 @@ from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.evidence.samples.repeats import (
     DuplicateBatches,
     FilledBatches,
+    LoaderProcesses,
     RepeatedBatches,
     RepeatedOrder,
     SameResults,
@@ -197,6 +198,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         OverlappingShards(num_workers, repeats=drawn_again, seeds=run.sampler_seeds),
         RepeatedOrder(repeats=repeats),
         RepeatedBatches(num_workers, repeats=repeats),
+        LoaderProcesses(),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers),
         EpochCoverage(run.data_length, replaces=drawn_again),

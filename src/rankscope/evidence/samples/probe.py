@@ -16,6 +16,7 @@ from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
 from rankscope.stats.arrays import Ints
+from rankscope.wrappers.loading import LoaderRows
 from rankscope.wrappers.samples import digest_batch, identity_of, is_dense
 
 
@@ -100,12 +101,34 @@ def _count(mask: Any) -> Numbers | int:
 _log = logging.getLogger("rankscope")
 
 
+class _BeforeChanges:
+    """Digests of inputs, and of the rows of the loader's batch that they were made of."""
+
+    def __init__(self, inputs: Numbers | Ints, rows_B: Ints) -> None:
+        self._inputs = inputs
+        self._rows_B = rows_B
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return isinstance(self._inputs, np.ndarray) or self._inputs.ready
+
+    def numpy(self) -> Ints:
+        """Return the digests of the inputs if they hold a row as it was, else those of the rows."""
+        inputs = self._inputs
+        inputs_B: Ints = (
+            inputs if isinstance(inputs, np.ndarray) else inputs.numpy().astype(np.int64)
+        )
+        return inputs_B if np.isin(inputs_B, self._rows_B).any() else self._rows_B
+
+
 class SampleMeter:
     """Collects the samples of one step on one worker; given ids take precedence over digests."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: LoaderRows | None = None) -> None:
+        self._rows = rows
         self._given: list[tuple[int, Numbers | NDArray[np.int64]]] = []
-        self._seen: list[tuple[int, Numbers | NDArray[np.int64]]] = []
+        self._seen: list[tuple[int, Numbers | NDArray[np.int64] | _BeforeChanges]] = []
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
@@ -123,7 +146,10 @@ class SampleMeter:
             return
         if not isinstance(digests, np.ndarray):
             digests = copy_numbers(digests, torch.int64, own=True)
-        self._seen.append((forward, digests))
+        rows = self._rows
+        rows_B = None if rows is None else self._unless_declined(lambda: rows.take(args, kwargs))
+        seen = digests if rows_B is None else _BeforeChanges(digests, rows_B)
+        self._seen.append((forward, seen))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and once a line in the log, if it raises."""
@@ -147,7 +173,9 @@ class SampleMeter:
         """Whether the training gave ids in this step."""
         return bool(self._given)
 
-    def collect(self, idle: Container[int] = ()) -> list[Numbers | NDArray[np.int64]]:
+    def collect(
+        self, idle: Container[int] = ()
+    ) -> list[Numbers | NDArray[np.int64] | _BeforeChanges]:
         """Return the samples since the last call, without those of ``idle`` forward passes."""
         collected = self._given or self._seen
         self._given = []
@@ -159,7 +187,7 @@ class SampleMeter:
 class PendingSamples:
     """The samples (ids or digests, in parts) of one step; they may still be on the device."""
 
-    samples: Sequence[Numbers | Ints]
+    samples: Sequence[Numbers | Ints | _BeforeChanges]
     values: Mapping[str, float]
 
     @property
@@ -176,8 +204,9 @@ class PendingSamples:
 class SampleProbe(Probe):
     """Collects the samples of one worker's steps."""
 
-    def __init__(self) -> None:
-        self._samples = SampleMeter()
+    def __init__(self, guard: Callable[..., None]) -> None:
+        self._rows = LoaderRows(guard)
+        self._samples = SampleMeter(self._rows)
         self.give = self._samples.give
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
@@ -187,18 +216,25 @@ class SampleProbe(Probe):
     def collect(self, end: StepEnd) -> PendingSamples:
         """Return the samples of the step's forward passes that had a backward pass."""
         values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
+        again = self._rows.collect()
+        if again is not None:
+            values["loader_repeats"] = again
         return PendingSamples(self._samples.collect(end.idle), values)
 
     def abort(self) -> None:
         """Forget the step's samples."""
         self._samples.collect()
 
+    def close(self) -> None:
+        """Follow the loaders no more."""
+        self._rows.stop()
+
 
 def make_probe(job: Job) -> tuple[Probe, ...]:
     """Return the probes of samples, and of their lengths."""
-    return SampleProbe(), LengthMeter()
+    return SampleProbe(job.guard), LengthMeter()
 
 
-def _packed(samples: Numbers | Ints) -> bytes:
+def _packed(samples: Numbers | Ints | _BeforeChanges) -> bytes:
     array = samples if isinstance(samples, np.ndarray) else samples.numpy()
     return array.astype(np.int64, copy=False).tobytes()

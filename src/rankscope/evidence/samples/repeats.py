@@ -159,6 +159,7 @@ FEW = 16
 """So few batches that a worker with no others learns them by heart."""
 
 _STEPS_NEEDED = 24
+_STEPS_OF_PROCESSES = 8
 _SMALLEST = 4  # samples: fewer are soon the same by chance
 _ORDINARY = 9  # batches to one that is filled; with more filled ones, such inputs are intended
 _MOST_FILLERS = 64
@@ -203,6 +204,27 @@ class RepeatedBatches(Detector):
             {"batches": count(few, "batch", "batches")},
             {"steps": seen.count, "batches": few},
         )
+
+
+PROCESSES = "loader-processes"
+
+
+class LoaderProcesses(Detector):
+    """Data loaders whose processes all read the whole stream: each batch comes once from each."""
+
+    def __init__(self) -> None:
+        self._seen = PersistentFault(_STEPS_OF_PROCESSES)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report batches that come from each process, and the end of it."""
+        repeats_W = step.gathered.workers["loader_repeats"]
+        ranks = np.flatnonzero((repeats_W != MISSING_INT) & (repeats_W > 0)).tolist()
+        if not self._seen.observe(step.gathered.step, ranks):
+            return ()
+        seen = self._seen
+        cause = "data.repeated_batches"
+        numbers = {"steps": seen.count}
+        return (seen.evidence(cause, Severity.WARNING, seen.ranks, {}, numbers, key=PROCESSES),)
 
 
 class FilledBatches(Detector):

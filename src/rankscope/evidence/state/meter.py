@@ -86,6 +86,7 @@ class StateMeter(Probe):
         summed: Container[str] = (),  # names of parameters summed over other ranks in between
         sends_names: bool = False,  # of the digested items, which are equal on all workers
         updates_all: bool = False,  # the model holds the new state once ``optimizer.step`` returns
+        held: Container[str] | None = None,  # names of the optimizer's, if ranks have shares
     ) -> None:
         self._module = module
         self._summed = summed
@@ -109,6 +110,7 @@ class StateMeter(Probe):
         self._next: tuple[int, bool] | None = None  # step from which that changes
         self._known: set[int] | None = set() if sends_names else None
         self._updates_all = updates_all
+        self._held = held
         self._sums_by_hand = sums_by_hand
         self._replicated = replicated
         self._plan: DigestSchedule | None = None
@@ -390,6 +392,9 @@ class StateMeter(Probe):
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
         parameters = [part.place.current(self._lookup) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
+        if self._held is not None:  # those of others may be what a reduction has left
+            pairs = zip(slices, gradients, strict=True)
+            gradients = [g if part.place.name in self._held else None for part, g in pairs]
         cached = self._slot.cached.gradients
         self._seen.gradients[kind] = self._read(cached, slices, gradients, norm=True)
         self._seen.before = cached

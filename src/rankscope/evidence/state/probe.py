@@ -89,6 +89,7 @@ def _meter(job: Job) -> StateMeter:
         summed=job.channel.shared_weights,
         sends_names=job.rank == 0,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
+        held=wrapped.held,
     )
 
 

@@ -37,6 +37,9 @@ _AVERAGED = frozenset(
 )
 """What differs from average to average of the parameters, where each worker trains alone."""
 
+_CYCLE = 64  # steps, in which all state is read once
+_MOST_RESTING = 64  # names
+_MOST_READINGS = 4  # of a tensor that is read in pieces
 _SCALED = 1e-3
 _SAME_NORM = 1e-4
 _NORM_DIFFERS = 1e-6
@@ -101,6 +104,7 @@ class UnequalState(Detector):
         self._num_workers = num_workers
         self._unsaved = frozenset(unsaved)
         self._unsaved_before: dict[str, list[int]] = {}
+        self._states_before: dict[str, tuple[int, list[list[int]]]] = {}
         self._by_loop = by_loop
         self._replicated = replicated
         self._local_buffers = local_buffers or local_steps > 0
@@ -181,15 +185,38 @@ class UnequalState(Detector):
 
     def _by_cause(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
         """Yield the differences of parameters, buffers and optimizer state."""
+        differ = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
         for kind, cause in _CAUSES.items():
             by_key: dict[str, list[StateDifference]] = {}
             for each in gathered.differences:
                 own_key = self._own_key(each) if each.kind is kind else None
+                optimizer = kind is StateKind.OPTIMIZER and each.name not in differ
+                if optimizer and self._may_rest(gathered.step, each):
+                    continue
                 if own_key is not None:
                     by_key.setdefault(own_key, []).append(each)
             for own_key, found in by_key.items():
                 ranks = _odd(found, replicas_W)
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
+
+    def _may_rest(self, step: int, difference: StateDifference) -> bool:
+        """Return whether state may rest on all workers but one, while the parameter is equal.
+
+        That worker updates the parameter for all. The others may hold what a checkpoint or the
+        start has left there, and never use it. A cycle of the digests shows whether it rests.
+        """
+        now = difference.digests_W.tolist()
+        known = difference.name in self._states_before
+        if not known and len(self._states_before) >= _MOST_RESTING:
+            return False
+        first, before = self._states_before.setdefault(difference.name, (step, []))
+        resting = any(
+            sum(a == b for a, b in zip(now, earlier, strict=True)) >= len(now) - 1
+            for earlier in before
+        )
+        before.append(now)
+        del before[:-_MOST_READINGS]
+        return resting or step - first < _CYCLE
 
     def _own_key(self, difference: StateDifference) -> str | None:
         """Return the key of a difference's own finding, empty without; None until that is known."""
@@ -477,7 +504,7 @@ def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int],
     """
     norms_W = gathered.workers["reduced_norm"]
     local_W = gathered.workers["grad_norm"]
-    if not gathered.observed:
+    if not gathered.observed or gathered.reduced_copies < len(norms_W):
         return None
     lowest = float(norms_W.min())
     highest = float(norms_W.max())

@@ -1,11 +1,10 @@
 """Whether forward and backward of the user's model repeat bit for bit; if not, which operators."""
 
-import inspect
 import re
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from statistics import median
@@ -18,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.bus.messages import PlainBatch
 from rankscope.bus.words import first_of, name_ranks
-from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
-from rankscope.evidence.canary.replay import run_batch
+from rankscope.errors import RankscopeError
 from rankscope.private import find, lacking
 from rankscope.tools.doctor.stage import (
     Bench,
@@ -28,6 +26,7 @@ from rankscope.tools.doctor.stage import (
     Stage,
     Status,
 )
+from rankscope.tools.replay import as_inputs, digest_of_run
 from rankscope.wrappers.passes import in_backward
 
 NAME = "determinism"
@@ -67,10 +66,10 @@ def look(bench: Bench) -> Facts:
     if missing:
         return {"declined": f"torch {torch.__version__} lacks {', '.join(missing)}"}
     try:
-        batch = _as_inputs(module, bench.batch)
+        batch = as_inputs(module, bench.batch)
         device = next((p.device for p in module.parameters()), bench.device)
         return _run_all(module, batch, device, bench.options.seconds)
-    except CanaryDeclined as declined:
+    except RankscopeError as declined:
         return {"declined": f"one batch could not be run: {declined}"}
 
 
@@ -183,7 +182,7 @@ def _run(
     mode: AbstractContextManager[Any] | None = None,
 ) -> int:
     with mode or nullcontext():
-        return run_batch(module, batch, device, seed=_SEED).read().digest
+        return digest_of_run(module, batch, device, seed=_SEED)
 
 
 def _timed(run: Run, digests: list[int], seconds: list[float]) -> None:
@@ -218,35 +217,6 @@ def _deterministic(alerts: set[str]) -> Iterator[None]:
         torch.set_warn_always(always)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[2:]
-
-
-def _as_inputs(module: nn.Module, batch: Any) -> PlainBatch:
-    """Return a batch as inputs of the model's forward pass.
-
-    A mapping enters by name, a sequence by position: all of it, or its first part where the forward
-    pass takes fewer (the labels then belong to a loss outside of the model).
-    """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        kwargs = dict(batch)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        args = tuple(batch)
-        if not _takes(module, args):
-            args = args[:1]
-    elif isinstance(batch, Tensor):
-        args = (batch,)
-    else:
-        raise CanaryDeclined(f"a batch of the kind {type(batch).__name__} cannot enter the model")
-    return capture_batch(args, kwargs, moves_inputs=True).plain()
-
-
-def _takes(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    try:
-        inspect.signature(module.forward).bind(*args)
-    except TypeError:
-        return False
-    return True
 
 
 def _merged(facts: Sequence[Facts], key: str) -> list[str]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rankscope.bus.replicas import minority_ranks
@@ -17,7 +16,7 @@ from rankscope.stats.samples import LIKELY, SURE
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 from rankscope.wrappers.facts import draws_with_replacement
 from rankscope.wrappers.labels import IGNORED_LABEL
-from rankscope.wrappers.samples import digest_inputs, digests_of_texts
+from rankscope.wrappers.samples import digest_inputs
 
 SHARE_OF_TIME = 0.5
 """Share of a stage's time that reading the first epoch may take."""
@@ -153,43 +152,9 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
 
 
 def samples_of(batch: Any) -> list[int] | None:
-    """Return one digest per sample of a batch, or None when samples cannot be separated.
-
-    Tensors are digested by content, text and numbers by value. Of a tuple or a mapping the largest
-    part counts, among those of as many samples as the first one: labels are the same for many
-    samples. In a mapping, a part named as label or mask counts only if nothing else is there.
-    """
-    found = _recognised(batch)
-    return None if found is None else found[0]
-
-
-def _recognised(batch: Any) -> tuple[list[int], float] | None:
-    """Return one digest per sample, and how many numbers each is made of: without end for text."""
-    named = batch if isinstance(batch, Mapping) else {}
-    if isinstance(named.get("input_ids"), Tensor):
-        samples = _listed(digest_inputs((batch,), {}))
-        return (samples, math.inf) if samples else None
-    if isinstance(batch, Tensor):
-        samples = _listed(digest_inputs((batch,), {}))
-        return (samples, batch.numel() / len(samples)) if samples else None
-    if isinstance(batch, str | bytes):
-        return None
-    if isinstance(batch, Sequence) and batch and all(isinstance(x, str | bytes) for x in batch):
-        return digests_of_texts(batch).tolist(), math.inf
-    if isinstance(batch, Mapping):
-        plain = [
-            part
-            for name, part in batch.items()
-            if not isinstance(name, str) or not (name.lower() in _LABELS or "mask" in name.lower())
-        ]
-        return _largest(plain) or _largest(list(batch.values()))
-    return _largest(batch) if isinstance(batch, Sequence) else None
-
-
-def _largest(parts: Sequence[Any]) -> tuple[list[int], float] | None:
-    found = [part for part in map(_recognised, parts) if part is not None]
-    alike = [part for part in found if len(part[0]) == len(found[0][0])]
-    return max(alike, key=lambda part: part[1], default=None)
+    """Return one digest per sample of a batch, as in a run; None if samples cannot be separated."""
+    digests = digest_inputs((batch,), {})
+    return None if digests is None else digests.tolist()
 
 
 def label_tokens_of(batch: Any) -> int | None:
@@ -206,13 +171,6 @@ def label_tokens_of(batch: Any) -> int | None:
     if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dim() == 0:
         return None
     return int((labels != IGNORED_LABEL).sum())
-
-
-def _listed(digests: Tensor | None) -> list[int] | None:
-    if digests is None:
-        return None
-    values: list[int] = digests.to(torch.int64).cpu().tolist()
-    return values
 
 
 SHARDS = "shards"

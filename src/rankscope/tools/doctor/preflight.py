@@ -38,9 +38,9 @@ from rankscope.tools.doctor.stage import (
     in_one_line,
     not_given,
     open_stores,
-    split_name,
     where_it_is,
 )
+from rankscope.tools.functions import split_name
 
 
 def run_preflight(options: Options, report: Callable[[Sequence[CheckResult]], int]) -> int:

@@ -1,6 +1,5 @@
 """The parts of the preflight: stages, which rank 0 judges, and functions of the user's."""
 
-import importlib
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from rankscope import RankscopeError
 from rankscope.errors import UsageError
+from rankscope.tools.functions import find_function
 
 c10d: Any = dist  # its stores have no types
 Store = Any
@@ -360,41 +360,6 @@ def function_stage(option: str) -> Stage:
         advice="The module must be importable on every host, and importing it must not start a "
         "training: keep that under if __name__ == '__main__'.",
     )
-
-
-def split_name(option: str, name: str) -> tuple[str, str]:
-    """Split the ``MODULE:FUNCTION`` of an option; raise UsageError if it has another form."""
-    module, colon, function = name.partition(":")
-    if not (colon and module and function) or ":" in function:
-        raise UsageError(
-            f"{option} expected MODULE:FUNCTION, got {name!r}; write for example train:build_model"
-        )
-    return module, function
-
-
-def find_function(option: str, name: str) -> Callable[..., Any]:
-    """Import a module and return its function; UsageError without one that can be called."""
-    module, function = split_name(option, name)
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        found: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise UsageError(
-            f"{option} {name}: there is no module {module!r} here; run from the folder that holds "
-            "it, or install it"
-        ) from error
-    for part in function.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise UsageError(
-            f"{option} {name}: module {module!r} has no function {function!r}; check the name"
-        )
-    function_found: Callable[..., Any] = found
-    return function_found
 
 
 def in_one_line(error: BaseException) -> str:

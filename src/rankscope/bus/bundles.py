@@ -26,12 +26,11 @@ from typing import Any
 
 import numpy as np
 
-import rankscope
+from rankscope.bus.canary import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.bus.finding import Finding
 from rankscope.bus.messages import PlainBatch
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.files import (
     DAMAGES,
     archive_of,
@@ -42,6 +41,7 @@ from rankscope.files import (
     to_plain,
     write_error,
 )
+from rankscope.version import __version__
 
 FOLDER = "replay"
 """Folder of a run's bundles."""
@@ -196,7 +196,7 @@ def _info(bundle: ReplayBundle) -> dict[str, Any]:
         "results": None if bundle.results is None else results_to_json(bundle.results),
         "verdict": None if bundle.verdict is None else verdict_to_json(bundle.verdict),
         "versions": {
-            "rankscope": rankscope.__version__,
+            "rankscope": __version__,
             "python": platform.python_version(),
             "numpy": np.__version__,
             **bundle.versions,

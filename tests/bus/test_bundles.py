@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fuzz.readers import forked
+from rankscope.bus.bundles import ReplayBundle, find_bundles, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import PlainBatch
 from rankscope.errors import RunError
-from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
 from rankscope.files import archive_of
 
 SUSPECT = PlainBatch(

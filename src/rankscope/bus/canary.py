@@ -6,8 +6,8 @@ the same parameters must agree in every bit. So a difference that follows the ba
 is in the data, one that stays with a worker is in its code, its state or its hardware, and a worker
 that disagrees with itself computes at random.
 
-Code comes before hardware: what the forward pass ran is compared exactly, see
-:mod:`rankscope.evidence.canary.program`. Only where all of it is known to agree is it the device.
+Code comes before hardware: what the forward pass ran is compared exactly. Only where all of it is
+known to agree is it the device.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +25,7 @@ from rankscope.bus.replicas import (
     minority_ranks,
 )
 from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats, Ints
 
 ROUNDING = 1e-4
@@ -306,3 +307,44 @@ def _percent(share: float) -> str:
     if share >= 10:
         return f"{share:.1e} times its size"
     return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+_SAME = (
+    "operations with their arguments, random numbers, parameters, settings and versions are the "
+    "same on all workers"
+)
+_UNKNOWN = (
+    "it is not known what each worker ran: dropout or evaluation mode, a mask, a branch on the "
+    "rank, or a library come before the device"
+)
+_MOST_REASONS = 3
+
+
+def why(
+    verdict: CanaryCause,
+    reasons: Sequence[str],
+    hooks: Sequence[str],  # that set them apart
+    *,
+    compared: bool,  # it is known what all workers ran
+) -> str:
+    """Return why workers differ, as far as it is known: a sentence without its end."""
+    if verdict is CanaryCause.STATE:
+        named = f" ({name_reasons(reasons)})" if reasons else ""
+        return f"parameters or buffers are known to differ{named}"
+    if reasons:
+        return f"what differs is {name_reasons(reasons)}"
+    if not compared:
+        return _UNKNOWN
+    if verdict is CanaryCause.NONDETERMINISTIC:
+        device = "the device computes differently now and then"
+    else:
+        device = "the device computes differently"
+    hooked = f", or it is {name_reasons(hooks)}" if hooks else ""
+    return f"{_SAME}, so {device}{hooked}"
+
+
+def name_reasons(reasons: Sequence[str]) -> str:
+    """Return the first reasons, and how many others there are."""
+    shown = list(reasons[:_MOST_REASONS])
+    more = len(reasons) - len(shown)
+    return "; ".join([*shown, *([count(more, "other difference")] if more else [])])

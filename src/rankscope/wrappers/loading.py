@@ -1,0 +1,133 @@
+"""What the data loaders of the training yield, before the training changes it.
+
+A diffusion model, for instance, gets samples with noise: the same sample never looks the same.
+"""
+
+import itertools
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from rankscope.private import find
+from rankscope.stats.arrays import Ints, digest_of
+from rankscope.wrappers.calls import Relay, notify
+from rankscope.wrappers.samples import digest_inputs, find_batch
+
+
+class _YieldRelay(Relay):
+    """Relays the results of an iterator with it."""
+
+    def _relay(self, original: Any) -> Any:
+        after = self._after
+
+        @wraps(original)
+        def call(iterator: Any) -> Any:
+            result = original(iterator)
+            for reference in tuple(after):
+                notify(reference, (iterator, result), {})
+            return result
+
+        return call
+
+
+YIELDS = _YieldRelay(find("torch.utils.data.dataloader._BaseDataLoaderIter"), "__next__")
+"""The batches of torch's data loaders."""
+
+_MOST_STREAMS = 4  # iterators that are followed, such as those of training and evaluation
+_MOST_WAITING = 8  # batches of one that no forward pass has taken
+
+
+class _Stream:
+    """The batches of one iterator of a data loader."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.waiting: deque[Ints] = deque(maxlen=_MOST_WAITING)
+        count = len(getattr(iterator, "_workers", ()))
+        stream = count > 1 and isinstance(iterator._dataset, IterableDataset)
+        self.processes = count if stream else 0
+        self._digests: deque[int] = deque(maxlen=2 * max(self.processes, 1))
+
+    def comes_again(self, rows_B: Ints) -> bool:
+        """Return whether each process of the loader yields this batch, one after the other.
+
+        Data that are always the same do not count.
+        """
+        digest = digest_of(np.sort(rows_B).tobytes())
+        before = list(self._digests)
+        self._digests.append(digest)
+        others = self.processes - 1
+        return digest in before[-others:] and digest not in before[:-others]
+
+
+class LoaderRows:
+    """Follows the batches that the loaders of this thread yield, until a forward pass takes them.
+
+    Args:
+        guard: Keeps exceptions of the monitor out of the training.
+    """
+
+    def __init__(self, guard: Callable[..., None]) -> None:
+        self._guard = guard
+        self._thread = threading.get_ident()
+        self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by id; the last to yield is last
+        self._latest: _Stream | None = None  # the one that fed the last forward pass
+        self._again: int | None = None  # batches of the step; None without such a loader
+        self._wanted = True
+        self.stop = YIELDS.subscribe(after=self._see) if YIELDS.exists else lambda: None
+
+    def _see(self, iterator: Any, batch: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._guard(self._add, iterator, batch)
+
+    @torch.no_grad()
+    def _add(self, iterator: Any, batch: Any) -> None:
+        stream = self._streams.pop(id(iterator), None) or _Stream(iterator)
+        self._streams[id(iterator)] = stream
+        if len(self._streams) > _MOST_STREAMS:
+            self._streams.popitem(last=False)
+        if not (self._wanted or stream.processes):
+            return
+        digests = digest_inputs((batch,), {})
+        if digests is None or not digests.is_cpu:
+            return
+        rows_B: Ints = digests.numpy()
+        if self._wanted:
+            stream.waiting.append(rows_B)
+        if stream.processes:
+            self._again = (self._again or 0) + stream.comes_again(rows_B)
+
+    def take(self, args: Any, kwargs: Any) -> Ints | None:
+        """Return the samples of the next batch, for a forward pass of as many; None without.
+
+        A model of which the inputs are whole numbers sees its samples as they are.
+        """
+        if not (self._wanted and self._streams):
+            return None
+        inputs, _ = find_batch(args, kwargs)
+        if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+            self._wanted = False
+            return None
+        newest = reversed(self._streams.values())
+        latest = () if self._latest is None else (self._latest,)
+        stream = next((one for one in itertools.chain(latest, newest) if one.waiting), None)
+        if stream is None:
+            return None
+        if stream is not self._latest:
+            self._latest = stream
+            for other in self._streams.values():
+                if other is not stream:
+                    other.waiting.clear()
+        rows_B = stream.waiting.popleft()
+        return rows_B if len(rows_B) == len(inputs) else None
+
+    def collect(self) -> int | None:
+        """Return how many batches of the step each process of their loader has yielded."""
+        again, self._again = self._again, None if self._again is None else 0
+        return again
