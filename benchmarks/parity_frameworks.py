@@ -90,6 +90,7 @@ PAIRS = (
     Pair("DeepSpeed, ZeRO 0", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4"),
     Pair("DeepSpeed, ZeRO 1", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4 --stage 1"),
     Pair("DeepSpeed, ZeRO 2", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4 --stage 2"),
+    Pair("DeepSpeed, ZeRO 3", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4 --stage 3"),
     Pair(
         "DeepSpeed, ZeRO 1, accumulation",
         "1 deepspeed_loop.py",

@@ -43,6 +43,7 @@ class Pair:
         stage: The stage that must be named; empty for a healthy pair.
         parameters: A pattern that all parameters in the answer must match, at least one there.
         no_dropout: Whether dropout is switched off in both.
+        rules: Names of A's parameters, and B's names of their parts, or none.
         report: The public report that it re-creates.
     """
 
@@ -52,6 +53,7 @@ class Pair:
     stage: str = ""
     parameters: str = ALL
     no_dropout: bool = False
+    rules: tuple[tuple[str, tuple[str, ...]], ...] = ()
     report: str = ""
 
     def fits(self, pattern: str) -> bool:
@@ -59,13 +61,20 @@ class Pair:
         return fnmatch.fnmatch(self.name, pattern)
 
 
+_PROJECTIONS = tuple(f"layers.*.{letter}_proj.weight" for letter in "qkv")
+SPLIT = (("layers.*.qkv.weight", _PROJECTIONS),)
+
+
+TIED = (("embed.weight", ("head.weight",)),)
+
+
 def _healthy(seed: int) -> list[Pair]:
     more = ("--seed", str(seed))
     drop = "--dropout .1"
 
-    def pair(name: str, a: tuple[int, str], b: tuple[int, str], no_dropout: bool = False) -> Pair:
+    def pair(name: str, a: tuple[int, str], b: tuple[int, str], **options: Any) -> Pair:
         one, two = (layout(ranks, *words.split(), *more) for ranks, words in (a, b))
-        return Pair(f"{name}, seed {seed}", one, two, no_dropout=no_dropout)
+        return Pair(f"{name}, seed {seed}", one, two, **options)
 
     return [
         pair("1 and 2 workers, DDP", (1, ""), (2, "--layout ddp")),
@@ -88,6 +97,19 @@ def _healthy(seed: int) -> list[Pair]:
         pair("ZeRO 1", (1, "--zero"), (2, "--layout ddp --zero")),
         pair("compiled", (1, ""), (1, "--compile")),
         pair("dropout, off", (1, drop), (2, f"--layout ddp {drop}"), no_dropout=True),
+        pair("1 and 8 workers, DDP", (1, ""), (8, "--layout ddp")),
+        pair("bfloat16 and float32", (1, "--bf16"), (2, "--layout ddp")),
+        pair("uneven lengths, FSDP2", (1, "--uneven"), (2, "--layout fsdp2 --uneven")),
+        pair("uneven lengths, HSDP", (1, "--uneven"), (4, "--layout hsdp --uneven")),
+        pair("pipeline 1 and 2", (1, ""), (2, "--layout pp")),
+        pair("pipeline of 4 micro-batches", (1, ""), (2, "--layout pp --micro-batches 4")),
+        pair("pipeline × FSDP2", (1, ""), (4, "--layout pp_fsdp2")),
+        pair("fused and split projections", (1, "--fused"), (2, "--layout ddp"), rules=SPLIT),
+        pair("fused and split, FSDP2", (1, "--fused"), (2, "--layout fsdp2"), rules=SPLIT),
+        pair("tied weights, pipeline", (1, "--tied"), (2, "--layout pp --tied"), rules=TIED),
+        pair("a teacher, accumulation", (1, "--teacher"), (1, "--teacher --accumulate 4")),
+        pair("experts 1 and 2", (1, "--experts"), (2, "--layout ep --experts")),
+        pair("experts 1 and 4", (1, "--experts"), (4, "--layout ep --experts")),
     ]  # fmt: skip
 
 
@@ -104,10 +126,13 @@ def _faulty() -> list[Pair]:
         a: str = "",
         ranks: int = 2,
         report: str = "",
+        **options: Any,
     ) -> Pair:
         sides = layout(1, *a.split()), layout(ranks, *b.split(), "--fault", fault)
-        kind = next((f", {word}" for word in ("autocast", "bf16") if word in a), "")
-        return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report)
+        words = f"{a} {b}".split()
+        marks = {"--autocast": "autocast", "--bf16": "bf16", "pp": "pipeline"}
+        kind = next((f", {mark}" for word, mark in marks.items() if word in words), "")
+        return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report, **options)
 
     two, clip, muon = "--layout ddp", "--clip .3", "--optimizer muon"
     return [
@@ -142,6 +167,21 @@ def _faulty() -> list[Pair]:
         pair("token_mean", "loss", b=f"{two} --uneven", a="--uneven"),
         pair("epsilon", "loss"),
         pair("attention_scale", "loss"),
+        pair("keys_gradient", "gradient", "layers.1.qkv.weight", a="--fused", rules=SPLIT),
+        pair("experts_not_divided", "gradient", "experts.experts", "--layout ep --experts",
+             "--experts", report="pytorch#160285"),
+        pair("layer_update", "update", _LAYER, "--layout pp"),
+        pair("half_mesh", "gradient", ALL, "--layout hsdp", "", 4, "Automodel#3135"),
+        pair("sum_over_tokens", "gradient", b="--layout pp", report="torchtitan#2972"),
+        pair("tied_apart", "gradient", "embed.weight", "--layout pp --tied", "--tied",
+             report="Megatron-LM#656", rules=TIED),
+        pair("smoothing_of_part", "loss", b=f"{two} --smoothing .1", a="--smoothing .1",
+             report="Megatron-LM#7464"),
+        pair("sharded_twice", "samples", report="accelerate#3547"),
+        pair("router_gradient", "gradient", "experts.router.weight", "--layout ep --experts",
+             "--experts", report="Megatron-LM#3672"),
+        pair("teacher_each_pass", "start", "teacher.weight", "--teacher --accumulate 4",
+             "--teacher", 1, "lightly-train#968"),
         pair("loss_times_workers", "gradient", b=f"{two} --autocast", a="--autocast"),
         pair("layer_gradient", "gradient", _LAYER, f"{two} --autocast", "--autocast"),
         pair("learning_rate", "update", b=f"{two} --bf16", a="--bf16"),
@@ -238,7 +278,12 @@ def main() -> None:
             begun = time.perf_counter()
             try:
                 answer = recordings.answer_of(
-                    kept, pair.a, pair.b, args.steps, no_dropout=pair.no_dropout
+                    kept,
+                    pair.a,
+                    pair.b,
+                    args.steps,
+                    rules_b=pair.rules,
+                    no_dropout=pair.no_dropout,
                 ).to_json()
             except (AssertionError, ValueError) as error:
                 answer = {"answer": "failed", "headline": str(error)[-300:], "stage": None}

@@ -6,6 +6,7 @@ It knows nothing of rankscope. Run it by itself or under ``torchrun``:
 """
 
 import argparse
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,11 @@ from torch.nn import functional as F
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
+VOCABULARY, WIDTH, HEADS, LENGTH, EXPERTS = 64, 32, 4, 16, 4
 GLOBAL_BATCH = 8
+STAGES = 2
+SCHEDULES: list[Any] = []
+"""The pipeline's, once it is made."""
 
 FAULTS = {
     "loss_times_workers": "the loss is multiplied by the number of workers",
@@ -49,7 +53,17 @@ FAULTS = {
     "epsilon": "layer norms with another epsilon",
     "attention_scale": "attention without its scale",
     "half_shard": "half of the rows of one gradient are zero",
+    "half_mesh": "each replica of HSDP reduces by itself",
+    "sum_over_tokens": "a pipeline's loss is a sum, and nobody divides its gradient",
+    "tied_apart": "gradients of tied weights on two stages are not added",
+    "smoothing_of_part": "the labels are smoothed over a part of the vocabulary",
+    "sharded_twice": "what is a rank's share is cut for the ranks once more",
+    "router_gradient": "the gradient of the router is divided by the number of ranks",
+    "teacher_each_pass": "a teacher follows in each micro-batch, not in each step",
+    "layer_backward": "the backward pass of one layer halves what it passes on",
+    "keys_gradient": "the gradient of one projection is halved",
     "sign": "the gradient of one layer has the other sign",
+    "experts_not_divided": "gradients of experts are not divided by the number of ranks",
     "stale": "the optimizer gets the gradient of the step before",
 }
 """Faults by name."""
@@ -58,7 +72,7 @@ FAULTS = {
 class Block(nn.Module):
     """A transformer block."""
 
-    def __init__(self, dropout: float, eps: float, scale: float | None) -> None:
+    def __init__(self, dropout: float, eps: float, scale: float | None, *, fused: bool) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(WIDTH, eps=eps)
         self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -70,19 +84,94 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.scale = scale
+        self.halves = False
+        self.fused = fused
+        if fused:
+            of_all = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False, device="meta")
+            self.qkv.weight = nn.Parameter(of_all.detach())
+            del self.q_proj, self.k_proj, self.v_proj
+
+    def projections(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values."""
+        if self.fused:
+            return self.qkv(normed).chunk(3, dim=-1)  # type: ignore[no-any-return]
+        return self.q_proj(normed), self.k_proj(normed), self.v_proj(normed)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states ``[B, L, D]``."""
         batch, length, _ = hidden.shape
         normed = self.norm_1(hidden)
         q, k, v = (
-            proj(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            each.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for each in self.projections(normed)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         hidden = hidden + self.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)))
-        changed: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)))))
+        lifted = self.up(self.norm_2(hidden))
+        if self.halves:
+            lifted = 0.5 * lifted + 0.5 * lifted.detach()
+        changed: Tensor = self.dropout(self.down(F.gelu(lifted)))
         return hidden + changed
+
+
+class _Gathered(torch.autograd.Function):
+    """The tokens of all ranks of a group; backward adds up what all of them send back."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        parts = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tokens.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _own_share(gradient)
+
+
+class _Returned(torch.autograd.Function):
+    """This rank's tokens of the sum over all ranks; backward gathers their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        return _own_share(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, gradient.contiguous())
+        return torch.cat(parts)
+
+
+def _own_share(tokens: Tensor) -> Tensor:
+    total = tokens.clone()
+    dist.all_reduce(total)
+    return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Experts(nn.Module):
+    """Experts, and a router that weights all of them; each rank may hold a part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the experts' mean ``[B, L, D]``, by the router's weights."""
+        weights, own = self.router(hidden).softmax(-1), self.experts
+        spread = hasattr(own, "to_local")
+        if spread:
+            mesh = own.device_mesh  # type: ignore[attr-defined]
+            own = own.to_local()  # type: ignore[attr-defined]
+            hidden, weights = (
+                _Gathered.apply(each)  # type: ignore[no-untyped-call]
+                for each in (hidden, weights)
+            )
+            first = mesh.get_local_rank() * len(own)
+            weights = weights[..., first : first + len(own)]
+        mixed: Tensor = torch.einsum("blw,ewv,ble->blv", hidden, own, weights)
+        return _Returned.apply(mixed) if spread else mixed  # type: ignore[no-untyped-call]
 
 
 class Model(nn.Module):
@@ -93,17 +182,57 @@ class Model(nn.Module):
         eps = 1e-2 if args.fault == "epsilon" else 1e-5
         scale = 1.0 if args.fault == "attention_scale" else None
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(args.dropout, eps, scale) for _ in range(2))
+        self.layers = nn.ModuleList(
+            Block(args.dropout, eps, scale, fused=args.fused) for _ in range(2)
+        )
+        self.layers[1].halves = args.fault == "layer_backward"
         self.norm = nn.LayerNorm(WIDTH, eps=eps)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.experts = Experts() if args.experts else None
+        if args.tied:
+            self.head.weight = self.embed.weight
+        self.teacher = nn.Linear(WIDTH, VOCABULARY, bias=False) if args.teacher else None
+        if self.teacher is not None:
+            self.teacher.requires_grad_(False)
+        self.follows_in_pass = args.fault == "teacher_each_pass"
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Move the teacher towards the head."""
+        if self.teacher is not None:
+            self.teacher.weight.lerp_(self.head.weight, 0.1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[B, L, V]``."""
+        if self.follows_in_pass:
+            self.follow()
         hidden = self.embed(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
+        if self.experts is not None:
+            hidden = hidden + self.experts(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+
+class Stage(nn.Module):
+    """A pipeline's stage: the parts of a model that it computes, by the same names."""
+
+    def __init__(self, model: Model, stage: int) -> None:
+        super().__init__()
+        self.embed = model.embed if stage == 0 else None
+        self.layers = nn.ModuleDict({str(stage): model.layers[stage]})
+        self.norm = model.norm if stage == STAGES - 1 else None
+        self.head = model.head if stage == STAGES - 1 else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states, or the last stage's logits."""
+        hidden = hidden if self.embed is None else self.embed(hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        if self.norm is not None and self.head is not None:
+            hidden = self.head(self.norm(hidden))
+        return hidden
 
 
 def sample(number: int, *, uneven: bool) -> tuple[Tensor, Tensor]:
@@ -124,6 +253,9 @@ def batch_of(
     ids = list(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
     if args.fault == "same_samples":
         worker = 0
+    if args.fault == "sharded_twice":
+        ids = [i for n in range(workers) for i in range(step * 8 + n * 64, step * 8 + n * 64 + 8)]
+        ids = ids[worker::workers]
     if args.fault == "other_samples":
         draw = torch.Generator().manual_seed(worker * 77 + step)
         ids = torch.randperm(512, generator=draw)[:GLOBAL_BATCH].tolist()
@@ -193,36 +325,59 @@ def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         shape = (2, world // 2) if args.layout == "hsdp" else (world,)
         names = ("replicate", "shard")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-        more: dict[str, Any] = {"mesh": mesh}
+        more: dict[str, Any] = {"mesh": mesh["shard"] if args.fault == "half_mesh" else mesh}
         if args.mixed:
             more["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer, **more)
         fully_shard(model, **more)
+    if args.layout in ("ep", "pp_fsdp2"):
+        spread(model, args, world)
     if args.layout in ("tp", "fsdp2_tp"):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            RowwiseParallel,
-            parallelize_module,
-        )
-
-        shape = (world,) if args.layout == "tp" else (world // 2, 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-        plan: dict[str, Any] = {
-            name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up")
-        }
-        plan |= {name: RowwiseParallel() for name in ("o_proj", "down")}
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], plan)
-        if args.layout == "fsdp2_tp":
-            for layer in model.layers:  # type: ignore[union-attr]
-                fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(model, mesh=mesh["dp"])
+        cut_layers(model, args, world)
     if args.compile:
         return torch.compile(model, backend="eager")  # type: ignore[return-value]
     return model
+
+
+def cut_layers(model: nn.Module, args: argparse.Namespace, world: int) -> None:
+    """Apply tensor parallelism to each layer, and FSDP2 around it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    shape = (world,) if args.layout == "tp" else (world // 2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    plan: dict[str, Any] = {
+        name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up")
+    }
+    plan |= {name: RowwiseParallel() for name in ("o_proj", "down")}
+    for layer in model.layers:  # type: ignore[union-attr]
+        parallelize_module(layer, mesh["tp"], plan)
+    if args.layout == "fsdp2_tp":
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+
+
+def spread(model: nn.Module, args: argparse.Namespace, world: int) -> None:
+    """Give each rank a part of the experts, or of its stage of a pipeline."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    if args.layout == "ep":
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        experts: Any = model.experts
+        own = distribute_tensor(experts.experts.detach(), mesh, [Shard(0)])
+        experts.experts = nn.Parameter(own)
+        return
+    mesh = init_device_mesh("cpu", (world // STAGES, STAGES), mesh_dim_names=("dp", "pp"))
+    fully_shard(model, mesh=mesh["dp"])
 
 
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -282,6 +437,10 @@ def spoil(named: list[tuple[str, nn.Parameter]], fault: str, kept: dict[str, Ten
             continue
         chosen = "layers.1.up.weight" in name
         grad = local(p.grad)
+        if fault == "router_gradient" and "router" in name:
+            grad.div_(dist.get_world_size())
+        if fault == "keys_gradient" and "layers.1.k_proj" in name:
+            grad.mul_(0.5)
         if fault == "layer_gradient" and chosen:
             grad.mul_(0.5)
         elif fault == "layer_gradient_zero" and chosen:
@@ -312,6 +471,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", default="single")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--micro-batches", type=int, default=2, help="of a pipeline's schedule")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--fault", default="", choices=["", *FAULTS])
     parser.add_argument("--optimizer", default="adamw")
@@ -324,6 +484,11 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="FSDP2 computes in bfloat16")
     parser.add_argument("--uneven", action="store_true")
     parser.add_argument("--zero", action="store_true")
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--tied", action="store_true")
+    parser.add_argument("--teacher", action="store_true")
+    parser.add_argument("--smoothing", type=float, default=0.0)
+    parser.add_argument("--fused", action="store_true", help="one projection for q, k and v")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
     parser.add_argument("--save-at", type=int, default=-1)
@@ -340,9 +505,13 @@ def main() -> None:
         worker, workers = 0, 1
     elif args.layout == "fsdp2_tp":
         worker, workers = rank // 2, workers // 2
+    elif args.layout.startswith("pp"):
+        worker, workers = rank // STAGES, workers // STAGES
 
     torch.manual_seed(args.seed + (args.fault == "other_start"))
     model: nn.Module = Model(args)
+    if args.layout.startswith("pp"):
+        model = Stage(model, rank % STAGES)  # type: ignore[arg-type]
     initialise(model, args, worker, workers)
     if args.bf16:
         model = model.to(torch.bfloat16)
@@ -386,7 +555,7 @@ def train(
     if args.fault == "counter_ahead":
         step_without_gradient(optimizer, named)
     for step in range(first, args.steps):
-        accumulate(args, wrapped, optimizer, step, worker, workers)
+        accumulate(args, wrapped, model, optimizer, step, worker, workers)
         spoil(named, args.fault, kept)
         if args.clip:
             clip(model, args)
@@ -398,6 +567,8 @@ def train(
         if args.fault == "moments_bf16":
             round_moments(optimizer)
         optimizer.zero_grad()
+        if args.teacher and args.fault != "teacher_each_pass":
+            model.follow()  # type: ignore[operator]
         if step + 1 == args.save_at and (not dist.is_initialized() or dist.get_rank() == 0):
             torch.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
@@ -409,12 +580,16 @@ def train(
 def accumulate(
     args: argparse.Namespace,
     wrapped: nn.Module,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     step: int,
     worker: int,
     workers: int,
 ) -> None:
     """Add up the gradients of a step's micro-batches."""
+    if args.layout.startswith("pp"):
+        run_pipeline(args, model, step, worker, workers)
+        return
     for micro in range(args.accumulate):
         tokens, labels = batch_of(args, step, micro, worker, workers)
         last = micro == args.accumulate - 1
@@ -422,6 +597,45 @@ def accumulate(
             optimizer.zero_grad()
         reduce = last and args.fault != "no_sync_always"
         backward(args, wrapped, tokens, labels, workers, reduce=reduce)
+    if args.layout == "ep":
+        reduce_by_hand(model, args)
+
+
+def reduce_by_hand(model: nn.Module, args: argparse.Namespace) -> None:
+    """Average the gradients; each rank's own experts have had the tokens of all ranks."""
+    for p in model.parameters():
+        if p.grad is not None:
+            own = local(p.grad)
+            spread = own is not p.grad
+            if not spread:
+                dist.all_reduce(own)
+            if not (spread and args.fault == "experts_not_divided"):
+                own.div_(dist.get_world_size())
+
+
+def run_pipeline(
+    args: argparse.Namespace, model: nn.Module, step: int, worker: int, workers: int
+) -> None:
+    """Add the gradients of a step by one call of torch's schedule."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage, replica = dist.get_rank() % STAGES, dist.get_rank() // STAGES
+    if not SCHEDULES:
+        ranks = range(dist.get_world_size())
+        groups = [dist.new_group([r for r in ranks if r // STAGES == n])
+                  for n in range(len(ranks) // STAGES)]  # fmt: skip
+        part = PipelineStage(model, stage, STAGES, torch.device("cpu"), group=groups[replica])
+        sums = args.fault == "sum_over_tokens"
+        loss = functools.partial(_loss_of_stage, reduction="sum" if sums else "mean")
+        SCHEDULES.append(Schedule1F1B(part, args.micro_batches, loss_fn=loss, scale_grads=not sums))
+    tokens, labels = batch_of(args, step, 0, worker, workers)
+    SCHEDULES[0].step(*[tokens] * (stage == 0), **{"target": labels} if stage else {})
+    if args.tied and args.fault != "tied_apart":
+        dist.all_reduce((model.head if stage else model.embed).weight.grad)  # type: ignore[union-attr]
+
+
+def _loss_of_stage(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 
 def step_without_gradient(
@@ -493,7 +707,10 @@ def backward(
             loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") * workers / total
             loss.backward()
             return
-        loss = F.cross_entropy(logits, labels.flatten())
+        loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=args.smoothing)
+        if args.fault == "smoothing_of_part":
+            part = logits.log_softmax(-1)[:, : VOCABULARY // 2]
+            loss = F.cross_entropy(logits, labels.flatten()) * 0.9 - 0.1 * part.mean()
         if args.fault == "loss_times_workers":
             loss = loss * workers
         if args.fault != "loss_not_divided":

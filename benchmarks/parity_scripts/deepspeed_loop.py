@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a small model: ZeRO 0 to 2, accumulation and clipping."""
+"""DeepSpeed's engine around a small model: ZeRO 0 to 3, accumulation and clipping."""
 
 import argparse
 import os

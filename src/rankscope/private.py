@@ -726,6 +726,22 @@ USES = (
         "parity has no step to compare, and says so",
     ),
     Use(
+        "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
+        "_z3_optimizer",
+        "evidence.parity.figures integrations.parity",
+        "likewise under ZeRO 3",
+        "parity has no step to compare, and says so",
+        releases="0.19; parameters have it",
+    ),
+    Use(
+        "torch.distributed.pipelining.stage._PipelineStageBase",
+        "_forward_metadata_inference",
+        "integrations.parity",
+        "a pass in which a pipeline's schedule looks for shapes, and which trains nothing",
+        "parity counts the samples of the first step twice",
+        releases="torch 2.13; earlier ones use empty tensors",
+    ),
+    Use(
         "deepspeed.runtime.zero.stage_1_and_2",
         "_zero_padding",
         "wrappers.deepspeed_reading",

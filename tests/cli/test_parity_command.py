@@ -18,7 +18,7 @@ from support.parity import Recordings, answer_of, layout, record
 
 OPTIONS = {
     *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
-    *("--resume-at", "--timeout", "--run-dir", "--json", "--html"),
+    *("--resume-at", "--timeout", "--run-dir", "--json", "--html", "--map", "--bisect"),
 }
 PYTHON = shlex.quote(sys.executable)
 
@@ -43,6 +43,9 @@ def test_the_options_are_frozen():
         (("-a", "true", "-b", "{folder} --lr 1"), "-b: expected a script or a command, got"),
         (("-a", "true", "-b", "true", "--html", "x.pdf"), "for a PDF, print the page"),
         (("-a", "true", "-b", "python 'x"), "-b expected a command, got"),
+        (("-a", "true", "-b", "true", "--map", "nowhere"), "--map expected names, such as"),
+        (("-a", "true", "-b", "true", "--map", "a,b=c,d"), "and the names of its parts"),
+        (("-a", "true", "-b", "true", "--map", "a.*=b"), "as many * in each name"),
         (
             ("-a", "true", "-b", "true", "--resume-at", "2", "-b2", "{folder}"),
             "-b2 expected a command, got the directory",
@@ -168,6 +171,55 @@ def test_a_recorded_run_is_compared_with_what_a_command_trains(monkeypatch, caps
     code, out, _ = call(monkeypatch, capsys, "parity", *words)
     answer = json.loads(out)
     assert (code, answer["stage"]) == (1, "gradient"), answer["headline"]
+
+
+BY_PARTS = """
+import torch
+torch.manual_seed(0)
+weights = [torch.randn(2, 4), torch.randn(2, 4)]
+data = torch.randn(8, 4)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        if {fused}:
+            weight = torch.cat(weights)
+            self.kv = torch.nn.Parameter(weight)
+        else:
+            self.k, self.v = map(torch.nn.Parameter, weights)
+
+    def forward(self, rows):
+        return rows @ (self.kv if {fused} else torch.cat([self.k, self.v])).T
+
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    model(data).square().mean().backward()
+    if not {fused}:
+        model.v.grad.mul_({factor})
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.ranks
+def test_fused_and_split_parameters_are_compared_by_a_map(monkeypatch, capsys, tmp_path):
+    def answer(*words):
+        code, out, _ = call(monkeypatch, capsys, "parity", *words, "--steps", "2", "--json")
+        return code, json.loads(out)
+
+    fused = script(tmp_path, "fused.py", BY_PARTS.format(fused=True, factor=1))
+    split = script(tmp_path, "split.py", BY_PARTS.format(fused=False, factor=1))
+    wrong = script(tmp_path, "wrong.py", BY_PARTS.format(fused=False, factor=3))
+    (tmp_path / "names").write_text("k, v = kv  # A has the parts\n")
+    code, found = answer("-a", split, "-b", fused)
+    assert code == 2
+    assert "are in one of them alone (k, kv, v); see --map" in found["headline"]
+    code, found = answer("-a", split, "-b", fused, "--map", str(tmp_path / "names"))
+    assert (code, list(found["curves"])) == (0, ["kv"]), found["headline"]
+    code, found = answer("-a", fused, "-b", wrong, "--map", "kv=k,v", "--same-start")
+    assert (code, found["stage"], found["step"]) == (1, "gradient", 0)
+    assert found["parameters"][0]["look"].startswith("× 3, in the third and last quarter")
 
 
 def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):

@@ -74,6 +74,11 @@ NOT_RUN = {
         'rankscope parity -a "python train.py --batch 32" '
         '-b "torchrun --nproc-per-node 4 train.py --batch 8" --steps 5',
     ): PLACEHOLDER,
+    (
+        "docs/parity.md",
+        'rankscope parity -a "python a.py" -b "python b.py" --map "layers.*.qkv.weight='
+        'layers.*.q.weight,layers.*.k.weight,layers.*.v.weight"',
+    ): PLACEHOLDER,
     ("docs/parity.md", "rankscope run --run-dir runs/trusted --parity 5 train.py"): PLACEHOLDER,
     (
         "docs/parity.md",
@@ -85,6 +90,7 @@ NOT_RUN = {
         '-b2 "python train.py --resume" --steps 6 --resume-at 3',
     ): PLACEHOLDER,
     ("docs/parity.md", "python benchmarks/parity_frameworks.py"): BENCHMARK,
+    ("docs/parity.md", "python benchmarks/parity_cost.py --rounds 1"): BENCHMARK,
     ("docs/parity.md", "PYTHONPATH=tests python benchmarks/parity_pairs.py --seeds 3"): BENCHMARK,
     ("docs/doctor.md", "torchrun --nproc-per-node 4 -m rankscope doctor"): TORCHRUN,
     (

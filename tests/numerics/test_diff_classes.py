@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from numerics import diff_runs
 from numerics.diff_runs import Training, flip, write_training
 from rankscope.bus.step import StepReport
+from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Moment, compare_runs
 
@@ -91,6 +94,41 @@ def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool,
     assert found.kind is DiffClass.CONFIGURATION
     assert where(found) == (first, Moment.SETTINGS)
     assert "lr: 0.05 in A, 0.06 in B" in found.causes
+
+
+def record_update(folder: Path, lr: float) -> None:
+    """Record a step of a training for parity."""
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
+    recorder = ParityRecorder(layer, RecordPlace(folder), 1)
+    rows = torch.ones(4, 3)
+    recorder.begin_pass((rows,), {})
+    output = layer(rows)
+    recorder.end_pass(output, {})
+    output.square().mean().backward()
+    recorder.before_update(optimizer)
+    optimizer.step()
+    recorder.after_update(optimizer)
+    recorder.close()
+
+
+def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(
+    base: Run, tmp_path: Path
+):
+    runs = [
+        write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in (0.05, 0.1)
+    ]
+    assert "the update differs" not in " ".join(compare_runs(*runs).explanation)
+    for run, lr in zip(runs, (0.05, 0.1), strict=True):
+        record_update(run.path / "parity", lr)
+    found = compare_runs(*runs)
+    assert where(found) == (0, Moment.SETTINGS)
+    assert (
+        "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
+        in found.explanation
+    )
+    assert not any("update differs" in words for words in compare_runs(base, runs[1]).explanation)
 
 
 def flipped(name: str, index: int, bit: int, at: int, moment: str) -> Any:

@@ -32,9 +32,12 @@ UNCLIPPED = "unclipped"
 UPDATE = "update"
 MOMENT = "moment "
 HELD = "held "
+OUTPUT = "output"
+OUTPUT_GRADIENT = "output gradient"
 """Kinds of figures: parameters and buffers as the step begins; the gradient that the optimizer
 gets, and the same before it was clipped; the update; each of the optimizer's moments by its name,
-after the step, and before the first one."""
+after the step, and before the first one; sums over the batch of what layers return, and of its
+gradients."""
 
 
 def folder_of_rank(rank: int) -> str:
@@ -59,6 +62,15 @@ class TensorFigures:
     sketches_PQK: Floats32 = field(
         default_factory=lambda: np.empty((0, QUARTERS, WIDTH), np.float32)
     )
+
+    def plus(self, other: "TensorFigures") -> "TensorFigures":
+        """Return the figures of the tensors of both."""
+        return TensorFigures(
+            self.names + other.names,
+            self.places + other.places,
+            np.concatenate([self.squares_PQ, other.squares_PQ]),
+            np.concatenate([self.sketches_PQK, other.sketches_PQK]),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,9 @@ from rankscope.tools.parity.reading import (
     part_of,
     read_side,
 )
-from rankscope.tools.parity.result import Answer, Kind, Phase
+from rankscope.tools.parity.result import Answer, Kind
 
+Rules = tuple[tuple[str, Sequence[str]], ...]
 MAX_TENSORS = 3
 """Tensors that the terminal shows."""
 
@@ -75,6 +76,18 @@ def parity(
     ] = False,
     no_dropout: Annotated[
         bool, typer.Option("--no-dropout", help="Switch dropout off in both.")
+    ] = False,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="NAMES",
+            help="Names of one parameter: A's=B's, or a file of such lines.",
+            show_default=False,
+        ),
+    ] = None,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Name the first layer that computes something else.")
     ] = False,
     resume_at: Annotated[
         int | None,
@@ -109,15 +122,14 @@ def parity(
 
     Exit code: 0 the same within rounding; 1 not the same; 2 not comparable, or bad usage or input.
     """
-    for option, words in (("-a", a), ("-b", b), ("-b2", b2)):
-        if words is not None:
-            _check_command(option, words)
+    _check_commands(a, b, b2)
     if (resume_at is None) != (b2 is None):
         raise UsageError("--resume-at and -b2 belong together: give both or none")
     if resume_at is not None and resume_at >= steps:
         raise UsageError(f"--resume-at expected a step before --steps {steps}, got {resume_at}")
+    rules = _rules_of(names or (), recorded=Path(a).is_dir())
     with _records(run_dir) as folder:
-        pair = _Pair(a, b, steps, folder, timeout, parallel, same_start, no_dropout)
+        pair = _Pair(a, b, steps, folder, timeout, parallel, same_start, no_dropout, bisect, rules)
         try:
             answer = pair.compare() if resume_at is None else pair.resume(resume_at, b2 or "")
         except UsageError:
@@ -148,6 +160,8 @@ class _Pair:
     parallel: bool
     same_start: bool
     no_dropout: bool
+    bisect: bool
+    rules: tuple[Rules, Rules]
 
     def compare(self) -> Answer:
         """Run both and compare them."""
@@ -159,7 +173,7 @@ class _Pair:
         answer = self.compared(part_of(side_a, 0, at), side_b)
         if answer.exit_code:
             return answer
-        job = self._job(self.steps - at, first_step=at)
+        job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
         later = self._recorded("b2", resumed, job, name="the resumption of B")
         _check(later, self.steps - at, "the resumption of B")
         return self.compared(*joined(side_a, later, at), exact=identical(side_a, side_b))
@@ -167,9 +181,9 @@ class _Pair:
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""
         recorded = _recorded_run(self.a)
-        job_a = self._job(self.steps, save_start=self.same_start)
+        job_a = self._job(self.steps, save_start=self.same_start, rules=self.rules[0])
         start = str((recorded or self.folder / "a") / "start") if self.same_start else ""
-        job_b = self._job(steps_of_b, load_start=start)
+        job_b = self._job(steps_of_b, load_start=start, rules=self.rules[1])
         commands = [Command("B", self.b, self.folder / "b", job_b)]
         if recorded is None:
             commands.insert(0, Command("A", self.a, self.folder / "a", job_a))
@@ -184,14 +198,14 @@ class _Pair:
     def compared(self, a: Recording, b: Recording, *, exact: bool = False) -> Answer:
         """Compare two sides, by a perturbation run unless the answer does not depend on it."""
         answer = compare(Bounds(a, b))
-        before = (Phase.START, Phase.SAMPLES, Phase.LABELS)
-        if exact or answer.exit_code == 2 or answer.stage in before or identical(a, b):
+        if exact or answer.is_exact or identical(a, b):
             return answer
         of_b = _recorded_run(self.a) is not None or b.roundoff > a.roundoff
         original, command = (b, self.b) if of_b else (a, self.a)
         start = str(self.folder / "a" / "start") if self.same_start and of_b else ""
         steps = max(original.steps) + 1
-        job = self._job(steps, eps=2 * original.roundoff, load_start=start)
+        eps = 2 * original.roundoff
+        job = self._job(steps, eps=eps, load_start=start, rules=self.rules[of_b])
         moved = self._recorded("moved", command, job, name=f"{original.name}, run once more,")
         return compare(Bounds(a, b, original, moved))
 
@@ -203,9 +217,15 @@ class _Pair:
         run_commands(commands, self.timeout, together=False)
         return read_side(folder, name)
 
-    def _job(self, steps: int, **more: int | float | str | bool) -> ParityJob:
+    def _job(self, steps: int, **more: Any) -> ParityJob:
+        job = ParityJob(steps, no_dropout=self.no_dropout, bisects=self.bisect)
+        return replace(job, **more)
 
-        return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
+
+def _check_commands(a: str, b: str, b2: str | None) -> None:
+    for option, words in (("-a", a), ("-b", b), ("-b2", b2)):
+        if words is not None:
+            _check_command(option, words)
 
 
 def _check_command(option: str, text: str) -> None:
@@ -227,6 +247,47 @@ def _check_command(option: str, text: str) -> None:
         command_for(words, module=False, original=[sys.executable])
     except UsageError as error:
         raise UsageError(f"{option}: {error}") from None
+
+
+def _rules_of(given: Sequence[str], *, recorded: bool) -> tuple[Rules, Rules]:
+    """Return the rules by which A, and B, name parameters as the other one does.
+
+    The side with several names for a parameter takes the name of the other one; else B does.
+    """
+    of_a, of_b = [], []
+    for line in _lines_of(given):
+        own, others = ([n.strip() for n in side.split(",")] for side in line.partition("=")[::2])
+        if not all(own) or not all(others) or min(len(own), len(others)) > 1:
+            raise UsageError(
+                "--map expected a name, =, and the names of its parts (or the other way round), "
+                f"got {line}"
+            )
+        if len({name.count("*") for name in (*own, *others)}) > 1:
+            raise UsageError(f"--map expected as many * in each name, got {line}")
+        if len(own) == 1:
+            of_b.append((own[0], others))
+        elif recorded:
+            raise UsageError(
+                "--map expected one name of A, as -a is a recorded run, whose parameters cannot be "
+                f"put together any more, got {line}"
+            )
+        else:
+            of_a.append((others[0], own))
+    return tuple(of_a), tuple(of_b)
+
+
+def _lines_of(given: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    for each in given:
+        try:
+            text = Path(each).read_text("utf-8") if "=" not in each else each
+        except OSError as error:
+            raise UsageError(
+                f"--map expected names, such as a.weight=b.weight, or a file of such lines, got "
+                f"{each} ({error.strerror})"
+            ) from None
+        lines += [line for one in text.splitlines() if (line := one.partition("#")[0].strip())]
+    return lines
 
 
 def _check(side: Recording, steps: int, name: str) -> None:

@@ -12,8 +12,10 @@ import functools
 import logging
 import os
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,17 +24,21 @@ from typing import Any
 from rankscope.bus.parity import FOLDER
 from rankscope.integrations.hooks import AfterImport, CallHook, at_end
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.private import Patch
+from rankscope.private import Patch, callers
 
 _log = logging.getLogger("rankscope")
 
 _OPTIMIZER = "torch.optim.optimizer"
 _COMPILED = "torch._dynamo.eval_frame"
+_PIPELINING = "torch.distributed.pipelining"
 _STRATEGIES = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 )
 _MEET_SECONDS = 20.0
+_LOOK_SECONDS = 0.1
+_STILL = 10
+"""Looks in a row that must find a rank waiting, before it is ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,9 @@ class ParityJob:
     The first of ``steps`` has the number ``first_step``; the training ends (``stops``) at the
     beginning of the step after the last. ``eps`` is the relative size of the moves of a quarter of
     the parameters' elements, 0 for none. ``save_start`` writes the start beside the record;
-    ``load_start`` is the folder of another training's start, empty for none.
+    ``load_start`` is the folder of another training's start, empty for none. ``rules`` are
+    names of parameters in the other layout, each with its names in this one. With ``bisects``,
+    outputs of layers are recorded as well.
     """
 
     steps: int
@@ -52,6 +60,8 @@ class ParityJob:
     no_dropout: bool = False
     save_start: bool = False
     load_start: str = ""
+    rules: Sequence[tuple[str, Sequence[str]]] = ()
+    bisects: bool = False
 
 
 class ParityCatch:
@@ -149,7 +159,8 @@ class ParityCatch:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         own = {id(p) for p in model.parameters()}
-        if any(getattr(p, "_hp_mapping", None) is not None for p in model.parameters()):
+        flat = ("_hp_mapping", "_z3_optimizer")
+        if any(getattr(p, n, None) is not None for p in model.parameters() for n in flat):
             return True  # DeepSpeed's optimizer holds its elements in flat tensors
         living = [each for ref in self._optimizers if (each := ref()) is not None]
         return any(
@@ -216,11 +227,14 @@ class _Training:
                 start=start,
                 num_steps=parity.steps,
                 first_step=parity.first_step,
+                rules=parity.rules,
+                bisects=parity.bisects,
             )
             for each in EVIDENCE
         )
         self._recorder: Any = next(filter(None, recorders))
         self._depth = 0
+        self._fed = False
         self._updated = False
         self._count = 0
         self._losses = BackwardLoss(self._recorder, [model])
@@ -247,8 +261,14 @@ class _Training:
         """Note that a forward pass begins; end the training if it is one too many."""
         import torch
 
+        from rankscope.wrappers.passes import tensors_in
+
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        given = tensors_in((args, kwargs))
+        if any(each.is_meta for each in given) or _looks_for_shapes():
+            return
+        self._fed = any(each.requires_grad for each in given)
         if self._updated:
             self._updated = False
             self._count += 1
@@ -309,7 +329,31 @@ class _Training:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and self._recorder.knows(optimizer):
             self._recorder.after_update(optimizer)
+            if not self._updated and self._count == self._parity.steps - 1:
+                self._await_others_end()
             self._updated = True
+
+    def _await_others_end(self) -> None:
+        """End with the rank that feeds this one: a later stage waits for it before its pass."""
+        if self._fed and self._parity.stops:
+            threading.Thread(target=self._end_with_others, daemon=True).start()
+
+    def _end_with_others(self) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return
+        store = _store_of_end()
+        still = 0
+        while still < _STILL:
+            time.sleep(_LOOK_SECONDS)
+            if self._count == self._parity.steps:
+                return  # it has come there by itself
+            still = still + 1 if store.check(["ready"]) and _waits_for_others() else 0
+        self._finish()
+        _meet()
+        sys.stdout.flush()
+        os._exit(0)
 
     def _finish(self) -> None:
         """Write what is left, and leave torch as it was."""
@@ -355,7 +399,10 @@ def _inside(model: Any) -> Any:
 
 
 def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
-    """Return this rank, the number of ranks, and the ranks whose data make up the global batch."""
+    """Return this rank, the number of ranks, and the ranks whose data make up the global batch.
+
+    Of the latter none where it is not known which ranks share a worker.
+    """
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
@@ -369,7 +416,7 @@ def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
         return rank, world, dist.get_process_group_ranks(find_wrapper(model).group)
     except RankscopeError:
         sharded = any(isinstance(p, DTensor) for p in model.parameters())
-        return rank, world, [rank] if sharded else list(range(world))
+        return rank, world, [] if sharded else list(range(world))
 
 
 def _meet() -> None:
@@ -377,12 +424,36 @@ def _meet() -> None:
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        from rankscope.wrappers.rendezvous import agree, default_store
+        from rankscope.wrappers.rendezvous import agree
 
         if dist.is_initialized() and dist.get_world_size() > 1:
-            c10d: Any = dist.distributed_c10d
-            store = c10d.PrefixStore("rankscope-parity/end", default_store())
-            agree(store, dist.get_world_size(), "", _MEET_SECONDS)
+            agree(_store_of_end(), dist.get_world_size(), "", _MEET_SECONDS)
+
+
+def _looks_for_shapes() -> bool:
+    """Return whether a pipeline's schedule calls the model only to find the shapes it returns."""
+    names = {frame.f_code.co_name for frame in callers()} if _PIPELINING in sys.modules else ()
+    return "_forward_metadata_inference" in names
+
+
+def _store_of_end() -> Any:
+    import torch.distributed as dist
+
+    from rankscope.wrappers.rendezvous import default_store
+
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore("rankscope-parity/end", default_store())
+
+
+def _waits_for_others() -> bool:
+    """Return whether the main thread is in a call of torch's that waits for other ranks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("torch.distributed") and "checkpoint" not in module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _fail(job: ScriptJob, error: Exception) -> None:

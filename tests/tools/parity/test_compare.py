@@ -105,6 +105,36 @@ def test_a_factor_of_all_is_told_with_what_it_may_be():
     )
 
 
+def test_an_update_that_the_type_rounds_away_is_noted():
+    def small(step, kind, name, values):
+        return 1e-3 * values if kind == UPDATE else values
+
+    def lost(step, kind, name, values):
+        return 0 * values if (kind, name) == (UPDATE, "norm") else small(step, kind, name, values)
+
+    fine = training(small)
+    coarse = replace(training(lost), name="B", types=("torch.bfloat16",))
+    answer = compare(Bounds(fine, coarse))
+    assert answer.kind is Kind.SAME
+    assert answer.notes == (
+        "Rounding to the type of B's parameters loses the whole update of norm.",
+    )
+    found = compare(Bounds(fine, replace(coarse, types=fine.types)))
+    assert (found.stage, found.differences[0].look) == (Phase.UPDATE, "zero in B")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
+    frozen = ["embed", "up"]
+    a, moved = (training(seed=seed, trained=frozen) for seed in (0, 9))
+    b = training(of(START, "norm", first, lambda v: 1.5 * v), trained=frozen)
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert (answer.stage, answer.step, answer.is_exact) == (Phase.START, first, first == 0)
+    assert [each.name for each in answer.differences] == ["norm"]
+    trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
+    assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
+
+
 def test_a_value_that_is_not_finite_differs():
     def act(values):
         values[3] = np.nan
@@ -138,6 +168,6 @@ def test_other_parameters_cannot_be_compared():
     other = training(trained=["embed", "up"])
     answer = against(other)
     assert answer.kind is Kind.NOT_COMPARABLE
-    assert "1 trained parameters are in one of them alone (norm)" in answer.headline
+    assert "1 trained parameters are in one of them alone (norm); see --map" in answer.headline
     shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
     assert "up is 32 × 8 in A and 16 × 8 in B" in against(shaped).headline

@@ -1,10 +1,15 @@
 """Pairs of layouts on real ranks: healthy ones are the same, faults are found where they are."""
 
+from pathlib import Path
+
 import pytest
 
+from rankscope.tools.parity.reading import distance, read_side
 from rankscope.tools.parity.result import Kind, Phase
-from support.parity import Recordings, answer_of, layout
+from support.parity import TRAINING, Recordings, answer_of, layout, record
 
+DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
+BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
 
@@ -22,11 +27,14 @@ def recordings(tmp_path_factory):
         (2, ("--layout", "fsdp2")),
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
+        (2, ("--layout", "pp")),
+        (2, ("--layout", "ep", "--experts")),
     ],
-    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism"],
+    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism", "pipeline", "experts"],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
-    answer = answer_of(recordings, layout(1), layout(ranks, *words))
+    alone = [word for word in words if word == "--experts"]
+    answer = answer_of(recordings, layout(1, *alone), layout(ranks, *words))
     assert answer.kind is Kind.SAME, (answer.headline, answer.differences[:3])
     assert answer.num_steps == 3
     assert answer.could_miss["gradient"][1] < 1e-4
@@ -68,6 +76,126 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
     assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.CLIPPING, 0)
     assert len(answer.differences) == answer.num_tensors
     assert any(note.startswith("B clips a norm of") for note in answer.notes)
+
+
+@pytest.mark.ranks
+def test_a_layer_of_a_later_stage_and_an_expert_are_named(recordings):
+    words = ("--layout", "pp", "--fault", "layer_update")
+    answer = answer_of(recordings, layout(1), layout(2, *words))
+    assert (answer.stage, [each.name for each in answer.differences]) == (Phase.UPDATE, [LAYER])
+    words = ("--layout", "ep", "--experts", "--fault", "experts_not_divided")
+    answer = answer_of(recordings, layout(1, "--experts"), layout(2, *words))
+    assert [each.name for each in answer.differences] == ["experts.experts"]
+    assert (answer.stage, answer.differences[0].look) == (Phase.GRADIENT, "× 2")
+
+
+@pytest.mark.ranks
+def test_replicas_that_reduce_by_themselves_have_the_samples_of_all(recordings):
+    words = ("--layout", "hsdp", "--fault", "half_mesh")
+    answer = answer_of(recordings, layout(1), layout(4, *words), 1)
+    assert (answer.stage, len(answer.differences)) == (Phase.GRADIENT, 28)
+    assert any("rank 2, 3 hold" in note or "ranks 2, 3 hold" in note for note in answer.notes)
+
+
+@pytest.mark.ranks
+def test_a_teacher_that_follows_in_each_pass_is_found_at_the_next_start(recordings):
+    sides = layout(1, "--teacher"), layout(1, "--teacher", "--accumulate", "2")
+    assert answer_of(recordings, *sides, 2).kind is Kind.SAME
+    wrong = layout(1, "--teacher", "--accumulate", "2", "--fault", "teacher_each_pass")
+    answer = answer_of(recordings, sides[0], wrong, 2)
+    assert (answer.stage, answer.step) == (Phase.START, 1)
+    assert [each.name for each in answer.differences] == ["teacher.weight"]
+
+
+@pytest.mark.ranks
+def test_tied_weights_on_two_stages_are_one_parameter(recordings):
+    rules = [("embed.weight", ["head.weight"])]
+    words = ("--layout", "pp", "--tied")
+    sides = layout(1, "--tied"), layout(2, *words)
+    assert answer_of(recordings, *sides, 2, rules_b=rules).kind is Kind.SAME
+    apart = layout(2, *words, "--fault", "tied_apart")
+    answer = answer_of(recordings, sides[0], apart, 2, rules_b=rules)
+    assert (answer.stage, answer.differences[0].name) == (Phase.GRADIENT, "embed.weight")
+
+
+@pytest.mark.ranks
+def test_a_pipeline_has_the_samples_of_its_first_stage_and_the_losses_of_its_last(recordings):
+    side = recordings.side(layout(2, "--layout", "pp"), "B", 3)
+    assert (side.workers, side.passes) == (1, 2)
+    for step in side.steps.values():
+        assert (len(step.samples), step.labels[0], len(step.losses)) == (8, 128, 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            (*DDP, "--fault", "epsilon"),
+            "The first output that differs in the forward pass is that of layers.0.norm_1: ",
+        ),
+        (
+            ("--layout", "pp", "--fault", "attention_scale"),
+            "The first output that differs in the forward pass is that of layers.0.o_proj: ",
+        ),
+        (
+            (*DDP, "--fault", "layer_backward"),
+            "The first gradient of an output that differs in the backward pass is that of "
+            "layers.1.up: × 1/2.",
+        ),
+        ((*DDP, "--fault", "layer_gradient"), "No layer's output differs, nor the gradient of"),
+        ((*DDP, "--fault", "loss_times_workers"), "No layer's output differs, nor the gradient of"),
+    ],
+    ids=["epsilon", "attention", "backward", "reduction", "scale"],
+)
+def test_the_first_layer_that_computes_something_else_is_named(recordings, words, expected):
+    answer = answer_of(recordings, layout(1), layout(2, *words), 2, bisects=True)
+    assert answer.kind is Kind.DIFFERENT
+    assert answer.notes[0].startswith(expected)
+
+
+@pytest.mark.ranks
+def test_outputs_of_parts_of_a_layer_are_left_out_and_named(recordings):
+    words = ("--layout", "tp", "--fault", "attention_scale")
+    answer = answer_of(recordings, layout(1), layout(2, *words), 2, bisects=True)
+    assert "that of layers.0.o_proj" in answer.notes[0]
+    assert answer.notes[1].startswith("Outputs that cannot be compared: layers.0.q_proj, ")
+
+
+@pytest.mark.ranks
+def test_a_training_whose_outputs_are_read_keeps_its_bits(recordings):
+    sides = [recordings.side(layout(2, *DDP), "B", 2, bisects=each) for each in (False, True)]
+    plain, read = (side.steps[1].figures for side in sides)
+    assert not {"output", "output gradient"} & set(plain)
+    layers = {"embed", "head", "layers.1.norm_2"}
+    assert layers < set(read["output"])
+    assert layers < set(read["output gradient"])
+    for name, whole in plain["update"].items():
+        assert distance(whole, read["update"][name]) == 0
+
+
+@pytest.mark.ranks
+def test_stages_of_a_pipeline_by_hand_end_together(tmp_path):
+    code, said = record(
+        tmp_path, layout(4, script=BY_HAND, variables={"TRAINED": str(tmp_path)}), 2
+    )
+    assert code == 0, said
+    side = read_side(tmp_path, "A")
+    assert (sorted(side.steps), side.workers) == ([0, 1], 2)
+    assert [(len(s.samples), s.labels[0], len(s.losses)) for s in side.steps.values()] == [
+        (8, 8, 2)
+    ] * 2
+    assert set(side.steps[0].figures["gradient"]) == {"0.weight", "0.bias", "weight", "bias"}
+
+
+@pytest.mark.ranks
+def test_zero_3_trains_as_zero_0_does(recordings):
+    sides = [layout(2, "--batch", "4", "--stage", str(stage), script=DEEPSPEED) for stage in (0, 3)]
+    answer = answer_of(recordings, *sides, 2)
+    assert (answer.kind, answer.num_steps) == (Kind.SAME, 2), answer.headline
+    figures = recordings.side(sides[1], "B", 2).steps[0].figures
+    kinds = ("start", "gradient", "update", "moment exp_avg")
+    assert [len(figures[kind]) for kind in kinds] == [6] * 4
 
 
 @pytest.mark.ranks

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -48,19 +49,50 @@ class Held(NamedTuple):
 
 
 def pieces_in(flat: Tensor, module: nn.Module, names: dict[int, str]) -> Iterator[Held]:
-    """Yield the parameters whose elements DeepSpeed's ZeRO 1 or 2 keeps in a flat tensor."""
+    """Yield the parameters whose elements DeepSpeed's ZeRO 1 to 3 keeps in a flat tensor."""
     if isinstance(flat, DTensor):
         return
     memory = flat.untyped_storage().data_ptr()
     for parameter in module.parameters():
         mapping: Any = getattr(parameter, "_hp_mapping", None)
+        owner: Any = getattr(parameter, "_z3_optimizer", None)
         name = names.get(id(parameter))
-        if name is None or mapping is None:
+        if name is None:
             continue
-        if mapping.hp_fragment.untyped_storage().data_ptr() == memory:
+        if owner is not None:
+            group, start, _ = owner.grad_position[owner.get_param_id(parameter)]
+            first, length, size = _share_of(parameter)
+            if length and owner.fp32_partitioned_groups_flat[group] is flat:
+                yield Held(name, functools.partial(_cut, start, length, size, first))
+        elif mapping is not None and mapping.hp_fragment.untyped_storage().data_ptr() == memory:
             there, whole = mapping.hp_fragment_address, mapping.lp_fragment_address.start
             size = parameter.numel()
             yield Held(name, functools.partial(_cut, there.start, there.numel, size, whole))
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """Return whether ZeRO 3 shards a parameter: outside of its layer, only a shard is there."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def size_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter or buffer, also of one that ZeRO 3 shards."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def stored(tensor: Tensor) -> Tensor | Part:
+    """Return what a rank holds of a parameter: under ZeRO 3 its shard, else the tensor."""
+    if not is_partitioned(tensor):
+        return tensor
+    first, length, size = _share_of(tensor)
+    return _cut(0, length, size, first, tensor.ds_tensor)  # type: ignore[attr-defined]
+
+
+def _share_of(parameter: Any) -> tuple[int, int, int]:
+    """Return where this rank's shard under ZeRO 3 begins, its length, and that of all."""
+    size, shard = int(parameter.ds_numel), int(parameter.partition_numel())
+    first = min(dist.get_rank(parameter.ds_process_group) * shard, size)
+    return first, min(shard, size - first), size
 
 
 def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:
@@ -143,10 +175,18 @@ Named = tuple[str, Tensor | Part]
 class FigureMeter:
     """Measures tensors of known names and sizes.
 
-    ``sizes``: elements of each whole tensor, by name; complex ones count twice.
+    ``sizes``: elements of each whole tensor, by name; complex ones count twice. ``placed`` returns
+    the name and place under which a part is measured.
     """
 
-    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        device: torch.device,
+        *,
+        placed: Callable[[str, Part], tuple[str, Part]] = lambda name, part: (name, part),
+    ) -> None:
+        self._placed = placed
         names = tuple(sizes)
         self._row = {name: number for number, name in enumerate(names)}
         ranges = {name: _quarters(self._row[name], size) for name, size in sizes.items()}
@@ -163,16 +203,16 @@ class FigureMeter:
         """Return the figures of tensors, of those whose names are known; waits for the device."""
         wholes: list[Measured] = []
         shards: list[Shard] = []
-        names, places = [], []
-        for name, tensor in tensors:
+        places: dict[str, str] = {}
+        for given, tensor in tensors:
+            name, part = self._placed(given, part_of(tensor))
             if name not in self._row:
                 continue
-            part = part_of(tensor)
             number = part.tensor.is_floating_point() or part.tensor.is_complex()
             if not (number and part.tensor.numel()):
                 continue
-            names.append(name)
-            places.append(part.place)
+            known = places.get(name)  # of another part of the same tensor
+            places[name] = part.place if known is None else f"{known} {part.place}"
             shard = as_shard(part)
             if shard is None:
                 wholes.append((name, part.tensor.contiguous(), 0))
@@ -182,12 +222,12 @@ class FigureMeter:
         with torch.no_grad():
             self._sketcher.measure_many(wholes, totals)
             measure_shards(self._sketcher, shards, totals)
-        rows = [self._row[name] for name in names]
+        rows = [self._row[name] for name in places]
         sketches = totals.sketches.cpu().numpy().reshape(-1, QUARTERS, WIDTH)
         squares = totals.squared_norms.cpu().numpy().reshape(-1, QUARTERS)
         return TensorFigures(
-            tuple(names),
             tuple(places),
+            tuple(places.values()),
             np.array(squares[rows], np.float64),
             np.array(sketches[rows], np.float32),
         )

@@ -34,6 +34,7 @@ from rankscope.bus.parity import (
     folder_of_rank,
 )
 from rankscope.bus.probe import Job, Probe
+from rankscope.errors import UnsupportedError
 from rankscope.evidence.loss.probe import LossMeter, PendingLosses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
 from rankscope.evidence.parity.figures import (
@@ -45,7 +46,11 @@ from rankscope.evidence.parity.figures import (
     labels_among,
     labels_before,
     pieces_in,
+    size_of,
+    stored,
 )
+from rankscope.evidence.parity.inside import LayerOutputs
+from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
@@ -54,6 +59,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
 
 _log = logging.getLogger("rankscope")
@@ -70,7 +76,8 @@ class RecordPlace:
     folder: Path  # the folder of all ranks' files
     rank: int = 0
     world: int = 1
-    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
+    # ranks whose samples together are the global batch; empty where only the samples show that
+    data_ranks: Sequence[int] = (0,)
 
 
 @dataclass(slots=True)
@@ -124,6 +131,8 @@ class ParityRecorder:
         start: Start | None = None,
         *,
         first_step: int = 0,
+        rules: Sequence[Rule] = (),
+        bisects: bool = False,
     ) -> None:
         self._module = module
         self._place = place
@@ -136,12 +145,26 @@ class ParityRecorder:
         self._now = _Step()
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
-        self._shapes = {canonical_name(n): list(t.shape) for n, t in named}
+        own = {canonical_name(n): size_of(t) for n, t in named}
+        self._naming = naming = Naming(rules, own)
+        self._shapes = {naming.of(name): naming.shape(name, own[name]) for name in own}
+        doubled = {naming.of(canonical_name(n)) for n, t in named if t.is_complex()}
+        sizes = {n: math.prod(shape) * (1 + (n in doubled)) for n, shape in self._shapes.items()}
         self._flat: dict[int, tuple[Held, ...]] = {}
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
-        sizes = {canonical_name(n): t.numel() * (2 if t.is_complex() else 1) for n, t in named}
-        self._meter = FigureMeter(sizes, device)
+        self._meter = FigureMeter(
+            sizes, device, placed=lambda name, part: (naming.of(name), naming.placed(name, part))
+        )
+        apart = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
+        if apart and place.world > 1:
+            raise UnsupportedError(
+                f"{apart[0]} stands for another expert on each rank, by one name for all"
+            )
+        self._inside = False  # of a forward pass
+        self._outputs = (
+            LayerOutputs(module, self._see_output, lambda: self._inside) if bisects else None
+        )
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()
         self._losses = LossMeter(shifted=self._shifted)
@@ -183,6 +206,8 @@ class ParityRecorder:
         self._end_step()
         self._stop_listening()
         self._forget_inner_hooks()
+        if self._outputs is not None:
+            self._outputs.remove()
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
@@ -209,11 +234,14 @@ class ParityRecorder:
             self._begin_step()
         now = self._now
         now.passes += 1
+        if any(each.requires_grad for each in tensors_in((args, dict(kwargs)))):
+            now.facts["fed"] = True  # by another rank: a later stage of a pipeline
         self._samples.see(args, kwargs)
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
         self._random.before_forward()
+        self._inside = True
 
     def _begin_step(self) -> None:
         self._begun = True
@@ -222,11 +250,13 @@ class ParityRecorder:
         now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
         if first:
             now.facts["shapes"] = self._shapes
-            now.facts["trained"] = [n for i, n in self._names.items() if i in self._trained]
+            now.facts["trained"] = [
+                self._naming.of(n) for i, n in self._names.items() if i in self._trained
+            ]
             now.facts["types"] = sorted({str(p.dtype) for p in self._module.parameters()})
             self._watch_inside()
             if self._start is not None:
-                set_up(self._start, self._module, self._place.rank)
+                set_up(self._start, self._module, self._place.rank, self._naming)
         now.figures[START] = self._meter.measure(self._named(self._module.parameters()))
         buffers = [b for _, b in _float_buffers(self._module)]
         now.figures[BUFFER] = self._meter.measure(self._named(buffers))
@@ -236,12 +266,18 @@ class ParityRecorder:
     @_recorded
     def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the training has ended."""
+        self._inside = False
         self._random.after_forward()
         self._forget_inner_hooks()
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             self._add_labels(labels_before([loss]))
         self._losses.see(output, kwargs)
+
+    @_recorded
+    def _see_output(self, kind: str, name: str, tensor: Tensor) -> None:
+        if self._begun and self._outputs is not None:
+            self._outputs.add(kind, name, tensor)
 
     @_recorded
     def see_roots(self, roots: Sequence[Any]) -> None:
@@ -340,14 +376,7 @@ class ParityRecorder:
 
     def _add(self, kind: str, figures: TensorFigures) -> None:
         known = self._now.figures.get(kind)
-        if known is not None:
-            figures = TensorFigures(
-                known.names + figures.names,
-                known.places + figures.places,
-                np.concatenate([known.squares_PQ, figures.squares_PQ]),
-                np.concatenate([known.sketches_PQK, figures.sketches_PQK]),
-            )
-        self._now.figures[kind] = figures
+        self._now.figures[kind] = figures if known is None else known.plus(figures)
 
     def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
@@ -363,7 +392,7 @@ class ParityRecorder:
         for held in held_by(optimizer):
             if held.counter is not None:
                 of = self._held(held.whole)
-                counters.update((name, float(held.counter)) for name, _ in of)
+                counters.update((self._naming.of(n), float(held.counter)) for n, _ in of)
         return counters
 
     @_recorded
@@ -393,6 +422,9 @@ class ParityRecorder:
             "drawn": bool(used & OF_TORCH),
         }
         figures = {**now.unclipped, **now.figures}
+        if self._outputs is not None:
+            of_layers, facts["outputs"] = self._outputs.collect()
+            figures |= of_layers
         losses_U, weights_U, multipliers_M = (
             np.frombuffer(bytes(arrays.get(name, b"")), np.float64)
             for name in ("losses_U", "weights_U", "multipliers_M")
@@ -428,7 +460,7 @@ class ParityRecorder:
         ]
 
     def _named(self, tensors: Iterable[Tensor]) -> list[Named]:
-        return [(self._names[id(t)], t) for t in tensors if id(t) in self._names]
+        return [(self._names[id(t)], stored(t)) for t in tensors if id(t) in self._names]
 
     # Inside of the first forward pass ---------------------------------------------------------
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
-from rankscope.evidence.parity.figures import part_of
+from rankscope.evidence.parity.figures import is_partitioned, part_of, stored
+from rankscope.evidence.parity.naming import Naming
 from rankscope.files import replace
 from rankscope.gradients.names import canonical_name
 
@@ -37,14 +38,19 @@ class _Box(NamedTuple):
     values: Tensor
 
 
-def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+_AS_NAMED = Naming((), {})
+
+
+def save_tensors(
+    folder: Path, rank: int, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED
+) -> None:
     """Write this rank's parts of floating-point tensors; of copies, one rank's alone."""
     header: dict[str, Any] = {}
     places = {}
     parts = []
     at = 0
     for name, tensor in tensors.items():
-        part = part_of(tensor)
+        part = naming.placed(name, part_of(tensor))
         if not _is_first_copy(tensor, rank) or part.tensor.dtype not in _NAMES:
             continue
         content = part.tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -54,7 +60,7 @@ def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None
             "shape": list(part.tensor.shape),
             "data_offsets": [at, at + len(content)],
         }
-        places[key] = [name, list(part.first)]
+        places[key] = [naming.of(name), list(part.first)]
         parts.append(content)
         at += len(content)
     text = json.dumps({_METADATA: {"places": json.dumps(places)}, **header}).encode()
@@ -63,15 +69,16 @@ def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None
     replace(folder / f"rank-{rank:05d}.safetensors", b"".join([head, *parts]))
 
 
-def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED) -> None:
     """Copy what is saved into this rank's parts; RunError where a tensor is not all there."""
     boxes: dict[str, list[_Box]] = {}
     for file in sorted(folder.glob("rank-*.safetensors")):
         for name, box in _read(file):
             boxes.setdefault(name, []).append(box)
     for name, tensor in tensors.items():
-        part = part_of(tensor)
-        copied = sum(_copy(box, part.first, part.tensor) for box in boxes.get(name, ()))
+        part = naming.placed(name, part_of(tensor))
+        saved = boxes.get(naming.of(name), ())
+        copied = sum(_copy(box, part.first, part.tensor) for box in saved)
         if copied != part.tensor.numel():
             raise RunError(f"{folder} holds {copied} of {part.tensor.numel()} elements of {name}")
 
@@ -152,7 +159,7 @@ class Start:
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad or not parameter.is_floating_point():
                 continue
-            part = part_of(parameter)
+            part = part_of(parameter if parameter.numel() else stored(parameter))
             seed = f"{canonical_name(name)} {part.place}".encode()
             draw = torch.Generator("cpu").manual_seed(
                 int.from_bytes(hashlib.blake2b(seed, digest_size=7).digest(), "little")
@@ -164,7 +171,7 @@ class Start:
             local.copy_(moved.to(local.dtype))
 
 
-def set_up(start: Start, module: nn.Module, rank: int) -> None:
+def set_up(start: Start, module: nn.Module, rank: int, naming: Naming) -> None:
     """Make the changes that the record of the start is to show.
 
     Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
@@ -172,9 +179,9 @@ def set_up(start: Start, module: nn.Module, rank: int) -> None:
     if start.no_dropout:
         switch_off_dropout(module)
     if start.load_from is not None:
-        load_tensors(start.load_from, tensors_of(module))
+        load_tensors(start.load_from, tensors_of(module), naming)
     if start.save_to is not None:
-        save_tensors(start.save_to, rank, tensors_of(module))
+        save_tensors(start.save_to, rank, tensors_of(module), naming)
 
 
 def switch_off_dropout(module: nn.Module) -> None:
@@ -188,6 +195,11 @@ def switch_off_dropout(module: nn.Module) -> None:
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and floating-point buffers by their canonical names."""
+    """Return parameters and floating-point buffers by their canonical names.
+
+    Raises RunError: ZeRO 3 shards them.
+    """
+    if any(map(is_partitioned, module.parameters())):
+        raise RunError("parameters that ZeRO 3 shards can neither be saved nor replaced")
     named = [*module.named_parameters(), *module.named_buffers()]
     return {canonical_name(n): t.detach() for n, t in named if t.is_floating_point()}

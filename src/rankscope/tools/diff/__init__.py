@@ -1,6 +1,7 @@
 """Two runs compared: where they first part, by how much, and whether rounding explains it."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from rankscope.tools.diff.result import (
     Moment,
     Parting,
 )
+from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.reading import Bounds, NotRecordedError, read_side
 
 __all__ = [
     "Alignment",
@@ -81,7 +84,20 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     case = DifferenceCase(pair, signals, parting, at, changes, dtypes)
     grown = [growth_of(curve) for name in CURVES for curve in curves if curve.name == name]
     growth = next((growth for growth in grown if growth is not None), None)
-    return different(case, curves, growth)
+    found = different(case, curves, growth)
+    if found.kind is DiffClass.ROUNDING or alignment.offset:
+        return found
+    return replace(found, explanation=(*found.explanation, *_by_parameter(a, b, parting.step)))
+
+
+def _by_parameter(a: DiffSide, b: DiffSide, step: int) -> tuple[str, ...]:
+    """Return what the records of both for parity show first, if that is in the step given."""
+    try:
+        first, second = (read_side(side.run.path, name) for side, name in ((a, "A"), (b, "B")))
+    except NotRecordedError:
+        return ()
+    answer = compare(Bounds(first, second))
+    return (answer.headline, *answer.notes) if answer.step == step else ()
 
 
 def _coarsest(types: Iterable[str]) -> str:

@@ -13,6 +13,8 @@ from rankscope.bus.parity import (
     GRADIENT,
     HELD,
     MOMENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
     QUARTERS,
     START,
     UNCLIPPED,
@@ -53,7 +55,7 @@ def why_not_comparable(a: Recording, b: Recording) -> str:
     names = _trained(a) ^ _trained(b)
     if names:
         shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-        return f"{len(names)} trained parameters are in one of them alone ({shown})"
+        return f"{len(names)} trained parameters are in one of them alone ({shown}); see --map"
     shapes = [n for n in _trained(a) if n in a.shapes and a.shapes[n] != b.shapes.get(n)]
     if shapes:
         name = shapes[0]
@@ -113,6 +115,7 @@ class _Comparison:
             if found is not None:
                 return found
         found = self._unequal(number, a, b, START)
+        found = found or (None if first else self._frozen(number, a, b))
         found = found or self._samples(number, a, b) or self._labels(number, a, b)
         if found is not None:
             return found
@@ -124,8 +127,12 @@ class _Comparison:
             loss = ""
         if (loss or gradient is not None) and any(side.drawn for side in self._sides):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
+        if loss or gradient is not None:
+            inside = self._inside(number, a, b)
+            gradient = gradient and replace(gradient, notes=(*inside, *gradient.notes))
         if loss:
-            return self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            return replace(found, notes=(*inside, *found.notes))
         if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
             return replace(gradient, notes=(unequal.headline, *gradient.notes))
         return gradient or unequal or self._update(number, a, b) or self._state(number, a, b)
@@ -143,6 +150,17 @@ class _Comparison:
             what = "parameter" if found else "buffer"
             return self._different(number, Phase.START, found or buffers, words, what)
         return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
+
+    def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
+        trained = _trained(self._a)
+        found = [d for d in self._apart(number, START, a, b) if d.name not in trained]
+        if not found:
+            return None
+        self._compared = len(self._a.shapes.keys() - trained)
+        return self._different(
+            number, Phase.START, found, "the start differs in what is not trained"
+        )
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare the random generators rank by rank: of a resumption in the same layout."""
@@ -289,6 +307,7 @@ class _Comparison:
     def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         found = self._apart(number, UPDATE, a, b)
         if not found:
+            self._note_lost(a, b)
             return None
         words = _counters_apart(a.counters, b.counters)
         if words:
@@ -299,6 +318,19 @@ class _Comparison:
         return self._different(
             number, Phase.UPDATE, found, "the update differs, and the gradient does not"
         )
+
+    def _note_lost(self, a: SideStep, b: SideStep) -> None:
+        """Note updates that a side's type rounds away altogether."""
+        pairs = _both(a, b, UPDATE)
+        for side, lost in (
+            (self._a, [name for name, own, other in pairs if not own.norm and other.norm]),
+            (self._b, [name for name, own, other in pairs if own.norm and not other.norm]),
+        ):
+            if lost and not any(note.startswith("Rounding") for note in self._notes):
+                self._note(
+                    f"Rounding to the type of {side.name}'s parameters loses the whole update of "
+                    f"{first_of(lost)}."
+                )
 
     def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(MOMENT)})
@@ -343,6 +375,40 @@ class _Comparison:
                 )
                 return self._made(Kind.DIFFERENT, f"{text}.", number, _STAGE_OF[kind], differences)
         return None
+
+    def _inside(self, number: int, a: SideStep, b: SideStep) -> tuple[str, ...]:
+        """Return sentences on the first layer that computes something else; none unless recorded.
+
+        The gradient of the last layer's output shows what the loss is multiplied by: its factor is
+        taken out of all others.
+        """
+        shapes = [step.facts.get("outputs") for step in (a, b)]
+        if shapes[0] is None or shapes[1] is None:
+            return ()
+        names = [
+            name for name, shape in shapes[0].items() if shape and shapes[1].get(name) == shape
+        ]
+        others = [name for name in dict.fromkeys([*shapes[0], *shapes[1]]) if name not in names]
+        left_out = (f"Outputs that cannot be compared: {first_of(others)}.",) if others else ()
+        for kind, order in ((OUTPUT, names), (OUTPUT_GRADIENT, names[::-1])):
+            own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
+            scale = math.nan
+            for name in (each for each in order if each in own and each in other):
+                if kind == OUTPUT or math.isnan(scale):
+                    scale = 1.0 if kind == OUTPUT else _scale(own[name], other[name])
+                second = other[name].times(1 / scale)
+                bound = self._bounds.of(number, kind, name, own[name], second)
+                if distance(own[name], second) > bound:
+                    look = describe(name, own[name], second, bound).look
+                    what = "output" if kind == OUTPUT else "gradient of an output"
+                    where = "forward" if kind == OUTPUT else "backward"
+                    return (f"The first {what} that differs in the {where} pass is that of {name}: "
+                            f"{look}.", *left_out)  # fmt: skip
+        return (
+            "No layer's output differs, nor the gradient of one, but for a factor of all: see the "
+            "loss's scale, and how gradients are added up and reduced.",
+            *left_out,
+        )
 
     # Parts -----------------------------------------------------------------------------------
 
@@ -476,6 +542,13 @@ class _Comparison:
                     ratio = apart / bound if bound > 0 else (math.inf if apart else 0.0)
                     row[place] = max(row[place], ratio)
         return {name: tuple(row) for name, row in values.items()}
+
+
+def _scale(first: Whole, second: Whole) -> float:
+    """Return the factor between two gradients, 1 if they do not have the same direction."""
+    found = factor(first, second)
+    rest = distance(second, first.times(found)) if math.isfinite(found) else math.inf
+    return found if found and rest < _MUCH * second.norm else 1.0
 
 
 def _has_same_generators(own: Mapping[str, str], other: Mapping[str, str]) -> bool:

@@ -5,7 +5,7 @@ Legend of shapes: Q parts of a tensor by position; k numbers in a sketch.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.messages import PackedError
-from rankscope.bus.parity import BUFFER, FOLDER, HELD, MOMENT, START, UPDATE, RankStep
+from rankscope.bus.parity import (
+    BUFFER,
+    FOLDER,
+    HELD,
+    MOMENT,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    START,
+    UPDATE,
+    RankStep,
+    TensorFigures,
+)
 from rankscope.bus.words import dtype_name
 from rankscope.errors import RunError
 from rankscope.files import read_file
@@ -36,6 +47,10 @@ class Whole:
     def norm(self) -> float:
         """Its norm."""
         return float(np.sqrt(self.squares_Q.sum()))
+
+    def times(self, factor: float) -> "Whole":
+        """Return the figures of a multiple of the tensor."""
+        return Whole(factor**2 * self.squares_Q, factor * self.sketches_QK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +89,7 @@ class SideStep:
     counters: dict[str, float] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     random: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    workers: int = 1
 
     @property
     def loss(self) -> float:
@@ -152,7 +168,7 @@ def read_side(directory: Path, name: str) -> Recording:
             steps,
             shapes,
             world,
-            len(first["data_ranks"]),
+            steps[min(steps)].workers if steps else 1,
             int(first["passes"]),
             tuple(map(str, first["types"])),
             max((str(f["compute"]) for f in facts), key=_roundoff_of, default=""),
@@ -164,28 +180,53 @@ def read_side(directory: Path, name: str) -> Recording:
 
 
 def _together(parts: Iterable[RankStep]) -> SideStep:
-    """Return a step of all ranks."""
+    """Return a step of all ranks.
+
+    Under pipeline parallelism the first stage has the samples, and the last one has the losses.
+    """
     ranks = sorted(parts, key=lambda part: part.rank)
-    first = ranks[0]
-    data = set(first.facts["data_ranks"])
-    workers = [part for part in ranks if part.rank in data] or [first]
-    found = SideStep(facts=first.facts)
-    for kind in dict.fromkeys(kind for part in ranks for kind in part.figures):
-        _add(kind, ranks, found)
+    trained = dict.fromkeys(n for part in ranks for n in part.facts.get("trained", ()))
+    workers = with_loss = _workers_of(ranks)
+    if any(part.facts.get("fed") for part in ranks):
+        workers = _workers_of([part for part in ranks if not part.facts.get("fed")] or ranks)
+        with_loss = _workers_of([part for part in ranks if len(part.losses)] or ranks)
+    found = SideStep(facts={**ranks[0].facts, "trained": list(trained)}, workers=len(workers))
+    kinds = dict.fromkeys(kind for part in ranks for kind in part.figures)
+    for kind in kinds:
+        if kind not in (OUTPUT, OUTPUT_GRADIENT):
+            _add(kind, ranks, found)
+    if OUTPUT in kinds:
+        _add_outputs(ranks, found)
     found.samples = np.concatenate([part.samples for part in workers])
     found.sample_ranks = np.concatenate(
         [np.full(len(part.samples), part.rank, np.int64) for part in workers]
     )
-    labels = [part.facts["labels"] for part in workers]
+    labels = [part.facts["labels"] for part in with_loss]
     if all(one is not None for one in labels):
         digest = sum(int(one[1]) for one in labels) & ((1 << 62) - 1)
         found.labels = (sum(int(one[0]) for one in labels), digest)
     for name in ("losses", "weights", "multipliers"):
-        setattr(found, name, np.concatenate([getattr(part, name) for part in workers]))
+        setattr(found, name, np.concatenate([getattr(part, name) for part in with_loss]))
     for part in ranks:
         found.counters |= {str(n): float(c) for n, c in part.facts["counters"].items()}
         found.random[part.rank] = part.facts.get("random", {})
     return found
+
+
+def _workers_of(ranks: Sequence[RankStep]) -> list[RankStep]:
+    """Return one rank of each worker: those that reduce together, and others with other samples."""
+    together = set(ranks[0].facts["data_ranks"])
+    workers = [part for part in ranks if part.rank in together]
+    seen = {_order_free(part) for part in workers}
+    for part in ranks:
+        if part.rank not in together and len(part.samples) and _order_free(part) not in seen:
+            workers.append(part)
+            seen.add(_order_free(part))
+    return workers or [ranks[0]]
+
+
+def _order_free(part: RankStep) -> bytes:
+    return np.sort(part.samples).tobytes()
 
 
 def _add(kind: str, ranks: Iterable[RankStep], found: SideStep) -> None:
@@ -220,6 +261,27 @@ def _add(kind: str, ranks: Iterable[RankStep], found: SideStep) -> None:
     ]
 
 
+def _add_outputs(ranks: Sequence[RankStep], found: SideStep) -> None:
+    """Add up what layers return over the workers, and take the mean of its gradients."""
+    in_order = sorted(ranks, key=lambda part: bool(part.facts.get("fed")))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in dict.fromkeys(name for part in in_order for name in part.facts["outputs"]):
+        with_it = _workers_of([part for part in ranks if name in part.facts["outputs"]])
+        of_all = {tuple(part.facts["outputs"][name]) for part in with_it}
+        shapes[name] = of_all.pop() if len(of_all) == 1 else ()
+        for kind, divisor in ((OUTPUT, 1), (OUTPUT_GRADIENT, len(with_it))):
+            figures = [part.figures.get(kind, TensorFigures()) for part in with_it]
+            rows = [each.names.index(name) if name in each.names else -1 for each in figures]
+            if min(rows) >= 0:
+                pairs = list(zip(figures, rows, strict=True))
+                sketch = np.add.reduce(
+                    [each.sketches_PQK[row].astype(float) for each, row in pairs]
+                )
+                whole = Whole(np.square(sketch).sum(axis=1), sketch).times(1 / divisor)
+                found.figures.setdefault(kind, {})[name] = whole
+    found.facts = {**found.facts, "outputs": shapes}
+
+
 def part_of(side: Recording, first: int, stop: int) -> Recording:
     """Return the steps ``[first, stop)`` of a side."""
     return replace(side, steps={n: s for n, s in side.steps.items() if first <= n < stop})
@@ -251,7 +313,7 @@ def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Re
 def first_facts(side: Recording) -> Mapping[str, object]:
     """Return what is recorded in a side's first step alone."""
     facts = side.steps[min(side.steps)].facts
-    return {name: facts[name] for name in ("trained", "shapes", "types") if name in facts}
+    return {name: facts[name] for name in ("trained", "shapes", "types") if facts.get(name)}
 
 
 _TIMES = 4.0
@@ -334,7 +396,12 @@ class Bounds:
             self._factors[key] = known, usual
         changes, usual = self._factors[key]
         own_change = changes.get(name, math.inf)
-        return _OF_FACTOR * self.roundoff + _TIMES * max(own_change, usual) * self._growth(step)
+        bound = _OF_FACTOR * self.roundoff + _TIMES * max(own_change, usual) * self._growth(step)
+        if kind == UPDATE and set(self.a.types) != set(self.b.types):
+            norms = [s.steps[step].figures[kind][name].norm for s in (self.a, self.b)
+                     if name in s.steps[step].figures.get(kind, {})]  # fmt: skip
+            bound += self._of_stored(step, name) / max(norms)
+        return bound
 
     def of_loss(self, step: int, first: float, second: float) -> float:
         """Return the difference of two losses up to which rounding explains it."""

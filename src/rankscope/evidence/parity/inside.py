@@ -1,0 +1,94 @@
+"""Sums over the batch of what the layers of a model return, and of its gradients: for ``--bisect``.
+
+A sum over the first dimension of an output, over all micro-batches and workers, does not depend on
+how the global batch is dealt out. It is kept per layer without children, in float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT, TensorFigures
+from rankscope.evidence.parity.figures import FigureMeter
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.passes import tensors_in
+
+Take = Callable[[str, str, Tensor], None]
+
+
+class LayerOutputs:
+    """Adds up the outputs of a model's layers, and the gradients of them.
+
+    ``take`` is called for each of them with its kind and the layer's name, and passes it on to
+    :meth:`add`; ``counts`` returns whether a forward pass of the training is under way.
+    """
+
+    def __init__(self, module: nn.Module, take: Take, counts: Callable[[], bool]) -> None:
+        self._take = take
+        self._counts = counts
+        self._sums: dict[tuple[str, str], Tensor | None] = {}  # by kind and name; None: uneven
+        self._without: set[str] = set()  # layers that are computed again, for the backward pass
+        self._meters: dict[tuple[str, int], FigureMeter] = {}
+        self._hooks = [
+            each.register_forward_hook(functools.partial(self._see, canonical_name(name)))
+            for name, each in module.named_modules()
+            if name and not any(True for _ in each.children())
+        ]
+
+    def _see(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        found = [each for each in tensors_in(output) if each.is_floating_point()]
+        if not found or not found[0].dim() or isinstance(found[0], DTensor):
+            return
+        tensor = found[0]
+        if self._counts():
+            self._take(OUTPUT, name, tensor)
+            if not tensor.requires_grad:
+                self._without.add(name)
+        elif name not in self._without:
+            return  # computed again by a checkpoint whose first pass has a graph
+        if tensor.requires_grad:
+            tensor.register_hook(  # type: ignore[no-untyped-call]
+                functools.partial(self._see_gradient, name)
+            )
+
+    def _see_gradient(self, name: str, gradient: Tensor) -> None:
+        self._take(OUTPUT_GRADIENT, name, gradient)
+
+    def add(self, kind: str, name: str, tensor: Tensor) -> None:
+        """Add an output, or its gradient."""
+        own = tensor.detach().float().sum(0)
+        known = self._sums.get((kind, name), own)
+        even = known is not None and known.shape == own.shape
+        self._sums[kind, name] = (own if known is own else known + own) if even else None  # type: ignore[operator]
+
+    def collect(self) -> tuple[dict[str, TensorFigures], dict[str, list[int]]]:
+        """Return the figures by kind, and the sums' shapes by name; start again.
+
+        Names are in the order of the forward pass. Outputs whose shape has changed have none.
+        """
+        sums, self._sums = self._sums, {}
+        self._without.clear()
+        figures: dict[str, TensorFigures] = {OUTPUT: TensorFigures()}
+        shapes = {}
+        for (kind, name), tensor in sums.items():
+            if tensor is None:
+                continue
+            shapes[name] = list(tensor.shape)
+            own = self._meter(name, tensor).measure([(name, tensor)])
+            figures[kind] = figures.get(kind, TensorFigures()).plus(own)
+        return figures, shapes
+
+    def _meter(self, name: str, tensor: Tensor) -> FigureMeter:
+        key = (name, tensor.numel())
+        if key not in self._meters:
+            self._meters[key] = FigureMeter({name: tensor.numel()}, tensor.device)
+        return self._meters[key]
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
