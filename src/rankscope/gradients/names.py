@@ -12,4 +12,6 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
         'layers.0.up.weight'
     """
+    if not ("_wrapped_module" in name or "_orig_mod" in name):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
