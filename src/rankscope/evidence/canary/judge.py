@@ -286,8 +286,8 @@ def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
     first = fault.reasons[0] if fault.reasons else "what the canary runs"
     if verdict is CanaryCause.CODE:
         return (
-            f"Make equal on all ranks: {first}. Look for a branch on the rank, a mode or an option "
-            f"that is set on {named} only, or another version of the code"
+            f"Make this equal on all ranks: {first}. Look for a branch on the rank, a mode or an "
+            f"option that is set on {named} only, or another version of the code"
         )
     if verdict is CanaryCause.SETTINGS:
         return f"Start {named} with the settings, libraries and device of the others: {first}"
