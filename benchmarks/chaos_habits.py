@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from chaos_kinds import HANDED, MONITOR, SAID, TRAINING, WHOLE, WRITTEN, kind
+from chaos_kinds import HANDED, MONITOR, TRAINING, WHOLE, WRITTEN, kind
 from chaos_scene import Scene, read_steps
 from chaos_training import NUM_RANKS, STEPS, Loop
 
@@ -173,15 +172,6 @@ def remove_working_directory(scene: Scene) -> None:
 @kind("new files are nobody's", MONITOR, WHOLE)
 def mask_files(scene: Scene) -> None:
     scene.start(before=lambda loop: os.umask(0o777))
-
-
-@kind("a part of the record is removed", MONITOR, SAID)
-def remove_part(scene: Scene) -> None:
-    scene.start()
-    scene.wait_for_moment()
-    scene.due = 0
-    for folder in [path for path in scene.run_dir.glob("*") if path.is_dir()][:1]:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 # Threads and the interpreter ----------------------------------------------------------------------
