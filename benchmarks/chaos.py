@@ -1,6 +1,7 @@
 """Accidents around real trainings of two ranks, each with its promise, at drawn moments.
 
-What happens is written down in ``chaos_kinds.py``, with what was promised before it was tried.
+What happens is written down in ``chaos_kinds.py`` and ``chaos_habits.py``, with what was promised
+before it was tried.
 ``make chaos`` tries all kinds and writes the table into ``docs/chaos.md``, in a quarter of an hour;
 ``python benchmarks/chaos.py --only disk --trials 3`` tries some, and says what was seen.
 """
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import chaos_habits  # noqa: F401 registers its kinds
 from chaos_kinds import KINDS, MONITOR, WHOLE, Hits, Kind, Record, moments
 from chaos_scene import (
     LEFT_SECONDS,

@@ -591,8 +591,9 @@ def leap(scene: Scene) -> None:
 def starve_agent(scene: Scene) -> None:
     scene.start()
     agent = scene.agent
+    scene.hit &= bool(agent)
     core = max(os.sched_getaffinity(0))
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
         for thread in os.listdir(f"/proc/{agent}/task"):  # noqa: PTH208
             os.sched_setaffinity(int(thread), {core})
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))

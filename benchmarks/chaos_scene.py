@@ -177,7 +177,7 @@ class Scene:
     def agent(self) -> int:
         """The agent's process, once it is there; 0 without one, as in a plain training."""
         if self.watched:
-            self.wait_until(_agents, 5.0)
+            self.wait_until(_agents, 5.0 * PATIENCE)
         return next(iter(_agents()), 0)
 
     def signal_agent(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """The face of the package: its names, what an import costs, and the example that it ships."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import rankscope
 from rankscope import Run
 from rankscope.cli import main
+from rankscope.session.inbox import announce
 from support.forked_ranks import torchrun
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,25 @@ def test_public_names():
         assert getattr(rankscope, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = rankscope.nothing
+
+
+def test_a_log_handler_of_the_program_that_raises_does_not_raise_into_it():
+    class Raising(logging.Handler):
+        seen = 0
+
+        def emit(self, record):
+            self.seen += 1
+            raise RuntimeError
+
+    handler = Raising()
+    log = logging.getLogger("rankscope")
+    log.addHandler(handler)
+    try:
+        log.warning("a line")
+        announce(logging.INFO, "another")
+    finally:
+        log.removeHandler(handler)
+    assert handler.seen == 2
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@
 Importing this package imports nothing heavy; torch is imported with the first name that needs it.
 """
 
+import logging
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -91,3 +93,18 @@ def _imported(home: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _keep_log_handlers_out() -> None:
+    """Let no handler or filter of the program's own raise from a line of ours into its training."""
+    log = logging.getLogger("rankscope")
+    handle = log.handle
+
+    def handle_quietly(record: logging.LogRecord) -> None:
+        with suppress(Exception):
+            handle(record)
+
+    log.handle = handle_quietly  # type: ignore[method-assign]
+
+
+_keep_log_handlers_out()

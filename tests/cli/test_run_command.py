@@ -203,6 +203,35 @@ def test_a_signal_ends_the_script_and_nothing_is_said(project):
     assert (started.returncode, output, errors) == (-signal.SIGTERM, "", "")
 
 
+FAILING = {
+    "import no_such_module": 1,
+    "import torch, no_such_module": 1,
+    "import torch, sys; sys.exit(3)": 3,
+    "import torch, sys; sys.exit('no data')": 1,
+    "import torch; torch.nn.Linear(2, 2)(torch.ones(3, 3))": 1,
+}
+
+
+@pytest.mark.parametrize("script", FAILING)
+def test_of_a_script_that_fails_before_it_trains_only_the_exit_code_is_printed(project, script):
+    path = project / "failing.py"
+    path.write_text(script)
+    ended = subprocess.run(
+        [sys.executable, "-m", "rankscope", "run", str(path)],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=project,
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
+        timeout=120,
+    )
+    code = FAILING[script]
+    assert (ended.returncode, ended.stdout) == (code, "")
+    [line] = [line for line in ended.stderr.splitlines() if line.startswith("rankscope: ")]
+    assert line == f"rankscope: the script failed with exit code {code}, and nothing was watched"
+    assert ended.stderr.endswith(f"{line}\n")
+
+
 def test_a_script_that_trains_nothing_is_told_so_by_rank_0(project):
     ended = subprocess.run(
         [sys.executable, "-m", "rankscope", "run", "-m", "neighbour"],

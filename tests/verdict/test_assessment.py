@@ -14,7 +14,7 @@ from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
-from rankscope.verdict.verdicts import judge
+from rankscope.verdict.verdicts import RunProgress, judge
 from support.losses import mean_and_sem
 from support.stepping import events_of
 from support.streams import gathered, replicated, sharded, with_replacement
@@ -147,7 +147,11 @@ def test_a_run_without_steps(tmp_path):
     assert found.severity is Severity.WARNING
     assert found.statements == ()
     assert "Nothing was recorded" in found.headline
+    assert "Let it take a few steps" in found.recommendation
     assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+    cut = judge(found.values, (), RunProgress(status="interrupted"))
+    assert "interrupted before its first step" in cut.headline
+    assert "watch()" not in cut.recommendation
 
 
 @pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])

@@ -12,4 +12,6 @@ def canonical_name(name: str) -> str:
         >>> canonical_name("_orig_mod.layers.0._checkpoint_wrapped_module.up.weight")
         'layers.0.up.weight'
     """
+    if "._" not in name and not name.startswith("_"):  # no wrapper's part
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -23,13 +23,14 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rankscope.bus.words import printable
 from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, at_end, reaches
@@ -63,6 +64,7 @@ NOTHING = (
     "nothing was watched: the script trained no model under DistributedDataParallel, replicate or "
     "fully_shard, no DeepSpeed engine, and none without wrapper on several ranks"
 )
+FAILED = "the script failed with exit code {code}, and nothing was watched"
 ALONE = (
     "nothing was watched: each of {processes} processes (WORLD_SIZE) trained a model of its own, "
     "for torch.distributed was never initialised; call torch.distributed.init_process_group and "
@@ -368,10 +370,11 @@ def _report_failure(error: Exception) -> None:
 class Ending:
     """Closes the scope of a script in time."""
 
+    exit_code: ClassVar[Any] = None  # of this process, as far as it was noticed
+
     def __init__(self) -> None:
         self._watching: Watching | None = None
         self._pid = 0
-        self._exit_code: Any = None
         self._patches: list[Patch] = []
 
     def attach(self, watching: "Watching") -> None:
@@ -421,7 +424,7 @@ class Ending:
 
     def _notice(self, status: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._exit_code = status
+            Ending.exit_code = status
 
     def before_destroying(self, group: Any) -> None:
         """Close the run before the script destroys its process group; None stands for all."""
@@ -431,7 +434,7 @@ class Ending:
             from torch.distributed import GroupMember
 
             if group is None or group == GroupMember.WORLD:
-                self._watching.close(self._error())
+                self._watching.close(_error_of_script())
 
     def _finish(self) -> None:
         """Close the run."""
@@ -439,25 +442,35 @@ class Ending:
         if watching is None or self._pid != os.getpid():
             return
         with contextlib.suppress(Exception):
-            watching.close(self._error())
+            watching.close(_error_of_script())
         for patch in self._patches:
             patch.remove()
 
-    def _error(self) -> BaseException | None:
-        """Return the exception that ends the script, if it is no success."""
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if error is None and self._exit_code not in (None, 0):
-            error = SystemExit(self._exit_code)
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            return None
-        return error
+
+def _error_of_script() -> BaseException | None:
+    """Return the exception that ends the script, if it is no success."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if error is None and Ending.exit_code not in (None, 0):
+        error = SystemExit(Ending.exit_code)
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return None
+    return error
+
+
+def _code_of(error: BaseException) -> int:
+    """Return the exit code of a process that an exception ends."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    code = error.code if isinstance(error, SystemExit) else 1
+    return code if isinstance(code, int) else 1
 
 
 def report_if_nothing_was_watched() -> None:
     """Print that nothing was watched, at the end of the command's process, on rank 0.
 
-    Processes that it started may have been watched in its place: those of this host have removed
-    the job's file, and those of others may have left a run here.
+    Of a script that failed, it prints the exit code. Processes that it started may have been
+    watched in its place: those of this host have removed the job's file, and those of others may
+    have left a run here.
     """
     if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
         return
@@ -470,18 +483,19 @@ def report_if_nothing_was_watched() -> None:
     path = Path(job.run_dir) if store is None else store.copy
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
-        print_line(NOTHING)
+        error = _error_of_script()
+        print_line(NOTHING if error is None else FAILED.format(code=_code_of(error)))
 
 
 def report_single_process_run(job: ScriptJob) -> None:
     """Print at exit of rank 0 that this process, one of several, has trained by itself.
 
-    Nothing is printed if there is a process group after all.
+    Nothing is printed if there is a process group after all, or if the script has failed.
     """
     pid = os.getpid()
 
     def report() -> None:
-        if pid != os.getpid() or _has_group():
+        if pid != os.getpid() or _has_group() or _error_of_script() is not None:
             return
         job.mark_reported()
         if os.environ.get("RANK", "0") == "0":

@@ -41,12 +41,14 @@ def place_of(run_dir: Path, store: str = "") -> str:
     return store or str(run_dir)
 
 
-def last_line(place: str, judged: bool, recorded: bool) -> str:
+def last_line(place: str, judged: bool, recorded: bool, begun: bool = True) -> str:
     """Return the last line of a run: its place, and the command that shows it.
 
     ``judged``: its last steps were, before the training ended; ``recorded``: all of it could be
-    written.
+    written; ``begun``: a step has ended.
     """
+    if not begun:
+        return f"nothing is recorded in {place}: the training ended before its first step had"
     shows = f"rankscope report {shlex.quote(place)}"
     if not judged:
         return f"the last steps were not judged before the training ended; to see all: {shows}"

@@ -79,6 +79,7 @@ class Outbox:
         self._rank = rank
         self._see = see
         self._pending: deque[LocalStep] = deque()
+        self.num_sent = 0  # steps
         self.num_without_room = 0  # number of gradients left out, as the agent did not keep up
 
     def send(self, step: LocalStep) -> None:
@@ -99,6 +100,7 @@ class Outbox:
         part = step.read(bulk=room)
         self._see(step.step, part)
         message = step.pack(part)
+        self.num_sent += 1
         self._link.send(FrameKind.STEP, message, rank=self._rank, step=step.step)
 
     def _note_without_room(self, step: int) -> None:

@@ -322,7 +322,8 @@ class Scope:
                 self._handle.agent.wait(_AGENT_SECONDS)
         if self._announces_end and self._handle.run_dir is not None:
             place = place_of(self._handle.run_dir, self._handle.store)
-            announce(logging.INFO, last_line(place, self._inbox.done, self._inbox.recorded))
+            begun = self._outbox.num_sent > 0
+            announce(logging.INFO, last_line(place, self._inbox.done, self._inbox.recorded, begun))
         self._inbox.notify(None)
 
     def _finish(self, timeout: float, *, interrupted: bool) -> None:

@@ -203,9 +203,16 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+_INTERRUPTED_BEFORE = Verdict(
+    "Nothing was recorded: the training was interrupted before its first step had ended.",
+    "See the training's own output for the reason, and start it again.",
+    Severity.WARNING,
+)
 
 
 def _nothing_recorded(progress: RunProgress) -> Verdict:
+    if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
+        return _INTERRUPTED_BEFORE
     if not progress.agent_ended:
         return _NOTHING_RECORDED
     return Verdict(

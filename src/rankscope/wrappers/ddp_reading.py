@@ -10,6 +10,9 @@ With bucket views, DDP moves each gradient into its bucket, and reduces it there
 hooks are done. A gradient that was made in this step is a tensor of its own until then: the last
 few are collected, up to some megabytes, and read together. One that lies in its bucket already,
 since it was zeroed in place, is read in its hook.
+
+A small gradient that must be read in its hook is copied there, and read together with others: one
+call for each would take longer than the copy.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -27,6 +30,7 @@ _LEARNT_IN = 2  # passes: DDP differs in its first one
 _TRUSTED_AFTER = 4  # steps that were alike
 _TRUSTED_AFTER_MOST = 1024  # such steps, after steps that were not
 _KEPT_BYTES = 32 << 20
+_COPIED_BYTES = 1 << 14  # of a gradient, at most: a longer one is read faster than copied
 _FEW = 8  # parameters: hooks cost nothing
 
 _State = tuple[int, int]
@@ -79,6 +83,7 @@ class LocalReading:
         self._refs: GradientRefs = NO_REFS
         self.spoiled = False
         self._all = tuple(parameters)
+        self._number_of = {name: number for number, name in enumerate(parameters)}
         self._every = list(parameters.values())
         self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
         self.held_at_ends = False
@@ -91,11 +96,11 @@ class LocalReading:
             self._stable[True].give_up()
         self._unkeepable: set[str] = set()
         self._made_here: Container[str] = ()  # in this step
-        self._kept: list[tuple[Measured, int]] = []  # with versions
+        self._kept: list[tuple[Measured, int]] = []  # with versions; also copies
         self._kept_bytes = 0
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
         self._measure = self._synchronises = False
-        self._wanted: Sequence[str] = ()
+        self._wanted: Mapping[str, None] = {}  # in an order
         self._made: list[int] = []  # versions of gradients that a step's first pass made
         self._times_made = 0  # in a row
         self._trusted_after = _TRUSTED_AFTER  # doubled after each failure
@@ -133,7 +138,8 @@ class LocalReading:
         self.forget()
         self._measure = measure
         self._synchronises = synchronises
-        self._wanted = [n for n in self._observer.wanted_names if n in self._parameters]
+        wanted = self._observer.wanted_names
+        self._wanted = dict.fromkeys(n for n in wanted if n in self._parameters)
         if measure:
             self.totals.reset()
         stable = self._stable[synchronises].names
@@ -199,13 +205,13 @@ class LocalReading:
         elif stable:
             self._seen[name] = _state_of(gradient)  # the first one: read at the end
         elif self._keeps(name, gradient):
-            self._kept.append(((name, gradient, 0), gradient._version))
-            self._kept_bytes += gradient.numel() * gradient.itemsize
-            if self._kept_bytes >= _KEPT_BYTES:
-                self._read_kept()
+            self._keep(name, gradient)
         else:
-            self._sketcher.measure(name, gradient, self.totals)
             self._seen[name] = _state_of(gradient)
+            if _is_small(gradient):
+                self._keep(name, gradient.detach().clone())
+            else:
+                self._sketcher.measure(name, gradient, self.totals)
 
     def with_gradient(self) -> Sequence[str]:
         """Return the names of the parameters that have a gradient, at the end of a pass."""
@@ -290,10 +296,17 @@ class LocalReading:
             return False
         return type(gradient) is Tensor and not gradient.is_sparse
 
+    def _keep(self, name: str, gradient: Tensor) -> None:
+        self._kept.append(((name, gradient, 0), gradient._version))
+        self._kept_bytes += gradient.numel() * gradient.itemsize
+        if self._kept_bytes >= _KEPT_BYTES:
+            self._read_kept()
+
     def _read_kept(self) -> None:
         if not self._kept:
             return
-        kept, self._kept = self._kept, []
+        kept = sorted(self._kept, key=lambda each: self._number_of[each[0][0]])
+        self._kept = []
         self._kept_bytes = 0
         changed = {named[0] for named, version in kept if named[1]._version != version}
         if changed:
@@ -332,6 +345,13 @@ def _state_of(gradient: Tensor | None) -> _State:
     if gradient is None or gradient.is_sparse or type(gradient) is not Tensor:
         return _UNKNOWN
     return gradient.data_ptr(), gradient._version
+
+
+def _is_small(gradient: Tensor) -> bool:
+    """Return whether a copy of a gradient takes less time than a call that reads it."""
+    if type(gradient) is not Tensor or gradient.is_sparse:
+        return False
+    return gradient.numel() * gradient.itemsize <= _COPIED_BYTES
 
 
 def measure_reduced(

@@ -175,9 +175,10 @@ class Rendezvous:
         return f"{self._name}/{key}"
 
     def _late(self, missing: list[str]) -> LateError:
+        names = ", ".join(key.replace("hello/", "worker ") for key in missing[:8])
         return LateError(
-            f"watch() expected a call on every rank, and {', '.join(missing[:8])} did not come to "
-            f"this meeting within {self.patience_seconds / 60:.3g} minutes"
+            f"watch() expected a call on every rank, and none came from {names} within "
+            f"{self.patience_seconds:.3g} s"
         )
 
 

@@ -246,13 +246,14 @@ def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
             "Compare parameters and buffers of the ranks: see the finding on them, which says "
             "since when they differ, and load one checkpoint on all ranks"
         )
+    first = fault.reasons[0] if fault.reasons else "what the canary runs"
     if verdict is CanaryCause.CODE:
         return (
-            f"Remove this difference from the model of {named}: look for a branch on the rank, a "
-            "mode or an option that is set on some ranks only, or another version of the code"
+            f"Make this equal on all ranks: {first}. Look for a branch on the rank, a mode or an "
+            f"option that is set on {named} only, or another version of the code"
         )
     if verdict is CanaryCause.SETTINGS:
-        return f"Start {named} with the same settings, libraries and device as the others"
+        return f"Start {named} with the settings, libraries and device of the others: {first}"
     if not fault.compared:
         return f"Compare code, settings and versions of {named} with another worker's"
     look = f"Look at {name_reasons(fault.hooks)}; else test" if fault.hooks else "Test"

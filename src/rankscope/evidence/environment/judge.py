@@ -97,7 +97,8 @@ class EnvironmentMismatch(Detector):
         if seen.count:
             until = "" if seen.open else f" until step {seen.last:,}"
             who = name_ranks(seen.ranks)
-            words.insert(0, f"another precision in the forward pass of {who}{until}")
+            what = "other types, autocast or torch.backends settings in the forward pass"
+            words.insert(0, f"{what} of {who}{until}")
         steps = [number for number in (self._first, seen.first) if number >= 0]
         return FaultEvidence(
             cause=CAUSE,

@@ -90,7 +90,7 @@ class PendingHoldings:
         self._names: list[str] = []
         self._numbers: list[float] = []
         counters: list[Tensor] = []
-        settings: set[str] = set()
+        groups: dict[int, Mapping[str, Any]] = {}
         for number, held in enumerate(held_by(optimizer)):
             self._names.append(name_of(held.whole))
             self._add(reading, PARAMETERS, number, held.parameter)
@@ -101,7 +101,8 @@ class PendingHoldings:
                 counters.append(counter.detach().double().reshape(()))
             elif counter is not None:
                 self._numbers.append(float(counter))
-            settings |= {f"{n} {held.group[n]}" for n in _SETTINGS if n in held.group}
+            groups[id(held.group)] = held.group
+        settings = {f"{n} {g[n]}" for g in groups.values() for n in _SETTINGS if n in g}
         self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
         self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
         self._reading = reading.begin()

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class FoundState(NamedTuple):
     """A parameter or buffer of a model; equal on workers with equal models, but for the module."""
 
     holder: nn.Module  # module that it belongs to
-    prefix: str  # the module's name
+    name: str  # canonical
     key: str  # its name in the module
     is_buffer: bool
     shape: tuple[int, ...]  # its shape; of a DTensor, that of the whole
@@ -79,11 +79,6 @@ class FoundState(NamedTuple):
     dtype: torch.dtype
     trained: bool  # it requires a gradient
     broadcast: bool | None = None  # of a running statistic: by DDP before each step; else None
-
-    @property
-    def name(self) -> str:
-        """The canonical name."""
-        return canonical_name(f"{self.prefix}.{self.key}" if self.prefix else self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +167,9 @@ def survey(
                 seen.add(id(tensor))
                 shape, length = known_size(tensor)
                 trained = tensor.requires_grad
+                name = canonical_name(place.name)
                 each = FoundState(
-                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, trained
+                    holder, name, key, is_buffer, shape, length, tensor.dtype, trained
                 )
                 apart = (  # a forward pass in training changes it differently on each worker
                     is_buffer
@@ -181,7 +177,7 @@ def survey(
                     and isinstance(holder, _NORMS)
                     and not isinstance(holder, nn.SyncBatchNorm)
                 )
-                found.append(each._replace(broadcast=broadcast if apart else None))
+                found.append(each._replace(broadcast=broadcast) if apart else each)
     return found
 
 
@@ -322,9 +318,10 @@ def read_roles(
     alone: dict[str, Tensor] = {}
     for name, tensor in _parameters_of(module, lookup):
         first = first_names.setdefault(id(tensor), name)
-        role = _role(tensor, counts[id(tensor)], apart=name in left_out)
+        count = counts[id(tensor)]
+        role = _role(tensor.requires_grad, count > 0, count > 1, name in left_out)
         words[canonical_name(name)] = role_word(role, "" if first == name else first)
-        if {Role.TRAINED, Role.LEFT_OUT} <= set(role) and len(alone) < MOST_NAMED:
+        if tensor.requires_grad and name in left_out and len(alone) < MOST_NAMED:
             alone[f"{name} {known_size(tensor)[0]}"] = tensor
     return ParameterRoles(Roles(tuple(words), tuple(words.values())), alone)
 
@@ -368,16 +365,11 @@ def _parameters_of(module: nn.Module, lookup: TensorLookup | None) -> Iterator[t
                 yield place.name, tensor
 
 
-def _role(tensor: Tensor, count: int, *, apart: bool) -> Role:
-    role = Role(0)
-    for flag, holds in (
-        (Role.TRAINED, tensor.requires_grad),
-        (Role.OWNED, count > 0),
-        (Role.TWICE, count > 1),
-        (Role.LEFT_OUT, apart),
-    ):
-        role |= flag if holds else Role(0)
-    return role
+@cache
+def _role(trained: bool, owned: bool, twice: bool, apart: bool) -> Role:
+    flags = (Role.TRAINED, Role.OWNED, Role.TWICE, Role.LEFT_OUT)
+    held = (trained, owned, twice, apart)
+    return Role(sum(flag for flag, holds in zip(flags, held, strict=True) if holds))
 
 
 _MODULUS = 1 << 64

@@ -162,7 +162,7 @@ class UnequalState(Detector):
         by_optimizer = self._by_loop and StateKind.PARAMETER not in kinds
         if step.some_true("unreduced") and not (alone or reduced_elsewhere or by_optimizer):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
-            words = "the optimizer was called with gradients that no reduction had seen"
+            words = "no reduction was seen before its call"
             yield _Seen("sync.not_reduced", unreduced, words=words)
         if places_W is None:
             yield from _layouts(step)

@@ -27,18 +27,21 @@ class ParameterSigns:
     def __init__(self, name: str, seed: int, device: torch.device) -> None:
         digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
         self.first = int.from_bytes(digest[8:], "little")
-        self._generator = _generator(int.from_bytes(digest[:8], "little") >> 1)
+        self._seed = int.from_bytes(digest[:8], "little") >> 1
         self._device = device
-        self.shift = int(torch.randint(PERIOD, (), generator=self._generator, device="cpu"))
-        self._rows = torch.empty(0, device=device, dtype=torch.float32)
+        self.shift, self._rows = self._draw(_FIRST_DRAW)
 
     def rows(self, count: int) -> Tensor:
         """Return the signs of at least the first ``count`` rows; a longer draw begins alike."""
-        missing = count - len(self._rows)
-        if missing > 0:
-            more = _random_signs(max(missing, _FIRST_DRAW), self._generator)
-            self._rows = torch.cat([self._rows, more.to(self._device)])
+        if count > len(self._rows):
+            _, self._rows = self._draw(max(count, 2 * len(self._rows)))
         return self._rows
+
+    def _draw(self, count: int) -> tuple[int, Tensor]:
+        """Return the shift and the signs of the first rows; a kept generator would be large."""
+        generator = _generator(self._seed)
+        shift = int(torch.randint(PERIOD, (), generator=generator, device="cpu"))
+        return shift, _random_signs(count, generator).to(self._device)
 
 
 def period_signs(seed: int) -> Tensor:
