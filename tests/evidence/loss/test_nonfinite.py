@@ -10,6 +10,7 @@ def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1
     for step in range(60):
         columns = {"nonfinite": [True] * 4, "loss": [1.0] * 4, "optimizer_steps": [0] * 4}
         found += observe(detector, step, grad_scale=[2.0 ** (40 - step)] * 4, **columns)
+    assert all("skipped every such step" in each.fields["outcome"] for each in found)
     severities = [each.severity for each in found]
     assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
 
@@ -21,4 +22,5 @@ def test_what_the_optimizer_got_decides():
         columns = {"nonfinite": [True] * 4, "loss": [1.0] * 4, "optimizer_steps": [1] * 4}
         (found,) = observe(NonFinite(), 0, reduced_norm=[reduced] * 4, **columns)
         severities.append(found.severity)
+        assert "did not reach the parameters" in found.fields["outcome"] or reduced != 1
     assert severities == [Severity.NOTE, Severity.ERROR]

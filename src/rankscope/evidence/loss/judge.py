@@ -49,6 +49,7 @@ class NonFinite(Detector):
         self._span = PersistentFault()
         self._severity = Severity.NOTE
         self._applied = False
+        self._dropped = False  # an update was made without them
         self._skips_in_a_row = 0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -62,7 +63,10 @@ class NonFinite(Detector):
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
-        skipped = True if _was_dropped(gathered) else _was_skipped(gathered)
+        dropped = _was_dropped(gathered)
+        skipped = _was_skipped(gathered)
+        self._dropped |= dropped and not skipped
+        skipped = dropped or skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         self._applied = self._applied or skipped is False
         stuck = self._skips_in_a_row >= _SKIPS_IN_A_ROW and not common_scale(gathered) > 1
@@ -73,11 +77,17 @@ class NonFinite(Detector):
     def _evidence(self) -> FaultEvidence:
         what = "loss" if "loss" in self._seen.values() else "gradient"
         applied = ", and the optimizer went on" if self._applied else ""
+        outcome = "the optimizer skipped every such step: the parameters are as they were"
+        if self._dropped:
+            outcome = (
+                "the reduced gradient was finite in every step that the optimizer took: they did "
+                "not reach the parameters"
+            )
         return self._span.evidence(
             "numerics.nonfinite",
             self._severity,
             self._seen,
-            {"what": what, "applied": applied},
+            {"what": what, "applied": applied, "outcome": outcome},
             {"steps": self._span.count, "in": what},
         )
 
