@@ -181,6 +181,22 @@ class MatricesByHand(BareLoop):
         self.norms[-1] = math.nan  # of all parameters, and not of those that are measured
 
 
+class UpdatesCopies(BareLoop):
+    """The optimizer holds copies, whose values go into the model afterwards."""
+
+    def make_optimizers(self):
+        self.copies = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
+        return [torch.optim.SGD(self.copies, lr=0.1)]
+
+    def optimize(self):
+        for parameter, copy in zip(self.trained, self.copies, strict=True):
+            copy.grad = parameter.grad.clone()
+        super().optimize()
+        with torch.no_grad():
+            for parameter, copy in zip(self.trained, self.copies, strict=True):
+                parameter.copy_(copy)
+
+
 class ForgottenAndClipped(BareLoop):
     def reduce(self, step):
         nn.utils.clip_grad_norm_(self.trained, 0.01)
@@ -205,6 +221,7 @@ HEALTHY = {
     "reduced to owners": ReducedToOwners,
     "taken from others": TakenFromOthers,
     "matrices by hand": MatricesByHand,
+    "updates copies": UpdatesCopies,
 }
 FAULTS = {
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),

@@ -33,7 +33,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import live_objects
-from rankscope.wrappers.optimizers import all_of, held_names
+from rankscope.wrappers.optimizers import all_of, held_bits, held_names
 
 Fact = str | int | bool
 
@@ -351,10 +351,9 @@ def _unheld(wrapper: nn.Module, module: nn.Module, optimizer: Any) -> Facts:
     if wrapper is not module or isinstance(wrapper, FSDPModule) or optimizer is None:
         return {}
     named = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
-    held = held_names(optimizer, named)
-    names = sorted(named.keys() - held)
-    if not held or not names:
+    if not held_bits(optimizer, named):
         return {}
+    names = sorted(named.keys() - held_names(optimizer, named))
     return {"unheld": {"tensors": len(names), "names": names[:_MOST_NAMED]}}
 
 

@@ -54,10 +54,13 @@ def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
 def held_bits(optimizer: Any, parameters: Mapping[str, Tensor]) -> str:
     """Return a bit for each parameter that an optimizer holds, as ``0x…``; empty if it holds all.
 
-    The highest bit is always set: it tells how many parameters there are.
+    The highest bit is always set: it tells how many parameters there are. Empty, too, where it
+    holds other tensors, which may be copies of any parameter.
     """
     held = set(held_names(optimizer, parameters))
-    if len(held) == len(parameters):
+    known = {id(parameter) for parameter in parameters.values()}
+    others = any(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if others or len(held) in (0, len(parameters)):
         return ""
     return hex(int("1" + "".join("01"[name in held] for name in parameters), 2))
 
