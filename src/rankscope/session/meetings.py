@@ -164,8 +164,9 @@ _BEGIN_APART: ContextVar[bool] = ContextVar("stages begin apart", default=False)
 def stages_begin_apart() -> Iterator[None]:
     """Let stages that begin meanwhile meet at their first update.
 
-    For a run that begins in a stage's first forward pass: the next stage waits for its output. All
-    stages reach their first update, whatever the others do there.
+    For a run that begins in a stage's first forward pass: the next stage waits for its output. A
+    stage reaches its first update without the others' ones; one that skips it, as a gradient scaler
+    may, is waited for :data:`LATER_SECONDS`, once.
     """
     token = _BEGIN_APART.set(True)
     try:

@@ -65,7 +65,7 @@ def test_shares_of_owners_add_up_to_the_mean_and_a_wrong_one_stays_wrong(local_W
         given_WSK[section % W, section] = 4 * mean_SK[section]
     if wrong is not None:
         given_WSK[wrong % W, wrong] = 4 * local_WSK[wrong % W, wrong]
-    found = normalise_user_reduction(parts_of(local_WSK, given_WSK), copies=1)
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK), in_shares=True)
     assert found.factor == 4
     total_SK = sum(part.reduced_SK for part in found.parts_W)
     right_S = np.isclose(total_SK, mean_SK, rtol=1e-5, atol=1e-7).all(1)

@@ -59,10 +59,12 @@ class UserReduction:
     unreduced_W: NDArray[np.bool_]
 
 
-def normalise_user_reduction(parts_W: Sequence[AuditPart], copies: int = 0) -> UserReduction:
+def normalise_user_reduction(
+    parts_W: Sequence[AuditPart], *, in_shares: bool = False
+) -> UserReduction:
     """Return the result of a reduction, as a mean where it is a multiple of the mean.
 
-    ``copies``: 1 where each worker has a share of the reduced gradient, whose sum is all of it.
+    ``in_shares``: each worker has a share of the reduced gradient, and their sum is all of it.
 
     Example:
         >>> local = [np.array([[3.0, 1.0]], np.float32), np.array([[1.0, 3.0]], np.float32)]
@@ -79,7 +81,7 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart], copies: int = 0) -> U
     none_W = np.zeros(len(parts_W), bool)
     if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
         return UserReduction(tuple(parts_W), float("nan"), none_W)
-    if copies == 1:
+    if in_shares:
         return _shares(parts_W, local_WSK.mean(axis=0), given_WSK.sum(axis=0))
     placed_S = _by_place(given_WSK)
     if placed_S.any() and not placed_S.all():
@@ -249,7 +251,7 @@ class MeasuredGradients(Combiner):
         if self._layout.by_loop:
             columns["summed_workers"][:] = np.nan  # until it is known
         if self._layout.by_loop and is_whole:
-            found = _as_reduced(found, self._layout.reduced_copies)
+            found = _as_reduced(found, in_shares=self._layout.reduced_copies == 1)
         norms_W: list[Floats] = [np.empty(0)] * len(messages)
         for ranks, one in found:
             carried = one.values["grad_carried_over"] > 0
@@ -293,7 +295,7 @@ def make_combiner(layout: Layout) -> MeasuredGradients:
     return MeasuredGradients(layout)
 
 
-def _as_reduced(found: Found, copies: int) -> Found:
+def _as_reduced(found: Found, *, in_shares: bool) -> Found:
     """Replace a loop's own reduced gradients by the mean that they are a multiple of.
 
     A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
@@ -307,7 +309,7 @@ def _as_reduced(found: Found, copies: int) -> Found:
     parts_W = audit_of(found)
     if len(parts_W) < len(norms_W):
         return found
-    normalised = normalise_user_reduction(parts_W, copies)
+    normalised = normalise_user_reduction(parts_W, in_shares=in_shares)
     squares_WS = np.stack([part.reduced_squares_S for part in normalised.parts_W])
     is_plain = normalised.factor in (1, len(parts_W))  # not clipped, for instance
     summed = normalised.factor if is_plain else np.nan

@@ -41,12 +41,18 @@ class MeshProbe(Probe):
     """Reads one rank's replicas over one mesh; a failure only ends the comparison over its axes."""
 
     def __init__(self, mesh: Any, channel: Channel, *, spacing: int) -> None:
-        self._mesh = mesh  # with the link to the root that compares it
+        self._mesh: Any = None  # with the link to the root that compares it
         self._channel = channel  # link to this run's root
+        self._spacing = spacing
         self._pending: deque[tuple[int, _PendingPart]] = deque()
         self._meter: _ReplicaMeter | None = None
+        if mesh is not None:
+            self._join(mesh)
+
+    def _join(self, mesh: Any) -> None:
+        self._mesh = mesh
         try:
-            self._meter = _ReplicaMeter(mesh.place, spacing=spacing)
+            self._meter = _ReplicaMeter(mesh.place, spacing=self._spacing)
         except Exception as error:  # a model of an unknown kind
             self._end(error)
 
@@ -69,7 +75,8 @@ class MeshProbe(Probe):
     def close(self) -> None:
         """Send the rest, and close a guest's links."""
         self._attempt(self._hand_over, 0)
-        self._mesh.close()
+        if self._mesh is not None:
+            self._mesh.close()
 
     def _attempt(self, work: Callable[..., object], *args: Any) -> None:
         """Call a function with the meter, unless something has failed."""
@@ -109,46 +116,27 @@ class MeshProbe(Probe):
                 self._channel.send("mesh", step, content)
 
 
-class LateStages(Probe):
+class LateStages(MeshProbe):
     """Meets the other pipeline stages at the first update, and reads the weights they share."""
 
-    def __init__(self, channel: Channel, meet: Callable[[], Any], *, spacing: int) -> None:
-        self._channel = channel
+    def __init__(self, meet: Callable[[], Any], channel: Channel, *, spacing: int) -> None:
+        super().__init__(None, channel, spacing=spacing)
         self._meet: Callable[[], Any] | None = meet
-        self._spacing = spacing
         self._step = 0
-        self._probe: MeshProbe | None = None
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Read parameters at the first forward pass of a step."""
         self._step = step
-        if self._probe is not None:
-            self._probe.begin_step(step, paused=paused)
+        super().begin_step(step, paused=paused)
 
     def before_update(self) -> None:
         """Meet the stages once, and read gradients when ``optimizer.step`` is about to run."""
         meet, self._meet = self._meet, None
         mesh = None if meet is None else meet()
         if mesh is not None and mesh.reaches:
-            self._probe = MeshProbe(mesh, self._channel, spacing=self._spacing)
-            self._probe.begin_step(self._step, paused=False)  # nothing has changed the parameters
-        if self._probe is not None:
-            self._probe.before_update()
-
-    def collect(self, end: StepEnd) -> None:
-        """Send the readings, as soon as they are on the host."""
-        if self._probe is not None:
-            self._probe.collect(end)
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        if self._probe is not None:
-            self._probe.abort()
-
-    def close(self) -> None:
-        """Send the rest, and close a guest's links."""
-        if self._probe is not None:
-            self._probe.close()
+            self._join(mesh)
+            super().begin_step(self._step, paused=False)  # nothing has changed the parameters
+        super().before_update()
 
 
 def make_probe(job: Job) -> tuple[Probe, ...]:
@@ -157,7 +145,7 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
     meshes = [one for one in (channel.mesh, channel.stages) if one is not None and one.reaches]
     probes = [MeshProbe(mesh, channel, spacing=job.state_spacing) for mesh in meshes]
     if channel.meet_stages is not None:
-        return *probes, LateStages(channel, channel.meet_stages, spacing=job.state_spacing)
+        return *probes, LateStages(channel.meet_stages, channel, spacing=job.state_spacing)
     return tuple(probes)
 
 
