@@ -146,6 +146,7 @@ def kill_rank_in_watch(scene: Scene) -> None:
         if loop.rank == victim:
             Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
+    scene.settles = False  # watch() itself waits, nearly as long as a training may take
     scene.start(before=before)
 
 
