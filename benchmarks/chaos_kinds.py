@@ -475,8 +475,9 @@ def close_descriptors(scene: Scene) -> None:
     def act(loop: Loop) -> None:
         if loop.rank in victims:
             for number in _descriptors() - before:
-                os.close(number)
-                os.open(os.devnull, os.O_RDWR)
+                with suppress(OSError):  # a thread of the monitor was faster
+                    os.close(number)
+                    os.open(os.devnull, os.O_RDWR)
 
     scene.due = max(scene.moment - 1, 0)
     scene.start(act, before=lambda loop: before.update(_descriptors()))
