@@ -56,7 +56,7 @@ field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hou
 	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/torchao torchao
 	$(BIN)/python benchmarks/field.py --write
 
-chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a quarter of an hour
+chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: twenty minutes
 	$(BIN)/python benchmarks/chaos.py --write
 
 gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
