@@ -11,6 +11,7 @@ optimizer on, each call closes a step; from the first one on, where the plan has
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,16 @@ _EVENTS = (
 
 _MOST_PASSES = 8192
 """Most forward passes of one step; the data of more would only fill the memory."""
+
+
+@dataclass(slots=True)
+class _StepSoFar:
+    """What a step has seen so far; the next one begins with a new one."""
+
+    reduced: bool = False  # some backward pass has reduced gradients
+    updated: bool = False  # the last call of an optimizer has ended
+    unreduced: bool = False  # an optimizer was called with gradients that nothing had reduced
+    left_over: bool | None = None  # it adds to gradients that were applied; None: not known yet
 
 
 class StepCollector:
@@ -84,9 +95,8 @@ class StepCollector:
         self._calls = {name: overriding(probes, name) for name in _EVENTS}
         self._turns = [each for each in probes if type(each).on_turn is not Probe.on_turn]
         self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]
-        self._unreduced = self._updated = self._forgot = self._handing_over = False
-        self._reduced = False  # by some backward pass of the step
-        self._left_over: bool | None = None  # whether it adds to a gradient that was applied
+        self._so_far = _StepSoFar()
+        self._forgot = self._handing_over = False
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation: Accumulation | None = None
@@ -278,7 +288,12 @@ class StepCollector:
 
         They were no training, but for example an adversarial attack, which needs gradients.
         """
-        if self._evaluating and self._tap.complete and self._knows_optimizer and not self._updated:
+        if (
+            self._evaluating
+            and self._tap.complete
+            and self._knows_optimizer
+            and not self._so_far.updated
+        ):
             self._forget()
         self._evaluating = False
 
@@ -302,8 +317,8 @@ class StepCollector:
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
         """Handle a backward pass that accumulates gradients; the step's first one counts."""
-        if self._left_over is None:
-            self._left_over = adds_to_applied
+        if self._so_far.left_over is None:
+            self._so_far.left_over = adds_to_applied
         trained()
 
     def _find_old(self) -> bool:
@@ -311,7 +326,7 @@ class StepCollector:
         if self._accumulation is None:
             return False
         adds = self._accumulation.adds_to_applied(self._passes.current)
-        if self._left_over is None:
+        if self._so_far.left_over is None:
             self._tap.leave_out(self._accumulation.old())
         return adds
 
@@ -325,8 +340,8 @@ class StepCollector:
         if noticed:
             return
         self._passes.train()
-        if self._left_over is None:
-            self._left_over = adds
+        if self._so_far.left_over is None:
+            self._so_far.left_over = adds
         if self._in_forward and not self._trains_inside:
             self._trains_inside = True
             self.call("forbid", "the model's forward pass itself runs backward passes")
@@ -341,7 +356,7 @@ class StepCollector:
         if self._tap.awaits_backward:
             return
         give_later: Callable[[int], None] | None = None
-        if self._updated:
+        if self._so_far.updated:
             loss: Any = self._probes["loss"]
             give_later = loss.take_later(self._passes.current + 1)
             self.close_step()
@@ -355,14 +370,14 @@ class StepCollector:
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""
-        if self._accumulation is not None and not self._updated:
+        if self._accumulation is not None and not self._so_far.updated:
             self._guard(self._accumulation.see_clipped, parameters)
 
     def begin_optimizer_step(self) -> None:
         """Handle the beginning of ``optimizer.step``."""
-        self._updated = False
+        self._so_far.updated = False
         self._tap.see_optimizer()
-        self._unreduced |= self._tap.unreduced
+        self._so_far.unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self.call("before_update")
 
@@ -385,7 +400,7 @@ class StepCollector:
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Handle the end of ``optimizer.step``."""
-        self._updated = True
+        self._so_far.updated = True
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1, optimizer)
         self.call("after_update", optimizer, complete=self._tap.complete)
@@ -412,13 +427,13 @@ class StepCollector:
             if cut_short:
                 self._forget()
             if not (cut_short and interrupted):
-                comparable = not cut_short and (self._updated or not interrupted)
+                comparable = not cut_short and (self._so_far.updated or not interrupted)
                 self._hand_over(comparable=comparable)
         elif self._tap.aborted:  # the training has caught an exception of its backward pass
             self._forget()
-        elif self._updated and self._reduced:  # not in the last backward pass
+        elif self._so_far.updated and self._so_far.reduced:  # not in the last backward pass
             self._hand_over()
-        elif self._updated and (self._local or self._updates_alone > 1):
+        elif self._so_far.updated and (self._local or self._updates_alone > 1):
             self._local = True
             self._hand_over()
         elif self._passes.current + 1 >= _MOST_PASSES:
@@ -433,8 +448,8 @@ class StepCollector:
 
     def _waits_for_more(self) -> bool:
         """Return whether the step goes on after its gradients were reduced."""
-        self._reduced = True
-        if self._accumulation is None or self._updated or self._handing_over:
+        self._so_far.reduced = True
+        if self._accumulation is None or self._so_far.updated or self._handing_over:
             return False
         passes = self._passes.current + 1
         return self._accumulation.goes_on(passes, in_calls=self._schedule.found)
@@ -452,8 +467,7 @@ class StepCollector:
         self._schedule.collect()
         self.call("abort")
         self._passes.take_idle()
-        self._updated = self._reduced = False
-        self._left_over = None
+        self._so_far = _StepSoFar(unreduced=self._so_far.unreduced)
 
     def _shadow(self) -> None:
         """Send a step without data, in ``join()`` after this rank's last batch.
@@ -483,8 +497,7 @@ class StepCollector:
         self._guard.leave_out(self._later_seconds)  # counted for the next step
         self._later_seconds = 0.0
         self.step += 1
-        self._unreduced = self._updated = self._reduced = False
-        self._left_over = None
+        self._so_far = _StepSoFar()
         self._last_time = now
         self._handing_over = False
         begin_copies()
@@ -497,7 +510,7 @@ class StepCollector:
         set_aside = False
         if self._accumulation is not None:
             set_aside = self._accumulation.set_aside
-            self._accumulation.end_step(num_passes, updated=self._updated)
+            self._accumulation.end_step(num_passes, updated=self._so_far.updated)
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
         observed = gradient is not None
@@ -507,8 +520,8 @@ class StepCollector:
             idle=idle,
             num_passes=num_passes - len(idle),
             summed_workers=self._tap.summed_workers,
-            unreduced=self._unreduced,
-            left_over=bool(self._left_over),
+            unreduced=self._so_far.unreduced,
+            left_over=bool(self._so_far.left_over),
             set_aside=set_aside,
             schedule_scale=self._schedule.collect(),
             step_seconds=now - self._last_time,

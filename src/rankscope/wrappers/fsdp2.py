@@ -7,6 +7,8 @@ layout and precision.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -40,6 +42,34 @@ from rankscope.wrappers.tap import (
 )
 
 _log = logging.getLogger("rankscope")
+
+
+class _Pass(Enum):
+    """Where the backward pass is. One that raised stays open."""
+
+    NONE = auto()
+    NOTICED = auto()  # it has reached the model's output
+    OPEN = auto()  # FSDP2 has begun it
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has seen so far; the next one begins with a new one."""
+
+    forwards: int = 0
+    backwards: int = 0  # without reductions by hand, after the passes
+    trained: int = 0  # model outputs that backward passes which train have reached
+    complete: bool = False  # a synchronising backward pass has ended
+    settled: bool = False  # no forward pass waits for its backward pass after a reduction
+    spoiled: bool = False  # what was measured is not the local gradient
+    fresh: bool = True  # the gradients were empty before the first reduction
+    micro_known: bool = True  # the norm of each micro-batch was measured
+    reduced_read: bool = False
+
+    @property
+    def one_each(self) -> bool:
+        """Whether each forward pass that trains had a backward pass of its own."""
+        return self.backwards in (self.forwards, self.trained)
 
 
 class FSDP2Tap(GradientTap):
@@ -117,11 +147,8 @@ class FSDP2Tap(GradientTap):
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
         self._accumulated: dict[ManagedParameter, State] = {}  # not reduced
-        self._running = self._open = self._complete = self._spoiled = False
-        self._fresh = self._micro_known = True
-        self._reduced_read = False
-        self._num_forwards = self._num_trained = self._num_backwards = 0
-        self._settled = False  # no forward pass waits for its backward pass after a reduction
+        self._pass = _Pass.NONE
+        self._step = _Step()
 
     @property
     def reduced_copies(self) -> int:
@@ -140,52 +167,47 @@ class FSDP2Tap(GradientTap):
         """Announce a forward pass in training; one that recomputes activations does not count."""
         if in_backward():
             return
-        if self._open:  # a backward pass raised, and the training caught it
+        if self._pass is _Pass.OPEN:  # it raised, and the training caught it
             self._start_again()
-        self._running = False
+        self._pass = _Pass.NONE
         self._measure = measure
-        if measure and not self._num_forwards:
+        if measure and not self._step.forwards:
             accumulated = any(p.unreduced is not None for p in self._watched)
-            self._micro_known = self._sketcher.sketches and not accumulated
-        self._num_forwards += 1
+            self._step.micro_known = self._sketcher.sketches and not accumulated
+        self._step.forwards += 1
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Note that the running backward pass has reached the model's output."""
-        self._begin_backward()
+        self._begin_backward(_Pass.NOTICED)
         self._reached.append(trained)
-        known = self._settled or self._num_forwards == self._num_backwards + 1
-        self._settled = False
+        known = self._step.settled or self._step.forwards == self._step.backwards + 1
+        self._step.settled = False
         self._gradients.begin_pass(measure=self._measure and known, begun=bool(self._read_now))
 
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
-        return self._complete and not self._open
+        return self._step.complete and self._pass is not _Pass.OPEN
 
     @property
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
-        return self._open and not in_backward()
+        return self._pass is _Pass.OPEN and not in_backward()
 
     def collect(self) -> LocalGradient | None:
         """Return the step's measurements and start again; None without valid ones."""
         gradient = None
-        if self._measure and self.complete and not self._spoiled:
-            reduced = self._gradients.reduced if self._reduced_read else None
+        if self._measure and self.complete and not self._step.spoiled:
+            reduced = self._gradients.reduced if self._step.reduced_read else None
             gradient = LocalGradient(
                 self._parts.totals(),
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
-                accumulator_changes=self._gradients.collect() if self._one_each else None,
+                accumulator_changes=self._gradients.collect() if self._step.one_each else None,
             )
         self._start_again()
         return gradient
-
-    @property
-    def _one_each(self) -> bool:
-        """Whether each forward pass that trains had a backward pass of its own."""
-        return self._num_backwards in (self._num_forwards, self._num_trained)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -194,23 +216,23 @@ class FSDP2Tap(GradientTap):
 
     def _micro_squared_norms(self) -> Tensor | None:
         """Return the norms when each forward pass had one backward pass and all were seen."""
-        if not self._micro_known or not self._one_each:
+        if not self._step.micro_known or not self._step.one_each:
             return None
         if self._parts.count > 1:
-            each = self._parts.count == self._num_backwards
+            each = self._parts.count == self._step.backwards
             return self._parts.part_squared_norms() if each else None
         return self._micro.squared_norms()
 
     @guarded
     def _on_begin(self, state: Any) -> None:
         if state in self._states:
-            self._begin_backward()
-            self._open = True
+            self._begin_backward(_Pass.OPEN)
 
-    def _begin_backward(self) -> None:
-        if not self._running:
-            self._running = True
+    def _begin_backward(self, place: _Pass) -> None:
+        if self._pass is _Pass.NONE:
             self._reached.clear()
+        if self._pass is not _Pass.OPEN:
+            self._pass = place
 
     @guarded
     def _see(
@@ -261,10 +283,10 @@ class FSDP2Tap(GradientTap):
         for parameter in gradients:
             name = parameter.name
             if name in self._read:
-                self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
+                self._step.spoiled |= not self._sketcher.sketches  # norms alone do not add up
             else:
-                self._spoiled |= parameter.group.half_reduced
-                self._fresh &= parameter.tensor.grad is None
+                self._step.spoiled |= parameter.group.half_reduced
+                self._step.fresh &= parameter.tensor.grad is None
         names = {parameter.name for parameter in gradients}
         self._read |= names
         self._read_now |= names
@@ -286,9 +308,8 @@ class FSDP2Tap(GradientTap):
                 training waits for them by hand, later.
         """
         if state in self._states:
-            self._running = False
             self._end_pass(state, settled=settled)
-            self._open = False  # last: Ctrl-C in between leaves an aborted pass
+            self._pass = _Pass.NONE  # last: Ctrl-C in between leaves an aborted pass
 
     def _end_pass(self, state: Any, *, settled: bool) -> None:
         groups = frozenset(group for group in self._groups if group.belongs_to(state))
@@ -301,12 +322,12 @@ class FSDP2Tap(GradientTap):
         again = not (self._reached or in_backward())  # a schedule reduces after its passes
         for trained in self._reached:
             trained()
-        self._num_trained += len(self._reached)
+        self._step.trained += len(self._reached)
         self._reached.clear()
-        self._num_backwards += not again
+        self._step.backwards += not again
         synchronised = any(group.synchronises for group in reduced)
-        self._settled = synchronised and self._one_each
-        self._complete |= synchronised
+        self._step.settled = synchronised and self._step.one_each
+        self._step.complete |= synchronised
         if synchronised:
             self._observer.see_reduced()
         if self._measure:
@@ -316,7 +337,7 @@ class FSDP2Tap(GradientTap):
         if not self._close_part() and not synchronised:
             self._measure_unreduced()
             return
-        if synchronised and self._num_backwards > 1 and not again:
+        if synchronised and self._step.backwards > 1 and not again:
             self._micro.add(self._parts.totals(), last=True)
         self._gradients.end_reduced(self._measure_reduced() if synchronised else (), again=again)
 
@@ -342,8 +363,10 @@ class FSDP2Tap(GradientTap):
     def _measure_unreduced(self) -> None:
         """Measure the sum so far, of which nothing was reduced, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
-        self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
-        totals = self._gradients.measure_unreduced() if self._micro_known else None
+        self._step.micro_known &= not any(
+            p.is_dtensor for p in unreduced
+        )  # under TP it may be partial
+        totals = self._gradients.measure_unreduced() if self._step.micro_known else None
         if totals is not None:
             self._micro.add(totals, last=False)
         self._gradients.end_unreduced(totals, self._accumulated)
@@ -351,8 +374,8 @@ class FSDP2Tap(GradientTap):
     def _measure_reduced(self) -> list[ManagedParameter]:
         """Return the parameters whose reduced gradient was measured."""
         read = [p for p in self._watched if p.name in self._read]
-        self._reduced_read = self._fresh and self._gradients.measure_reduced(read)
-        return read if self._reduced_read else []
+        self._step.reduced_read = self._step.fresh and self._gradients.measure_reduced(read)
+        return read if self._step.reduced_read else []
 
 
 State = tuple[int, int]
