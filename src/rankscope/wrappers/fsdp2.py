@@ -363,9 +363,8 @@ class FSDP2Tap(GradientTap):
     def _measure_unreduced(self) -> None:
         """Measure the sum so far, of which nothing was reduced, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
-        self._step.micro_known &= not any(
-            p.is_dtensor for p in unreduced
-        )  # under TP it may be partial
+        may_be_partial = any(p.is_dtensor for p in unreduced)  # under tensor parallelism
+        self._step.micro_known &= not may_be_partial
         totals = self._gradients.measure_unreduced() if self._step.micro_known else None
         if totals is not None:
             self._micro.add(totals, last=False)
