@@ -35,11 +35,17 @@ _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
 
+_OF_THE_LOOP = (
+    "the training's loop puts another gradient in place of the sum of the workers', the same for "
+    "all of them, as a noisy sum of clipped ones: what it should be is not known"
+)
+
 _UNCLEAR = (
     "no worker can compute it alone, and rounding or jumps of the loss hide how it changes where "
     "blocks of parameters are moved"
 )
 
+_FAR = 0.5  # relative, from any sum: as far as the audit of a loop's reduction goes
 _MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
@@ -54,12 +60,15 @@ def verified(
 ) -> Finding:
     """Return the finding of a reference step.
 
-    A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
-    leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
-    where it is known that the training clips; elsewhere the factor is a note.
+    A loop that reduces by itself may clip before its gradient is seen, may intend a sum, may make a
+    gradient of its own, and may leave the reduction to its optimizer. A gradient that became
+    smaller after the reduction agrees where it is known that the training clips; elsewhere the
+    factor is a note.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
+    if by_loop and found.answer is ReferenceAnswer.GRADIENT and found.from_sums > _FAR:
+        return declined(_OF_THE_LOOP, (), step)
     smaller = found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1
     if by_loop and smaller and not _guess(found.factor, num_workers, num_micro):
         found = replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor)
