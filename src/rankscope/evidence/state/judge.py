@@ -42,6 +42,7 @@ from rankscope.evidence.state.roles import (
     owned_names,
     replaced_differences,
     role_differences,
+    rounded_counts,
     unchanged_differences,
 )
 from rankscope.evidence.state.unequal import UnequalState
@@ -65,6 +66,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ),
         NotUpdated(),
         MovesInPasses(),
+        RoundedCounts(),
         FrozenDiffer(),
     )
 
@@ -192,6 +194,34 @@ class MovesInPasses(Detector):
         return span.evidence(FROZEN_MOVES, severity, (), fields, numbers, key=key)
 
 
+ROUNDED_COUNTS = "state.counts_rounded"
+
+
+class RoundedCounts(Detector):
+    """Buffers of 16 bits that count beyond the whole numbers that their type holds."""
+
+    def __init__(self) -> None:
+        self._largest: dict[str, int] = {}
+        self._span = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report the counts that were read in it."""
+        found = [d for d in step.gathered.differences if d.kind is StateKind.COUNTS]
+        if not found:
+            return
+        for one in found:
+            largest = int(one.digests_W.max())
+            self._largest[one.name] = max(largest, self._largest.get(one.name, 0))
+        self._span.see(step.gathered.step)
+        names = list(self._largest)
+        fields = {
+            "names": shortened(names, _NAMED),
+            "largest": f"{max(self._largest.values()):,}",
+        }
+        numbers = {**named(names), "largest": max(self._largest.values())}
+        yield self._span.evidence(ROUNDED_COUNTS, Severity.WARNING, (), fields, numbers)
+
+
 FROZEN_DIFFER = "state.frozen_differ"
 
 
@@ -305,7 +335,10 @@ class ComparedState(Combiner):
         if not any(names_W):
             return ()
         changed = changed_gradients([names.get("changed", ()) for names in names_W])
-        moved = moved_in_passes([names.get("passes", ()) for names in names_W])
+        moved = (
+            *moved_in_passes([names.get("passes", ()) for names in names_W]),
+            *rounded_counts([names.get("counts", ()) for names in names_W]),
+        )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):
             return (*changed, *moved)

@@ -285,6 +285,21 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
 
 
+def rounded_counts(
+    counts_W: Sequence[Sequence[tuple[str, int]]],
+) -> tuple[StateDifference, ...]:
+    """Return the buffers whose counts are rounded, with the largest ones, for the record."""
+    largest: dict[str, Ints] = {}
+    for rank, counts in enumerate(counts_W):
+        for name, number in counts:
+            largest.setdefault(name, np.zeros(len(counts_W), np.int64))[rank] = number
+    none_W = np.zeros(len(counts_W), bool)
+    return tuple(
+        StateDifference(StateKind.COUNTS, name, numbers_W, none_W)
+        for name, numbers_W in largest.items()
+    )
+
+
 def moved_in_passes(
     moved_W: Sequence[Sequence[tuple[str, int, bool]]],
 ) -> tuple[StateDifference, ...]:
