@@ -80,6 +80,8 @@ class StateKind(StrEnum):
     """A parameter that is trained, and was not when the session began; how many are, so far."""
     ROUNDED = "rounded"
     """Updates of parameters of low precision against what rounding loses."""
+    CONSTANT = "constant"
+    """An input of the model that stays the same from step to step."""
     FOLLOWS = "follows"
     """How a copy of the model beside it follows it."""
 
