@@ -57,6 +57,7 @@ def verified(
     *,
     by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
+    planned: bool = False,  # the plan has the weights
 ) -> Finding:
     """Return the finding of a reference step.
 
@@ -84,15 +85,24 @@ def verified(
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
-    severity = _severity(found, num_workers, num_micro)
+    severity = _severity(found, num_workers, num_micro, planned=planned)
     if by_loop and found.answer is ReferenceAnswer.SCALE:
         severity = min(severity, Severity.WARNING)
     ranks = _ranks(found)
     return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
 
 
-def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
-    """Return the severity: a loss may have a factor, and micro-batches weights, on purpose."""
+def _severity(found: Verification, num_workers: int, num_micro: int, *, planned: bool) -> Severity:
+    """Return the severity: a loss may have a factor, and micro-batches weights, on purpose.
+
+    Losses of all workers that have other weights, whose mean is 1, are a mixture.
+    """
+    if found.answer is ReferenceAnswer.WEIGHTING and found.in_loss and not planned:
+        weights = [min(own) for own in found.ratios]
+        alike = all(max(own) - min(own) <= _SAME * max(own) for own in found.ratios)
+        apart = all(abs(weight - 1) > _SAME for weight in weights)
+        if alike and apart and abs(sum(weights) / len(weights) - 1) <= _SAME:
+            return Severity.NOTE
     if found.answer is ReferenceAnswer.AGREES or found.clipped != 1:
         return Severity.NOTE
     meant = False
