@@ -55,7 +55,7 @@ class StateKind(StrEnum):
     PASSES = "passes"
     """State that changes between the forward passes of a step; its digest counts the changes."""
     COUNTS = "counts"
-    """A buffer of 16 bits that counts beyond what its type holds; the largest value."""
+    """A buffer of 16 bits that counts tokens; the largest value."""
     MODE = "mode"
     """Modules in training mode on some workers and in evaluation mode on others; in words."""
     PRECISION = "precision"

@@ -38,11 +38,11 @@ from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
     changed_gradients,
+    counts_of,
     moved_in_passes,
     owned_names,
     replaced_differences,
     role_differences,
-    rounded_counts,
     unchanged_differences,
 )
 from rankscope.evidence.state.unequal import UnequalState
@@ -197,8 +197,16 @@ class MovesInPasses(Detector):
 ROUNDED_COUNTS = "state.counts_rounded"
 
 
+_EXACT = {"bfloat16": 256, "float16": 2048}
+"""Up to where each type holds all whole numbers."""
+
+
 class RoundedCounts(Detector):
-    """Buffers of 16 bits that count beyond the whole numbers that their type holds."""
+    """Buffers of 16 bits that count tokens beyond the whole numbers that their type holds.
+
+    Counts that begin at 0 in each forward pass are there to be used after it: summed over the
+    workers, unless there is one.
+    """
 
     def __init__(self) -> None:
         self._largest: dict[str, int] = {}
@@ -206,19 +214,22 @@ class RoundedCounts(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report the counts that were read in it."""
-        found = [d for d in step.gathered.differences if d.kind is StateKind.COUNTS]
-        if not found:
+        beyond = {}
+        for one in step.gathered.differences:
+            if one.kind is StateKind.COUNTS:
+                emptied = bool(one.unchanged_W.all())
+                total = int(one.digests_W.sum() if emptied else one.digests_W.max())
+                if total >= _EXACT[one.name.rpartition(" ")[2]]:
+                    beyond[one.name] = total
+        if not beyond:
             return
-        for one in found:
-            largest = int(one.digests_W.max())
-            self._largest[one.name] = max(largest, self._largest.get(one.name, 0))
+        for name, total in beyond.items():
+            self._largest[name] = max(total, self._largest.get(name, 0))
         self._span.see(step.gathered.step)
         names = list(self._largest)
-        fields = {
-            "names": shortened(names, _NAMED),
-            "largest": f"{max(self._largest.values()):,}",
-        }
-        numbers = {**named(names), "largest": max(self._largest.values())}
+        largest = max(self._largest.values())
+        fields = {"names": shortened(names, _NAMED), "largest": f"{largest:,}"}
+        numbers = {**named(names), "largest": largest}
         yield self._span.evidence(ROUNDED_COUNTS, Severity.WARNING, (), fields, numbers)
 
 
@@ -337,7 +348,7 @@ class ComparedState(Combiner):
         changed = changed_gradients([names.get("changed", ()) for names in names_W])
         moved = (
             *moved_in_passes([names.get("passes", ()) for names in names_W]),
-            *rounded_counts([names.get("counts", ()) for names in names_W]),
+            *counts_of([names.get("counts", ()) for names in names_W]),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):
