@@ -33,11 +33,13 @@ def test_each_stage_of_a_pipeline_by_hand_is_watched_and_none_waits_for_another(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("words", [(), ("own",)], ids=["by all", "by its own"])
+@pytest.mark.parametrize(
+    "words", [(), ("own",), ("sum",)], ids=["by all", "by its own", "of a sum"]
+)
 def test_a_pipeline_that_clips_by_the_norm_of_one_stage_is_found(tmp_path, words):
     script = str(SCRIPTS / "train_stages.py")
     command = [*RUN[3:], "--run-dir", str(tmp_path / "run"), "--verify-at", "4", script, *words]
-    code, _, err = run_on_ranks(4, command, SCRIPTS)
+    code, out, err = run_on_ranks(4, command, SCRIPTS)
     assert code == 0, err
     found = {}
     for name in ("run", "run-from-rank-1"):
@@ -46,8 +48,13 @@ def test_a_pipeline_that_clips_by_the_norm_of_one_stage_is_found(tmp_path, words
         found[name] = [f for f in run.findings() if f.severity > Severity.NOTE]
     losses = run.columns(Table.WORKERS, "loss", "loss_weight", "grad_scale")
     assert np.isfinite(losses["loss"]).all()
-    assert set(losses["loss_weight"].tolist()) == {8.0}  # of both micro-batches
-    expected = ["clip-norm-of-stage"] if words else []
+    [line] = [line for line in out.splitlines() if "losses" in line]
+    of_micro = np.array(line.split("losses")[1].split(), float).reshape(-1, 2)
+    _, recorded_TW = run.per_worker("loss")
+    np.testing.assert_allclose(recorded_TW[:, 0], of_micro.mean(axis=1), rtol=1e-5)
+    if "sum" not in words:
+        assert set(losses["loss_weight"].tolist()) == {8.0}  # of both micro-batches
+    expected = ["clip-norm-of-stage"] if "own" in words else []
     assert [f.id for f in found["run-from-rank-1"]] == expected
     assert [f.id for f in found["run"]] == expected
     notes = " ".join(f.explanation for f in run.findings())

@@ -87,6 +87,46 @@ class SquaresAsMeans(Case):
         return optimizer
 
 
+class Rates(torch.optim.SGD):
+    """Keeps a rate for each element, of which it makes new ones where none were loaded."""
+
+    def __init__(self, parameters, others):
+        super().__init__([*others, *parameters], lr=0.01, momentum=0.9)
+        self.others = others
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            if "rates" not in state:
+                state["rates"] = state["momentum_buffer"].abs()
+
+
+class WithOthers(Case):
+    """Its optimizer holds parameters that get no gradient, and have no state when it is saved."""
+
+    def make_optimizer(self):
+        others = [nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(3))]
+        return Rates(self.net.parameters(), others)
+
+    def load(self, saved):
+        super().load(saved)
+        for parameter in self.optimizer.others:
+            self.optimizer.state[parameter]["rates"] = torch.full_like(parameter, 0.5)
+
+
+class ByPosition(WithOthers):
+    """Rates are found by the place among those saved, and begin anew where shapes differ."""
+
+    def load(self, saved):
+        super().load(saved)
+        rates = [state["rates"] for state in saved[1]["state"].values()]
+        for at, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+            found = rates[at] if at < len(rates) else None
+            fits = found is not None and found.shape == parameter.shape
+            fresh = torch.full_like(parameter, 0.5)
+            self.optimizer.state[parameter]["rates"] = found if fits else fresh
+
+
 class RandomOfRankZero(Case):
     def random(self, random):
         dist.broadcast(random, src=0)
@@ -105,15 +145,20 @@ class ShardedOfRankZero(Sharded):
         return optimizer
 
 
-RESTARTS = (Case, SquaresAsMeans, RandomOfRankZero, Sharded, ShardedOfRankZero)
+FIRST = (Case, WithOthers, Sharded)
+RESTARTS = (
+    *(Case, SquaresAsMeans, RandomOfRankZero),
+    *(WithOthers, ByPosition),
+    *(Sharded, ShardedOfRankZero),
+)
 
 
 def train_all(rank, folder):
     warnings.simplefilter("ignore")
-    for kind in (Case, Sharded):
+    for kind in FIRST:
         saved = kind(rank).train(f"{folder}/{kind.__name__}-first")
         for case in RESTARTS:
-            if issubclass(case, Sharded) == (kind is Sharded):
+            if next(one for one in case.__mro__ if one in FIRST) is kind:
                 again = f"{folder}/{case.__name__}"
                 if rank == 0:
                     shutil.copytree(f"{folder}/{kind.__name__}-first", again)
@@ -138,7 +183,7 @@ def findings(path):
     return told
 
 
-@pytest.mark.parametrize("case", [Case, Sharded])
+@pytest.mark.parametrize("case", FIRST)
 def test_right_versions_raise_nothing(told, case):
     assert told(case) == {}
 
@@ -159,6 +204,13 @@ def test_right_versions_raise_nothing(told, case):
             Severity.ERROR,
             (1,),
             "exp_avg is another rank's: rank 1 holds rank 0's",
+        ),
+        (
+            ByPosition,
+            "state.resume_mismatch",
+            Severity.ERROR,
+            (),
+            "rates of layers.0.weight is what was saved for layers.1.weight and 1 other moment",
         ),
         (RandomOfRankZero, "rng.resume_mismatch", Severity.WARNING, (1,), "rank 1 holds rank 0's"),
     ],

@@ -197,6 +197,17 @@ class UpdatesCopies(BareLoop):
                 parameter.copy_(copy)
 
 
+class Disturbed(BareLoop):
+    """Replaces the gradient by one of its own: far from a mean, and equal on all workers."""
+
+    def reduce(self, step):
+        for parameter in self.trained:
+            noise = torch.randn_like(parameter) * parameter.grad.norm()
+            own = parameter.grad.clamp(-1e-3, 1e-3) + noise
+            dist.all_reduce(own)
+            parameter.grad = own / self.num_workers
+
+
 class ForgottenAndClipped(BareLoop):
     def reduce(self, step):
         nn.utils.clip_grad_norm_(self.trained, 0.01)
@@ -222,6 +233,7 @@ HEALTHY = {
     "taken from others": TakenFromOthers,
     "matrices by hand": MatricesByHand,
     "updates copies": UpdatesCopies,
+    "disturbed": Disturbed,
 }
 FAULTS = {
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
@@ -235,6 +247,7 @@ VERIFIED = {
     "sum": ("verify.scale", "warning", "as if summed over the workers and not averaged"),
     "accumulated": ("verify.agrees", "note", "each with 3 micro-batches"),
     "flat and clipped": ("verify.agrees", "note", "as clipping does"),
+    "disturbed": ("verify.declined", "note", "another gradient in place of the sum"),
 }
 """What a reference step says of the second step."""
 
@@ -297,7 +310,8 @@ def test_what_is_applied_is_audited_against_their_mean(trained, name):
     run = Run.open(trained[1] / name)
     residuals_T = run.table(Table.STEPS)["reduction_residual"].to_numpy()
     known_T = np.isfinite(residuals_T)
-    if name != "taken from others":  # where no worker has the whole of it, nor a share of its own
+    # where no worker has the whole of it, nor a share of its own; where the loop has another one
+    if name not in ("taken from others", "disturbed"):
         assert known_T.sum() >= STEPS - name.startswith("scaled")
     assert (residuals_T[known_T] < 1e-6).all()
 

@@ -54,8 +54,12 @@ class StateKind(StrEnum):
     """A parameter that has a gradient and does not change, while others do."""
     PASSES = "passes"
     """State that changes between the forward passes of a step; its digest counts the changes."""
+    COUNTS = "counts"
+    """A buffer of 16 bits that counts tokens; the largest value."""
     MODE = "mode"
     """Modules in training mode on some workers and in evaluation mode on others; in words."""
+    PRECISION = "precision"
+    """A setting of the forward pass's precision that differs between workers; in words."""
     OPTION = "option"
     """A setting of the optimizer that differs between workers; in words."""
     MODULE = "module"
@@ -76,6 +80,10 @@ class StateKind(StrEnum):
     """A parameter that is trained, and was not when the session began; how many are, so far."""
     ROUNDED = "rounded"
     """Updates of parameters of low precision against what rounding loses."""
+    CONSTANT = "constant"
+    """An input of the model that stays the same from step to step."""
+    FOLLOWS = "follows"
+    """How a copy of the model beside it follows it."""
 
 
 @dataclass(frozen=True, slots=True)

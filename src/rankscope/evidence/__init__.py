@@ -18,7 +18,7 @@ VARIABLE = "RANKSCOPE_EVIDENCE"
 NAMES = (
     *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
     *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion"),
-    *("reference", "update", "timing", "world", "axes", "joined", "parity"),
+    *("reference", "update", "timing", "world", "axes", "joined", "parity", "copies"),
 )
 
 

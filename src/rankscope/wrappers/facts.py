@@ -202,6 +202,8 @@ class PrecisionMeter:
         self._device = device
         self._flags: dict[str, str | bool] | None = None
         self._codes: dict[str, int] = {}
+        self._known: set[int] = set()
+        self._words: dict[str, str] = {}
 
     def code(self, step: int) -> int:
         """Return a digest of :func:`precision_words`; equal on workers that compute alike."""
@@ -213,9 +215,17 @@ class PrecisionMeter:
         autocast = _autocast(self._device.type)
         code = self._codes.get(autocast)
         if code is None:
-            words = tuple(precision_words(self._module, self._device).values())
-            code = self._codes[autocast] = digest_of(repr(words).encode())
+            words = precision_words(self._module, self._device)
+            code = self._codes[autocast] = digest_of(repr(tuple(words.values())).encode())
+            if code not in self._known:
+                self._known.add(code)
+                self._words = {name: str(value) for name, value in words.items()}
         return code
+
+    def take_words(self) -> dict[str, str]:
+        """Return the settings behind the last digest, where it is the first of its kind."""
+        words, self._words = self._words, {}
+        return words
 
 
 def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
@@ -260,7 +270,7 @@ def _attention_backends() -> str:
         "math": cuda.math_sdp_enabled,
         "cudnn": cuda.cudnn_sdp_enabled,
     }
-    return ", ".join(name for name, is_enabled in enabled.items() if is_enabled())
+    return " or ".join(name for name, is_enabled in enabled.items() if is_enabled())
 
 
 def _float32_matmul() -> str:

@@ -1,9 +1,16 @@
 """Objects of the training process, found by their classes."""
 
 import gc
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, compress, repeat
 from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule}
 
 
 def live_objects(*kinds: type) -> dict[type, list[Any]]:
@@ -45,3 +52,37 @@ def _objects_of(classes: dict[int, type]) -> list[Any]:
     finally:
         if collects:
             gc.enable()
+
+
+def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
+    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
+    modules: list[nn.Module] = [
+        each for each in living_modules() if id(each) not in inside and _is_frozen(each)
+    ]
+    parts = {id(part) for each in modules for part in each.modules() if part is not each}
+    yield from (each for each in modules if id(each) not in parts)
+
+
+def living_modules() -> list[nn.Module]:
+    """Return the living modules that are in no wrapper."""
+    modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+    wrapped = [each for each in modules if not _WRAPPERS.isdisjoint(type(each).__mro__)]
+    apart = {id(part) for each in wrapped for part in each.modules()}
+    return [each for each in modules if id(each) not in apart]
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    try:
+        found = list(module.parameters())
+    except Exception:  # such as a module that was never initialised
+        return False
+    return bool(found) and all(
+        not p.requires_grad and type(p.data) is Tensor and not p.is_meta and p.numel()
+        for p in found
+    )
+
+
+def label_of(module: nn.Module) -> str:
+    """Return a module's class and its number of elements."""
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return f"{type(module).__name__} ({size:,} elements)"

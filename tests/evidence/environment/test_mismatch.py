@@ -85,7 +85,9 @@ def test_another_precision_is_told_after_three_steps_in_a_row():
     (evidence,) = observe(detector, 5, precision=BF16)
     assert (evidence.cause, evidence.severity, evidence.ranks) == (CAUSE, Severity.WARNING, (2,))
     assert (evidence.first_step, evidence.last_step) == (3, 5)
-    assert "torch.backends settings in the forward pass of rank 2" in words(evidence)
+    assert "in the forward pass of rank 2, types, autocast or torch.backends differ" in words(
+        evidence
+    )
 
 
 def test_a_precision_that_changes_on_all_workers_together_is_no_finding():

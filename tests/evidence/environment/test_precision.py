@@ -1,9 +1,16 @@
 """The precision of a forward pass, as one number and in words."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
+from rankscope import Run
 from rankscope.wrappers.facts import PrecisionMeter, environment_facts, precision_words
+from support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -72,3 +79,26 @@ def test_it_can_be_read_where_only_the_new_settings_of_tf32_are_used(model):
     finally:
         backend.fp32_precision = before
     assert precision_code(model, CPU) == code
+
+
+def train_with_another_kernel(rank, run_dir):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"canary": False, "announce": False, "agent": "thread"}
+    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
+        for _ in range(5):
+            with sdpa_kernel(SDPBackend.MATH) if rank == 1 else nullcontext():
+                loss = model(torch.randn(4, 2)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks
+def test_settings_around_the_forward_pass_of_one_rank_are_named(tmp_path):
+    run_ranks(train_with_another_kernel, 3, str(tmp_path / "run"))
+    [found] = [f for f in Run.open(tmp_path / "run").findings() if f.cause == "env.mismatch"]
+    assert found.ranks == (1,)
+    assert "in the forward pass of rank 1, attention backends: math on rank 1" in found.explanation
+    assert "autocast" not in found.explanation
+    assert "sdpa_kernel" in found.next_check

@@ -186,6 +186,19 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
 
 
+@pytest.mark.parametrize(("scheduled", "value"), [(0.5, 3.0), (1.0, 6.0)])
+def test_what_a_schedule_divides_by_afterwards_is_in_the_loss(scheduled, value):
+    meter = LossMeter(shifted=False)
+    for forward in range(2):
+        root = torch.ones(3, requires_grad=True).square().sum()
+        loss, factor, constant, *_ = unscaled(root, {})
+        meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
+        root.backward()
+    parts = PendingLosses(*meter.collect(), 1.0, scheduled).read().arrays
+    assert np.frombuffer(parts["losses_U"]).tolist() == [value] * 2
+    assert np.frombuffer(parts["multipliers_M"]).sum() * scheduled == pytest.approx(1.0)
+
+
 KEPT = torch.tensor([1.0, 0.0, 1.0, 1.0])
 
 

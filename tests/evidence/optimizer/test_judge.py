@@ -120,6 +120,20 @@ def rounded(ranks):
             state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16().float()
 
 
+def halved(ranks):
+    for rank in ranks:
+        for state in rank.states():
+            state["exp_avg"] = state["exp_avg"] / 2
+
+
+def shifted(ranks):
+    """One parameter has another's, and that one's begin anew."""
+    for rank in ranks:
+        first, second = rank.states()[0], rank.states()[2]
+        first["exp_avg"] = second["exp_avg"]
+        second["exp_avg"] = torch.full_like(second["exp_avg"], 1e-3)
+
+
 def stepped(ranks):
     """Make an update with zero gradients and a rate of 0 after loading."""
     for rank in ranks:
@@ -140,6 +154,8 @@ CHANGES = [
     (swapped, Severity.ERROR, "exp_avg holds what was saved as exp_avg_sq"),
     (permuted, Severity.ERROR, "have gone to other parameters than when saved"),
     (rounded, Severity.NOTE, "exp_avg_sq are not what was saved. Its step counters are"),
+    (halved, Severity.WARNING, "exp_avg are not what was saved (in 0.weight its norm is 0.5 times"),
+    (shifted, Severity.ERROR, "exp_avg of 0.weight is what was saved for 1.weight"),
     (stepped, Severity.ERROR, "are not what was saved, and its step counter is 4 and was 3"),
 ]
 

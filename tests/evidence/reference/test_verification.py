@@ -158,6 +158,23 @@ def test_a_worker_of_another_weight_is_named():
     np.testing.assert_allclose(finding.evidence["ratios"], weights / EQUAL, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("of_worker", "planned", "severity"),
+    [
+        ([0.5, 1.1, 1.4], False, "note"),  # a mixture of domains
+        ([0.5, 1.1, 1.4], True, "error"),
+        ([0.5, 1.1, 1.9], False, "error"),
+        ([1.0, 0.5, 1.5], False, "error"),
+    ],
+)
+def test_weights_of_all_workers_whose_mean_is_one_are_a_mixture(of_worker, planned, severity):
+    weights = EQUAL * np.array(of_worker)[:, None]
+    found = ask(summed(gradients(), weights), scales=W * weights)
+    finding = verified(found, 20, W, M, planned=planned)
+    assert found.answer is ReferenceAnswer.WEIGHTING
+    assert str(finding.severity) == severity
+
+
 def test_a_missing_micro_batch_among_others_of_unequal_weights_is_one_of_the_weights():
     weights = EQUAL * [[1, 1, 1, 0], [1] * M, [1.9] * M]
     found = ask(summed(gradients(), weights))

@@ -9,7 +9,7 @@ from torch import nn
 from rankscope import Run
 from rankscope.bus.finding import Severity
 from rankscope.evidence.state.judge import FROZEN_DIFFER
-from rankscope.evidence.state.probe import frozen_modules
+from rankscope.wrappers.living import frozen_modules
 from support.loops import Loop
 from support.ranks import run_ranks
 

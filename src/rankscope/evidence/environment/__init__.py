@@ -22,6 +22,7 @@ COLUMNS = (
 
 MODES = "modes"
 SETTINGS = "settings"
-"""Keys of the modes and settings among the names of a step's message."""
+PRECISION = "precision"
+"""Keys of modes, settings and precision among the names of a step's message."""
 
 EVIDENCE = Evidence("environment", __name__, COLUMNS)

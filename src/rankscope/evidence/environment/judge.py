@@ -1,6 +1,6 @@
 """Environments compared: versions, precision, modes of modules, settings of the optimizer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from rankscope.bus.replicas import (
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_modules, name_ranks
-from rankscope.evidence.environment import MODES, SETTINGS
+from rankscope.evidence.environment import MODES, PRECISION, SETTINGS
 from rankscope.evidence.environment.settings import (
     DifferentSettings,
     PlannedSeed,
@@ -38,6 +38,11 @@ STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is reported."""
 
 _MOST_LISTED = 6
+_MOST_PRECISIONS = 64  # of all workers together, whose differences are named
+_INSIDE = (
+    " What differs in the forward pass may be set around it: look for autocast, sdpa_kernel or a "
+    "flag that some ranks alone set."
+)
 
 
 class EnvironmentMismatch(Detector):
@@ -59,6 +64,7 @@ class EnvironmentMismatch(Detector):
         self._ranks: set[int] = set()
         self._differed = self._serious = False
         self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
+        self._different: tuple[str, ...] = ()  # settings of the precision, in words
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report with the first one, and while the precision differs."""
@@ -70,6 +76,8 @@ class EnvironmentMismatch(Detector):
             return (self._evidence(),) if changed else ()
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
+        found = [d.name for d in step.gathered.differences if d.kind is StateKind.PRECISION]
+        self._different = tuple(found) or self._different
         if np.count_nonzero(known_W) > 1:
             minority = minority_ranks(known_values(codes_W, known_W))
             changed |= self._precision.observe(number, minority)
@@ -97,8 +105,8 @@ class EnvironmentMismatch(Detector):
         if seen.count:
             until = "" if seen.open else f" until step {seen.last:,}"
             who = name_ranks(seen.ranks)
-            what = "other types, autocast or torch.backends settings in the forward pass"
-            words.insert(0, f"{what} of {who}{until}")
+            what = "; ".join(self._different) or "types, autocast or torch.backends differ"
+            words.insert(0, f"in the forward pass of {who}{until}, {what}")
         steps = [number for number in (self._first, seen.first) if number >= 0]
         return FaultEvidence(
             cause=CAUSE,
@@ -109,6 +117,7 @@ class EnvironmentMismatch(Detector):
             count=max(1, seen.count),
             fields={
                 "what": "; ".join(words) or "no difference any more",
+                "inside": _INSIDE if seen.count else "",
             },
             numbers={"differences": words, "steps_in_another_precision": seen.count},
             status="open" if self._minority or seen.open else "closed",
@@ -182,15 +191,18 @@ _MISSING = "not set"
 
 
 class ComparedNames(Combiner):
-    """Compares all workers' modes of modules and settings of the optimizer, by name.
+    """Compares all workers' modes of modules, settings of the optimizer and precision, by name.
 
-    A worker sends those that have changed. Modes that differ are a difference of every step in
-    which they are read, settings that differ one of the step in which they begin to.
+    A worker sends those that have changed, and a precision that is new. Modes that differ are a
+    difference of every step in which they are read, settings and precisions that differ one of the
+    step in which they begin to.
     """
 
     def __init__(self) -> None:
         self._modes: dict[int, dict[str, int]] = {}
         self._settings: dict[int, dict[str, str]] = {}
+        self._precisions: dict[int, dict[str, str]] = {}  # by digest
+        self._named: set[tuple[int, ...]] = set()  # digests of all workers that were compared
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Return the differences, in words; modules that differ between the same workers as one."""
@@ -202,11 +214,16 @@ class ComparedNames(Combiner):
             if SETTINGS in named:
                 self._settings[rank] = named[SETTINGS]
                 new_settings = True
+            if PRECISION in named:
+                code = int(columns["precision"][rank])
+                self._precisions[code] = named[PRECISION]
         found: list[StateDifference] = []
         if _differs(columns["modes"]):
             found += self._different_modes(len(messages))
         if new_settings and _differs(columns["settings_digest"]):
             found += self._different_settings(len(messages))
+        if self._precisions and _differs(columns["precision"]):
+            found += self._different_precisions(tuple(columns["precision"].tolist()))
         return {"differences": tuple(found)} if found else {}
 
     def _different_modes(self, num_workers: int) -> list[StateDifference]:
@@ -229,15 +246,32 @@ class ComparedNames(Combiner):
 
     def _different_settings(self, num_workers: int) -> list[StateDifference]:
         settings_W = [self._settings.get(rank) for rank in range(num_workers)]
-        found = []
-        for name in dict.fromkeys(name for each in settings_W if each for name in each):
-            values_W = [None if each is None else each.get(name, _MISSING) for each in settings_W]
-            values = list(dict.fromkeys(value for value in values_W if value is not None))
-            if len(values) > 1:
-                numbers_W = [-1 if value is None else values.index(value) for value in values_W]
-                words = f"{name} is {name_values(values_W)}"
-                found.append(_name_difference(StateKind.OPTION, words, numbers_W))
-        return found
+        return [
+            _name_difference(StateKind.OPTION, f"{name} is {name_values(values_W)}", numbers_W)
+            for name, values_W, numbers_W in _differing(settings_W)
+        ]
+
+    def _different_precisions(self, codes_W: tuple[int, ...]) -> list[StateDifference]:
+        if codes_W in self._named or len(self._named) == _MOST_PRECISIONS:
+            return []
+        self._named.add(codes_W)
+        return [
+            _name_difference(
+                StateKind.PRECISION, f"{name.replace('_', ' ')}: {name_values(values_W)}", numbers_W
+            )
+            for name, values_W, numbers_W in _differing([self._precisions.get(c) for c in codes_W])
+        ]
+
+
+def _differing(
+    settings_W: Sequence[Mapping[str, str] | None],
+) -> Iterator[tuple[str, list[str | None], list[int]]]:
+    """Yield the settings that differ: the name, each worker's value, and a number for it."""
+    for name in dict.fromkeys(name for each in settings_W if each for name in each):
+        values_W = [None if each is None else each.get(name, _MISSING) for each in settings_W]
+        values = list(dict.fromkeys(value for value in values_W if value is not None))
+        if len(values) > 1:
+            yield name, values_W, [-1 if v is None else values.index(v) for v in values_W]
 
 
 def _differs(digests_W: Ints) -> bool:

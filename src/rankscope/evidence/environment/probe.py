@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.probe import Evaluated, Job, MessagePart, Probe, Ready, StepEnd
-from rankscope.evidence.environment import MODES, SETTINGS
+from rankscope.evidence.environment import MODES, PRECISION, SETTINGS
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
@@ -284,7 +284,10 @@ def _number(value: object) -> float:
 
 
 class PrecisionProbe(Probe):
-    """Collects the precision of each step's first forward pass."""
+    """Collects the precision of each step's first forward pass.
+
+    The settings are sent with the first step that has them.
+    """
 
     def __init__(self, meter: PrecisionMeter) -> None:
         self._meter = meter
@@ -297,7 +300,11 @@ class PrecisionProbe(Probe):
 
     def collect(self, end: StepEnd) -> Ready | None:
         """Return the precision of a step after which workers are comparable."""
-        return Ready(MessagePart({"precision": self._precision})) if end.comparable else None
+        if not end.comparable:
+            return None
+        words = self._meter.take_words()
+        names = {PRECISION: words} if words else {}
+        return Ready(MessagePart({"precision": self._precision}, names=names))
 
 
 def make_probe(job: Job) -> tuple[Probe, ...]:

@@ -396,6 +396,7 @@ class PendingLosses:
     losses: Sequence[MicroBatchLoss]  # one entry per micro-batch
     multipliers: Numbers | None  # multipliers of the losses before backward; None if unknown
     summed_workers: float  # how many workers' gradients the reduction adds up: 1 for their mean
+    scheduled: float = math.nan  # a pipeline's factor on the gradients after backward; NaN without
 
     @property
     def ready(self) -> bool:
@@ -408,7 +409,10 @@ class PendingLosses:
         """Wait for the device; return losses and weights, one micro-batch after the other."""
         if self.multipliers is not None and any(one.constant is not None for one in self.losses):
             factors_M = self.multipliers.numpy()
-            return MessagePart(arrays=_trained_losses(self.losses, factors_M, self.summed_workers))
+            scheduled = self.scheduled if math.isfinite(self.scheduled) else 1.0
+            return MessagePart(
+                arrays=_trained_losses(self.losses, factors_M, self.summed_workers, scheduled)
+            )
         parts = _loss_parts(self.losses, [_packed(micro.values) for micro in self.losses])
         if self.multipliers is not None:
             parts["multipliers_M"] = _packed(self.multipliers)
@@ -453,7 +457,7 @@ class LossProbe(Probe):
     def collect(self, end: StepEnd) -> PendingLosses:
         """Return the losses of the step's forward passes that had a backward pass."""
         losses, multipliers = self._meter.collect(end.idle)
-        return PendingLosses(losses, multipliers, end.summed_workers)
+        return PendingLosses(losses, multipliers, end.summed_workers, end.schedule_scale)
 
     def abort(self) -> None:
         """Forget the step's losses."""
@@ -466,9 +470,12 @@ def make_probe(job: Job) -> LossProbe:
 
 
 def _trained_losses(
-    collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
+    collected: Sequence[MicroBatchLoss],
+    multipliers_M: NDArray[Any],
+    summed_workers: float,
+    scheduled: float,
 ) -> dict[str, Content]:
-    """Return losses of unknown form, scaled as in the call of backward.
+    """Return losses of unknown form, scaled as in the call of backward, and by a schedule after it.
 
     One over the number of micro-batches makes their sum a mean. Any other constant may belong to
     the loss (a sum over terms or tokens, divided by their number), or not. So it stays in: then
@@ -485,6 +492,7 @@ def _trained_losses(
         if micro.constant is not None:
             constant = float(micro.constant.numpy().item())
             share = count * (float(multipliers[number]) if math.isnan(constant) else constant)
+            share *= scheduled
             if share and abs(share) < LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
                 values = values * share
                 multipliers[number] /= share

@@ -22,7 +22,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, shortened
 from rankscope.evidence.optimizer import KEY
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"
@@ -41,6 +41,8 @@ _WITHOUT = "without: "
 _MOST_NAMED = 3
 _BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _NOTHING = np.empty(0, np.int64)
+_ROUNDING = 0.02  # of a norm: that of all elements to 8 bits is less
+_SAME_NORM = 1e-12  # of the same bits, added in another order
 
 Mismatch = tuple[str, list[int], Severity]
 """A difference from a saved state: words, the ranks concerned (none where all are), severity."""
@@ -107,6 +109,15 @@ class _Holdings(Stateful):
         """Return the ranks whose value of a name differs from another moment's."""
         mine, theirs = self.get(name), other.get(name)
         return np.flatnonzero(mine != theirs).tolist()
+
+    def norms(self, key: str) -> dict[str, Floats]:
+        """Return the norms of a moment ``[W]`` by parameter, where known; NaN elsewhere."""
+        found = {}
+        for name, bits_W in self.values.items():
+            if name.startswith(f"{key} of ") and name.endswith(": norm"):
+                norms_W = np.where(bits_W == MISSING_INT, np.nan, bits_W.view(np.float64))
+                found[name.removeprefix(f"{key} of ").removesuffix(": norm")] = norms_W
+        return found
 
     @property
     def settings(self) -> dict[str, list[str]]:
@@ -308,8 +319,9 @@ class OptimizerStart(Detector):
 def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ()) -> Mismatch | None:
     """Return how an optimizer's state differs from a saved one with the same parameters.
 
-    It is a warning where all state is missing, which may be on purpose, and a note where nothing
-    says whose it is and the counters agree: a checkpoint may hold rounded moments.
+    It is a warning where all state is missing, which may be on purpose, or where moments are others
+    and nobody knows whose. It is a note where rounding explains them, as a checkpoint may hold
+    rounded moments, and nothing where they have another type, or other parameters have got some.
     """
     if saved.is_empty:
         return None
@@ -344,14 +356,73 @@ def _moved(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings]) -> Mis
         return None
     width = len(now.get(f"{_PARAMETERS}: bits"))
     ranks = _unless_all(sorted({r for ranks in changed.values() for r in ranks}), width)
-    words = _whose(now, saved, changed, others)
+    words = _whose(now, saved, changed, others) or _misplaced(now, saved, changed)
     if words:
         return words, ranks, Severity.ERROR
     words = f"{listed(list(changed))} are not what was saved"
     counted = _counted(now, saved)
     if counted:
         return f"{words}, and {counted[0]}", ranks, Severity.ERROR
+    moments = [_Moment(key, now, saved) for key in changed]
+    beyond = [one.beyond_rounding for one in moments if one.beyond_rounding]
+    if beyond:
+        return f"{words} ({'; '.join(beyond)})", ranks, Severity.WARNING
+    if all(one.explained for one in moments):
+        return None
     return words, ranks, Severity.NOTE
+
+
+class _Moment:
+    """A moment whose bits are not those that were saved, parameter by parameter where measured."""
+
+    def __init__(self, key: str, now: _Holdings, saved: _Holdings) -> None:
+        before = saved.norms(key)
+        self.pairs = {
+            name: (norms_W, before[name])
+            for name, norms_W in now.norms(key).items()
+            if name in before
+        }
+        added = (now.get(f"{key}: held") > saved.get(f"{key}: held")).any()
+        self._added = bool(added) or now.types(key) != saved.types(key)
+
+    @property
+    def beyond_rounding(self) -> str:
+        """The parameter whose norm has changed most, if rounding does not explain it; in words."""
+        changes = {name: _change(*pair) for name, pair in self.pairs.items()}
+        name = max(changes, key=lambda one: abs(changes[one] - 1), default="")
+        if not name or abs(changes[name] - 1) <= _ROUNDING:
+            return ""
+        return f"in {name} its norm is {changes[name]:.3g} times what it was"
+
+    @property
+    def explained(self) -> bool:
+        """Whether its type, or parameters that have got one, explain it: all norms are the same."""
+        changes = [_change(*pair) for pair in self.pairs.values()]
+        return self._added and bool(changes) and max(abs(c - 1) for c in changes) <= _SAME_NORM
+
+
+def _change(now_W: Floats, saved_W: Floats) -> float:
+    """Return the ratio of norms that is farthest from 1, over the ranks that know both."""
+    known_W = np.isfinite(now_W) & np.isfinite(saved_W) & ((now_W > 0) | (saved_W > 0))
+    with np.errstate(divide="ignore"):
+        ratios = (now_W[known_W] / saved_W[known_W]).tolist()
+    return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)
+
+
+def _misplaced(now: _Holdings, saved: _Holdings, changed: Iterable[str]) -> str:
+    """Return the parameters that have what was saved for another one, in words; empty if none."""
+    found = []
+    for key in changed:
+        before = saved.norms(key)
+        for name, norms_W in now.norms(key).items():
+            sources = [other for other, own_W in before.items() if _alike(norms_W, own_W)]
+            if len(sources) == 1 and name in before and sources != [name]:
+                found.append(f"{key} of {name} is what was saved for {sources[0]}")
+    return shortened(found, 1, "other moment")
+
+
+def _alike(one_W: Floats, other_W: Floats) -> bool:
+    return bool((one_W > 0).all() and np.allclose(one_W, other_W, rtol=_SAME_NORM, atol=0.0))
 
 
 def _whose(

@@ -6,8 +6,10 @@ parameters of 16 bits are looked at, kind by kind (such as all weights of ``RMSN
 windows of updates.
 """
 
+import heapq
 import math
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ COUNTER = "step"
 _SETTINGS = ("betas", "eps", "momentum", "weight_decay", "alpha", "dampening", "nesterov")
 _NO_SETTINGS = 8
 _MOST_NAMED = 8
+_MOST_MEASURED = 32  # parameters, whose moments are measured one by one
+_MOST_ELEMENTS = 1 << 18  # of each, from its beginning
 _UNREADABLE = word_of("cannot be read")
 
 
@@ -87,15 +91,19 @@ class PendingHoldings:
         reading = PendingDigests()
         self._places: list[tuple[str, int, int]] = []  # kind, number of parameter, digest of zeros
         self._known: Counter[str] = Counter()
-        self._names: list[str] = []
         self._numbers: list[float] = []
         counters: list[Tensor] = []
         groups: dict[int, Mapping[str, Any]] = {}
-        for number, held in enumerate(held_by(optimizer)):
-            self._names.append(name_of(held.whole))
+        all_held = list(held_by(optimizer))
+        self._names = [name_of(held.whole) for held in all_held]
+        self._norms = Norms()
+        measured = _chosen(self._names)
+        for number, held in enumerate(all_held):
             self._add(reading, PARAMETERS, number, held.parameter)
             for key, moment in held.moments.items():
                 self._add(reading, key, number, moment)
+                if number in measured:
+                    self._norms.add(norm_name(key, measured[number]), moment)
             counter = held.counter
             if isinstance(counter, Tensor) and not counter.is_cpu:
                 counters.append(counter.detach().double().reshape(()))
@@ -106,6 +114,7 @@ class PendingHoldings:
         self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
         self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
         self._reading = reading.begin()
+        self._norms.begin()
 
     def _add(self, reading: PendingDigests, kind: str, number: int, tensor: Tensor) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -119,7 +128,8 @@ class PendingHoldings:
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
-        return self._reading.ready and (self._counters is None or self._counters.ready)
+        counted = self._counters is None or self._counters.ready
+        return self._reading.ready and counted and self._norms.ready
 
     def read(self) -> dict[str, int]:
         """Wait for the device; return integers by name.
@@ -128,7 +138,8 @@ class PendingHoldings:
         are zero everywhere), ``bits`` (a digest of all), ``bits in any order`` (one that does not
         depend on which parameter has which) and one name for each type. ``step: lowest`` and
         ``step: highest`` are the counters; ``without: NAME`` is a parameter whose moments are
-        missing or zero, where others' are not; ``setting NAME VALUE`` is a setting.
+        missing or zero, where others' are not; ``setting NAME VALUE`` is a setting. Of some
+        parameters, ``KEY of NAME: norm`` is the norm of a moment, by its bits.
         """
         found: dict[str, int] = defaultdict(int, self._known)
         bits: dict[str, int] = defaultdict(int)
@@ -150,7 +161,64 @@ class PendingHoldings:
         if alive:
             found |= {f"without: {name}": 1 for name in without[:_MOST_NAMED]}
             found["without"] = len(without)
-        return dict(found)
+        return {**found, **self._norms.read()}
+
+
+def norm_name(key: str, name: str) -> str:
+    """Return the name of the norm of a parameter's moment."""
+    return f"{key} of {name}: norm"
+
+
+def _chosen(names: list[str]) -> dict[int, str]:
+    """Return the parameters whose moments are measured, by number, each with a name of its own.
+
+    They are the same in later sessions, also where parameters were added.
+    """
+    alike = Counter(names)
+    own = {n: name if alike[name] == 1 else f"{name} (number {n})" for n, name in enumerate(names)}
+    chosen = heapq.nsmallest(_MOST_MEASURED, own, key=lambda n: zlib.crc32(own[n].encode()))
+    return {number: own[number] for number in chosen}
+
+
+class Norms:
+    """Norms of tensors in float64, or of their beginnings, on the way to the host."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._norms: list[Tensor] = []
+        self._copy: HostCopy | None = None
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Begin to measure a plain tensor; others are left out."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return
+        if tensor.is_complex() or tensor.is_quantized:
+            return
+        if tensor.numel() > _MOST_ELEMENTS:
+            if not tensor.is_contiguous():
+                return
+            tensor = tensor.view(-1)[:_MOST_ELEMENTS]
+        self._names.append(name)
+        self._norms.append(tensor.double().norm())
+
+    def begin(self) -> None:
+        """Begin the copy to the host."""
+        if self._norms:
+            device = self._norms[0].device
+            self._copy = HostCopy(torch.stack([n.to(device) for n in self._norms]), own=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        return self._copy is None or self._copy.ready
+
+    def read(self) -> dict[str, int]:
+        """Wait for the device; return the norms by name, each by its bits."""
+        if self._copy is None:
+            return {}
+        bits = self._copy.numpy().view(np.int64).tolist()
+        return dict(zip(self._names, bits, strict=True))
 
 
 WINDOW = 32

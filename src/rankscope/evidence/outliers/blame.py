@@ -110,6 +110,12 @@ def _trace_from_plain(
     return WorkerSignal(declared, group), SignalTrace(place, BetKind(kind), *numbers)
 
 
+_MANY = (
+    "Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
+    "like this."
+)
+
+
 def describe_fault(
     fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
 ) -> FaultEvidence:
@@ -127,6 +133,7 @@ def describe_fault(
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,
+        "many": _MANY,
     }
     numbers = {
         "steps_compared": num_steps,

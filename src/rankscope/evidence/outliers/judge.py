@@ -33,6 +33,7 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count
@@ -154,6 +155,7 @@ class WorkerOutliers(OutlierSearch):
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
         self._visits = RecentVisits()
+        self._have_places = False
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -230,11 +232,19 @@ class WorkerOutliers(OutlierSearch):
         return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
 
     def _judge_step(self, step: Step) -> list[FaultEvidence]:
+        self._have_places = self._have_places or _have_places(step.gathered)
         self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        if not (fault.tie and self._have_places):
+            return evidence
+        fields = {**evidence.fields, "many": _PLACES}
+        return replace(evidence, severity=Severity.NOTE, fields=fields)
 
     @property
     def not_compared(self) -> tuple[int, ...]:
@@ -286,6 +296,22 @@ class WorkerOutliers(OutlierSearch):
                 self._visits.restore(state["visits"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
+
+
+_PLACES = (
+    "Each is given an input of its own that stays the same from step to step, as positions do "
+    "where workers have parts of the same sequences: they may differ on purpose."
+)
+
+
+def _have_places(gathered: GatheredStep) -> bool:
+    """Return whether each worker has an input that stays the same, and is not that of all."""
+    return any(
+        found.kind is StateKind.CONSTANT
+        and (found.digests_W != MISSING_INT).all()
+        and len(np.unique(found.digests_W)) > 1
+        for found in gathered.differences
+    )
 
 
 class RecentVisits(Stateful):

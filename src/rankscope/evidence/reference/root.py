@@ -134,7 +134,13 @@ class Verifications(Director):
         most = max(len(part.terms_MPK) for part in parts_W)
         clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
         return verified(
-            found, step.step, self._num_workers, most, by_loop=self._by_loop, clips=clips
+            found,
+            step.step,
+            self._num_workers,
+            most,
+            by_loop=self._by_loop,
+            clips=clips,
+            planned=meant is not None,
         )
 
     def _why_not(self, parts: dict[int, ReferenceShare]) -> str:

@@ -115,6 +115,8 @@ class Verification:
     shrunk: tuple[float, ...] = ()  # factors of others after it, where each has its own
     by_value: bool = False  # elements were clipped after a sound reduction
     summed: tuple[str, ...] = ()  # parameters changed after it, as a sum over stages does
+    # relative distance of a gradient that all workers share from any sum of the micro-batches'
+    from_sums: float = 0.0
 
     @property
     def ulps(self) -> float:
@@ -150,7 +152,9 @@ def verify(
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
-    return references[0].describe(ReferenceAnswer.GRADIENT, factor=1.0)
+    return references[0].describe(
+        ReferenceAnswer.GRADIENT, factor=1.0, from_sums=_distance_from_sums(step)
+    )
 
 
 class _Step:
@@ -524,6 +528,15 @@ def _fit(step: _Step) -> tuple[Floats, Floats]:
     per_number = rest / max(given_PK.size - len(factors_N), 1)
     errors_N: Floats = np.sqrt(np.maximum(np.diag(inverse_NN), 0.0) * per_number) / size_N
     return factors_N, errors_N
+
+
+def _distance_from_sums(step: _Step) -> float:
+    """Return how far the gradient is from any weighted sum; 0 where the workers' differ."""
+    if len(step.given) > 1:
+        return 0.0
+    factors_N, _ = _fit(step)
+    far = np.linalg.norm(step.given[0] - step.sum_of(factors_N))
+    return float(far / max(np.linalg.norm(step.given[0]), np.finfo(np.float64).tiny))
 
 
 def _simplicity(found: Verification) -> tuple[bool, int, float]:

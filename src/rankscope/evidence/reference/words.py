@@ -35,11 +35,17 @@ _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
 
+_OF_THE_LOOP = (
+    "the training's loop puts another gradient in place of the sum of the workers', the same for "
+    "all of them, as a noisy sum of clipped ones: what it should be is not known"
+)
+
 _UNCLEAR = (
     "no worker can compute it alone, and rounding or jumps of the loss hide how it changes where "
     "blocks of parameters are moved"
 )
 
+_FAR = 0.5  # relative, from any sum: as far as the audit of a loop's reduction goes
 _MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
@@ -51,15 +57,19 @@ def verified(
     *,
     by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
+    planned: bool = False,  # the plan has the weights
 ) -> Finding:
     """Return the finding of a reference step.
 
-    A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
-    leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
-    where it is known that the training clips; elsewhere the factor is a note.
+    A loop that reduces by itself may clip before its gradient is seen, may intend a sum, may make a
+    gradient of its own, and may leave the reduction to its optimizer. A gradient that became
+    smaller after the reduction agrees where it is known that the training clips; elsewhere the
+    factor is a note.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
+    if by_loop and found.answer is ReferenceAnswer.GRADIENT and found.from_sums > _FAR:
+        return declined(_OF_THE_LOOP, (), step)
     smaller = found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1
     if by_loop and smaller and not _guess(found.factor, num_workers, num_micro):
         found = replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor)
@@ -75,15 +85,24 @@ def verified(
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
-    severity = _severity(found, num_workers, num_micro)
+    severity = _severity(found, num_workers, num_micro, planned=planned)
     if by_loop and found.answer is ReferenceAnswer.SCALE:
         severity = min(severity, Severity.WARNING)
     ranks = _ranks(found)
     return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
 
 
-def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
-    """Return the severity: a loss may have a factor, and micro-batches weights, on purpose."""
+def _severity(found: Verification, num_workers: int, num_micro: int, *, planned: bool) -> Severity:
+    """Return the severity: a loss may have a factor, and micro-batches weights, on purpose.
+
+    Losses of all workers that have other weights, whose mean is 1, are a mixture.
+    """
+    if found.answer is ReferenceAnswer.WEIGHTING and found.in_loss and not planned:
+        weights = [min(own) for own in found.ratios]
+        alike = all(max(own) - min(own) <= _SAME * max(own) for own in found.ratios)
+        apart = all(abs(weight - 1) > _SAME for weight in weights)
+        if alike and apart and abs(sum(weights) / len(weights) - 1) <= _SAME:
+            return Severity.NOTE
     if found.answer is ReferenceAnswer.AGREES or found.clipped != 1:
         return Severity.NOTE
     meant = False

@@ -42,4 +42,7 @@ ARRAYS = (
     Array("samples_B", np.int64),  # ids or digests of the samples
 )
 
-EVIDENCE = Evidence("samples", __name__, COLUMNS, arrays=ARRAYS)
+INPUTS = "inputs"
+"""Key of the model's inputs that stay the same."""
+
+EVIDENCE = Evidence("samples", __name__, COLUMNS, arrays=ARRAYS, held=INPUTS)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 from rankscope.errors import UsageError
+from rankscope.evidence.samples.places import PlaceProbe
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
 from rankscope.stats.arrays import Ints
@@ -234,8 +235,8 @@ class SampleProbe(Probe):
 
 
 def make_probe(job: Job) -> tuple[Probe, ...]:
-    """Return the probes of samples, and of their lengths."""
-    return SampleProbe(job.guard), LengthMeter()
+    """Return the probes of samples, of their lengths, and of inputs that stay the same."""
+    return SampleProbe(job.guard), LengthMeter(), PlaceProbe(job.first_step)
 
 
 def _packed(samples: Numbers | Ints | _BeforeChanges) -> bytes:

@@ -19,7 +19,7 @@ COLUMNS = (
     *declare(
         Table.DIGESTS,
         ("digest", DType.INT, "", Source.SEQUENCE, Tail.NONE, "digest of its bits on this worker; of a role, its bits; of passes, the number of changes; of a number, the number or its bits"),
-        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still; of passes and parameters: whether it is a frozen parameter"),
+        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still; of passes and parameters: whether it is a frozen parameter; of counts: whether they began at 0"),
     ),
     *declare(
         Table.TRACES,

@@ -38,6 +38,7 @@ from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
     changed_gradients,
+    counts_of,
     moved_in_passes,
     owned_names,
     replaced_differences,
@@ -65,6 +66,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ),
         NotUpdated(),
         MovesInPasses(),
+        RoundedCounts(),
         FrozenDiffer(),
     )
 
@@ -192,6 +194,45 @@ class MovesInPasses(Detector):
         return span.evidence(FROZEN_MOVES, severity, (), fields, numbers, key=key)
 
 
+ROUNDED_COUNTS = "state.counts_rounded"
+
+
+_EXACT = {"bfloat16": 256, "float16": 2048}
+"""Up to where each type holds all whole numbers."""
+
+
+class RoundedCounts(Detector):
+    """Buffers of 16 bits that count tokens beyond the whole numbers that their type holds.
+
+    Counts that begin at 0 in each forward pass are there to be used after it: summed over the
+    workers, unless there is one.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[str, int] = {}
+        self._span = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report the counts that were read in it."""
+        beyond = {}
+        for one in step.gathered.differences:
+            if one.kind is StateKind.COUNTS:
+                emptied = bool(one.unchanged_W.all())
+                total = int(one.digests_W.sum() if emptied else one.digests_W.max())
+                if total >= _EXACT[one.name.rpartition(" ")[2]]:
+                    beyond[one.name] = total
+        if not beyond:
+            return
+        for name, total in beyond.items():
+            self._largest[name] = max(total, self._largest.get(name, 0))
+        self._span.see(step.gathered.step)
+        names = list(self._largest)
+        largest = max(self._largest.values())
+        fields = {"names": shortened(names, _NAMED), "largest": f"{largest:,}"}
+        numbers = {**named(names), "largest": largest}
+        yield self._span.evidence(ROUNDED_COUNTS, Severity.WARNING, (), fields, numbers)
+
+
 FROZEN_DIFFER = "state.frozen_differ"
 
 
@@ -305,7 +346,10 @@ class ComparedState(Combiner):
         if not any(names_W):
             return ()
         changed = changed_gradients([names.get("changed", ()) for names in names_W])
-        moved = moved_in_passes([names.get("passes", ()) for names in names_W])
+        moved = (
+            *moved_in_passes([names.get("passes", ()) for names in names_W]),
+            *counts_of([names.get("counts", ()) for names in names_W]),
+        )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):
             return (*changed, *moved)

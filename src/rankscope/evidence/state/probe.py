@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,14 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
+from rankscope.evidence.state.counts import make_counts_probe
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.digest import digest_tensor
@@ -27,7 +26,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import FSDP2, MEGATRON
 from rankscope.wrappers.fsdp2_model import ShardLookup
-from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.living import frozen_modules, label_of
 
 _log = logging.getLogger("rankscope")
 
@@ -54,6 +53,8 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
     if job.exact:
         frozen = FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
         probes += [_meter(job), PassMeter(wrapped.module), frozen]
+        counts = make_counts_probe(wrapped.module, job.first_step)
+        probes += [] if counts is None else [counts]
     if job.trace:
         probes.append(
             TraceMeter(
@@ -266,7 +267,6 @@ READ_AT = (1, 64)
 
 _BEGINNING = 1 << 16  # elements of each frozen parameter
 _MOST_PARAMETERS = 4096
-_WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule}
 
 
 class FrozenProbe(Probe):
@@ -347,36 +347,3 @@ class _FrozenReading:
             for number, digest in enumerate(sorted(found), 1)
         }
         return MessagePart(names={FROZEN: {StateKind.STARTED: held}})
-
-
-def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
-    modules: list[nn.Module] = [
-        each for each in _living_modules() if id(each) not in inside and _is_frozen(each)
-    ]
-    parts = {id(part) for each in modules for part in each.modules() if part is not each}
-    yield from (each for each in modules if id(each) not in parts)
-
-
-def _living_modules() -> list[nn.Module]:
-    modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    wrapped = [each for each in modules if not _WRAPPERS.isdisjoint(type(each).__mro__)]
-    apart = {id(part) for each in wrapped for part in each.modules()}
-    return [each for each in modules if id(each) not in apart]
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    try:
-        found = list(module.parameters())
-    except Exception:  # such as a module that was never initialised
-        return False
-    return bool(found) and all(
-        not p.requires_grad and type(p.data) is Tensor and not p.is_meta and p.numel()
-        for p in found
-    )
-
-
-def label_of(module: nn.Module) -> str:
-    """Return a module's class and its number of elements."""
-    size = sum(parameter.numel() for parameter in module.parameters())
-    return f"{type(module).__name__} ({size:,} elements)"

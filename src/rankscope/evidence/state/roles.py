@@ -15,6 +15,7 @@ from enum import IntFlag
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateDifference, StateKind
@@ -283,6 +284,25 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
     names = list(dict.fromkeys(name for names in names_W for name in names))
     digests_W = np.zeros(len(names_W), np.int64)
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
+
+
+def counts_of(
+    counts_W: Sequence[Sequence[tuple[str, int, bool]]],
+) -> tuple[StateDifference, ...]:
+    """Return the counts in buffers of 16 bits, each worker's largest one, for the record.
+
+    ``unchanged_W`` is true where they begin at 0 in each forward pass.
+    """
+    largest: dict[str, Ints] = {}
+    emptied: dict[str, NDArray[np.bool_]] = {}
+    for rank, counts in enumerate(counts_W):
+        for name, number, is_emptied in counts:
+            largest.setdefault(name, np.zeros(len(counts_W), np.int64))[rank] = number
+            emptied.setdefault(name, np.zeros(len(counts_W), bool))[rank] = is_emptied
+    return tuple(
+        StateDifference(StateKind.COUNTS, name, numbers_W, emptied[name])
+        for name, numbers_W in largest.items()
+    )
 
 
 def moved_in_passes(

@@ -1,0 +1,107 @@
+"""The detector of copies of the model: averages whose share jumps, and copies that never change."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.finding import Severity
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.evidence.copies import KEY
+
+JUMPS = "state.average_jumps"
+KEPT = "state.copy_never_changes"
+
+_TIMES = 8  # the share of an average over that before a restart
+_READINGS = 4  # in a row, in which a copy was written and has kept its bits
+
+
+class CopiesOfModel(Detector):
+    """Copies of the model that do not follow it as they should.
+
+    - An average that a restarted job takes up where it is, and whose share (one minus the decay) is
+      many times what it was: its warm-up begins anew, and the model overwrites the average.
+    - A module that is written from step to step and keeps its bits, while the model is trained.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._shares: dict[str, float] = {}  # the last one of each average
+        self._awaited: set[str] = set()  # averages that a session has taken up
+        self._writes: dict[str, tuple[int, int]] = {}  # at the last reading, with its bits
+        self._kept: dict[str, int] = {}  # readings in a row
+        self._changed: set[str] = set()
+        self._first: dict[str, int] = {}
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report copies that do not follow the model."""
+        rows = step.gathered.differences
+        held = held_values(rows, StateKind.FOLLOWS, KEY) if rows else {}
+        number = step.gathered.step
+        by_label: dict[str, dict[str, int]] = {}
+        for name, values_W in held.items():
+            label, _, what = name.rpartition("|")
+            known = values_W[values_W != MISSING_INT]
+            by_label.setdefault(label, {})[what] = int(known[0])
+        begins = bool(by_label) and self._ended
+        self._ended = self._ended and not begins
+        for label, values in by_label.items():
+            yield from self._follow_share(label, values, number, begins=begins)
+            yield from self._follow_writes(label, values, number, begins=begins)
+
+    def close(self) -> Iterable[FaultEvidence]:
+        """End the run; a session that begins after this is a restarted job's."""
+        self._ended = True
+        return ()
+
+    def _follow_share(
+        self, label: str, values: dict[str, int], step: int, *, begins: bool
+    ) -> Iterator[FaultEvidence]:
+        if begins and values.get("equal") == 0 and label in self._shares:
+            self._awaited.add(label)
+        if "share" not in values:
+            return
+        share = float(np.int64(values["share"]).view(np.float64))
+        if not (math.isfinite(share) and share > 0):
+            return
+        before = self._shares.get(label, math.nan)
+        self._shares[label] = share
+        if label in self._awaited:
+            self._awaited.discard(label)
+            if share > _TIMES * before:
+                fields = {"name": label, "share": f"{share:.3g}", "before": f"{before:.3g}"}
+                numbers = {"name": label, "share": share, "before": before}
+                yield FaultEvidence(
+                    *(JUMPS, Severity.WARNING, (), step - 1, step - 1, 1, fields, numbers),
+                    key=f"{JUMPS}:{label}",
+                )
+
+    def _follow_writes(
+        self, label: str, values: dict[str, int], step: int, *, begins: bool
+    ) -> Iterator[FaultEvidence]:
+        now = values["writes"], values["bits"]
+        before = None if begins else self._writes.get(label)
+        self._writes[label] = now
+        if before is None or now[1] != before[1]:
+            self._changed |= {label} if before is not None else set()
+            self._kept[label] = 0
+        elif now[0] > before[0]:
+            self._first.setdefault(label, step - 1)
+            self._kept[label] = self._kept.get(label, 0) + 1
+        if self._kept.get(label, 0) >= _READINGS and label not in self._changed:
+            fields = {"name": label}
+            numbers = {"name": label, "readings": self._kept[label]}
+            first = self._first[label]
+            yield FaultEvidence(
+                *(KEPT, Severity.WARNING, (), first, step, self._kept[label], fields, numbers),
+                key=f"{KEPT}:{label}",
+            )
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the detectors of a run."""
+    return (CopiesOfModel(),)

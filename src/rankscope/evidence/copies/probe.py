@@ -1,0 +1,238 @@
+"""Reads a few elements of copies of the model, from step to step.
+
+A copy is a module that the optimizer does not hold. An *average* has the names and shapes of the
+watched model, or of a part of it, and moves towards it: where ``a`` is the average and ``p`` the
+model after an update,
+
+    a' = a + s (p - a),
+
+and the share ``s``, one minus the decay, follows from two readings. Of frozen modules outside of
+the model, whatever their names, it is read whether they were written, and whether they changed.
+"""
+
+import logging
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.copies import KEY
+from rankscope.gradients.host import HostCopy
+from rankscope.stats.arrays import Floats, digest_of
+from rankscope.wrappers.labels import own
+from rankscope.wrappers.living import frozen_modules, label_of, living_modules
+from rankscope.wrappers.optimizers import all_of
+
+_log = logging.getLogger("rankscope")
+
+ELEMENTS = 4
+"""Elements of each parameter that are read."""
+
+_MOST_PARAMETERS = 64
+_MOST_COPIES = 8
+_STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy, and the part of the model that it is an average of."""
+
+    label: str
+    module: weakref.ref[nn.Module]
+    source: weakref.ref[nn.Module] | None  # None of a module with other names or shapes
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What was read of one copy at one time."""
+
+    elements: HostCopy
+    source: HostCopy | None
+    writes: int  # of its tensors, so far
+
+
+class PendingCopies:
+    """The copies as they are, and as they were before the last step; perhaps on the device."""
+
+    def __init__(self, now: dict[str, _Reading], before: dict[str, _Reading]) -> None:
+        self._now = now
+        self._before = before
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        readings = (*self._now.values(), *self._before.values())
+        copies = [copy for one in readings for copy in (one.elements, one.source)]
+        return all(copy is None or copy.ready for copy in copies)
+
+    def read(self) -> MessagePart:
+        """Wait for the device; return integers by name, a share by its bits.
+
+        The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
+        writes, ``equal`` whether it is the model's present value, ``share`` as above.
+        """
+        held: dict[str, int] = {}
+        for label, one in self._now.items():
+            elements_E = one.elements.numpy().astype(np.float64)
+            values = {"bits": digest_of(elements_E.tobytes()), "writes": one.writes}
+            if one.source is not None:
+                source_E = one.source.numpy().astype(np.float64)
+                values["equal"] = int(np.array_equal(elements_E, source_E))
+                before = self._before.get(label)
+                if before is not None:
+                    share = share_of(before.elements.numpy(), elements_E, source_E)
+                    values["share"] = int(np.float64(share).view(np.int64))
+            held |= {f"{label}|{what}": value for what, value in values.items()}
+        return MessagePart(names={KEY: {str(StateKind.FOLLOWS): held}})
+
+
+def share_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats) -> float:
+    """Return which share of its way to the model an average has gone; NaN if it moved otherwise.
+
+    Example:
+        >>> before, model = np.array([0.0, 1.0]), np.array([1.0, 3.0])
+        >>> round(share_of(before, before + 0.25 * (model - before), model), 6)
+        0.25
+        >>> share_of(before, model[::-1] + 9, model)
+        nan
+    """
+    start_E = before_E.astype(np.float64)
+    way_E, gone_E = model_E - start_E, after_E - start_E
+    square = float(way_E @ way_E)
+    size = float(np.linalg.norm(gone_E))
+    if not (0 < square < math.inf and math.isfinite(size)):
+        return math.nan
+    share = float(way_E @ gone_E) / square
+    return share if float(np.linalg.norm(gone_E - share * way_E)) <= _STRAY * size else math.nan
+
+
+class CopiesProbe(Probe):
+    """Reads the copies before steps 0, 1, 2, 4, 8 and so on, and before each one after these."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._first_step = job.first_step
+        self._step = -1
+        self._copies: list[_Copy] | None = None
+        self._last: tuple[int, dict[str, _Reading]] = (-2, {})
+        self._pending: PendingCopies | None = None
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read the copies before the step's first forward pass, where it is due."""
+        age = step - self._first_step
+        if step == self._step or not (_is_power(age) or _is_power(age - 1)):
+            return
+        self._step = step
+        try:
+            self._read(age)
+        except Exception as error:  # whatever other modules of the process are
+            self._copies = []
+            _log.debug("copies of the model are not read: %r", error)
+
+    @torch.no_grad()
+    def _read(self, age: int) -> None:
+        if self._copies is None:
+            self._copies = list(find_copies(self._job.wrapped.module, self._job.optimizer))
+        now: dict[str, _Reading] = {}
+        for copy in self._copies:
+            module = copy.module()
+            source = None if copy.source is None else copy.source()
+            if module is None or (copy.source is not None and source is None):
+                continue
+            tensors = _readable(module)
+            now[copy.label] = _Reading(
+                _elements(tensors),
+                None if source is None else _elements(_readable(source)),
+                sum(tensor._version for tensor in tensors),
+            )
+        before_age, before = self._last
+        self._last = age, now
+        if now:
+            self._pending = PendingCopies(now, before if before_age == age - 1 else {})
+
+    def collect(self, end: StepEnd) -> PendingCopies | None:
+        """Return what was read in this step."""
+        pending, self._pending = self._pending, None
+        return pending
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._pending = None
+        self._step = -1
+
+
+def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
+    """Yield the averages of the model's parts, and other frozen modules outside of the model."""
+    groups = [group for each in all_of(optimizer) for group in each.param_groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    parts: dict[Shapes, nn.Module] = {}
+    for part in model.modules():
+        held = [parameter for parameter in part.parameters() if id(parameter) in trained]
+        if held and 2 * len(held) >= len(trained):  # else a layer of any other model may look alike
+            parts.setdefault(_shapes(part), part)
+    inside = {id(part) for part in model.modules()}
+    outside = [each for each in living_modules() if id(each) not in inside]
+    averages = list(_averages([model, *_outermost(outside)], parts, trained))
+    seen = {id(part) for module, _ in averages for part in module.modules()}
+    others = [each for each in frozen_modules(inside) if seen.isdisjoint(map(id, each.modules()))]
+    found = [*averages, *((each, None) for each in others)][:_MOST_COPIES]
+    labels = [label_of(module) for module, _ in found]
+    for number, (module, source) in enumerate(found):
+        again = labels[:number].count(labels[number])
+        label = f"{labels[number]}, number {again + 1}" if again else labels[number]
+        yield _Copy(label, weakref.ref(module), None if source is None else weakref.ref(source))
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    parts = {id(part) for each in modules for part in each.modules() if part is not each}
+    return [each for each in modules if id(each) not in parts]
+
+
+def _averages(
+    waiting: list[nn.Module], parts: dict[Shapes, nn.Module], trained: set[int]
+) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+    """Yield the outermost modules that are copies of a part, each with this part."""
+    while waiting:
+        module = waiting.pop(0)
+        held = list(module.parameters())
+        source = parts.get(_shapes(module)) if held else None
+        if source is not None and not any(id(parameter) in trained for parameter in held):
+            yield module, source
+        elif held:
+            waiting += module.children()
+
+
+def _shapes(module: nn.Module) -> Shapes:
+    return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+
+
+def _readable(module: nn.Module) -> list[Tensor]:
+    """Return some of a module's parameters, as far as this rank holds them."""
+    local = [own(p.detach()) for p in module.parameters() if not p.is_meta]
+    kept = [p for p in local if p.is_floating_point() and p.is_contiguous() and p.numel()]
+    return kept[:: max(math.ceil(len(kept) / _MOST_PARAMETERS), 1)]
+
+
+def _elements(tensors: Sequence[Tensor]) -> HostCopy:
+    """Begin to read the first elements of some tensors, float32 ``[E]``."""
+    starts = [tensor.view(-1)[:ELEMENTS].float() for tensor in tensors]
+    return HostCopy(torch.cat(starts) if starts else torch.empty(0), own=True)
+
+
+def _is_power(age: int) -> bool:
+    return age >= 0 and age & (age - 1) == 0
+
+
+def make_probe(job: Job) -> CopiesProbe | None:
+    """Return the probe of copies; None where nothing is compared."""
+    return CopiesProbe(job) if job.exact and job.optimizer is not None else None

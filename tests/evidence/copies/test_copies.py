@@ -1,0 +1,171 @@
+"""Averages of the weights, and copies for an engine, beside trainings on real ranks."""
+
+import copy
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import rankscope
+from rankscope import Run, Severity
+from rankscope.bus.evidence import Table
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 20
+
+
+class Average(nn.Module):
+    """An average whose decay grows with the number of updates, inside of the watched module."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.updates = 0
+
+    @torch.no_grad()
+    def update(self, model):
+        self.updates += 1
+        decay = 0.99 * (1 - math.exp(-self.updates / 3))
+        for mean, new in zip(self.model.parameters(), model.parameters(), strict=True):
+            mean.lerp_(new, 1 - decay)
+
+
+class Task(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.average = Average(self.model)
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+class Case:
+    """A healthy job, stopped and taken up again."""
+
+    def __init__(self, rank):
+        torch.manual_seed(0)
+        self.task = Task()
+        self.wrapped = DistributedDataParallel(self.task)
+        self.optimizer = torch.optim.SGD(self.task.model.parameters(), lr=0.05)
+        self.prepare()
+        torch.manual_seed(1 + rank)
+
+    def prepare(self):
+        pass
+
+    def after_update(self):
+        self.task.average.update(self.task.model)
+
+    def train(self, run_dir, steps=STEPS):
+        options = {"canary": False, "announce": False, "agent": "thread"}
+        with rankscope.watch(self.wrapped, self.optimizer, run_dir=run_dir, **options):
+            for _ in range(steps):
+                self.wrapped(torch.randn(4, 6)).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.after_update()
+
+    def load(self, other):
+        self.task.load_state_dict(other.task.state_dict())
+        self.task.average.updates = other.task.average.updates
+
+
+class UpdatesForgotten(Case):
+    def load(self, other):
+        self.task.load_state_dict(other.task.state_dict())
+
+
+class Engine(Case):
+    """A frozen copy of other names gets the weights after each update."""
+
+    def prepare(self):
+        self.engine = nn.ModuleList(copy.deepcopy(self.task.model)).requires_grad_(False)
+
+    @torch.no_grad()
+    def after_update(self):
+        for own, new in zip(self.engine.parameters(), self.given(), strict=True):
+            own.copy_(new)
+
+    def given(self):
+        return list(self.task.model.parameters())
+
+
+class EngineOfBase(Engine):
+    def prepare(self):
+        super().prepare()
+        self.base = copy.deepcopy(self.engine)
+
+    def given(self):
+        return list(self.base.parameters())
+
+
+class Averaged(Case):
+    """torch's own average, whose parameters are not frozen."""
+
+    def prepare(self):
+        self.own = AveragedModel(self.task.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def after_update(self):
+        self.own.update_parameters(self.task.model)
+
+
+def train_all(rank, folder):
+    for case in (Case, UpdatesForgotten):
+        first = case(rank)
+        first.train(f"{folder}/{case.__name__}")
+        second = case(rank)
+        second.load(first)
+        second.train(f"{folder}/{case.__name__}")
+    for case in (Engine, EngineOfBase, Averaged):
+        case(rank).train(f"{folder}/{case.__name__}", steps=2 * STEPS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(train_all, 2, str(folder), timeout=240)
+    return Path(folder)
+
+
+def found_in(folder, case, restarted=False):
+    run = Run.open(folder / f"{case.__name__}{'-2' if restarted else ''}")
+    causes = ("state.average_jumps", "state.copy_never_changes")
+    return [finding for finding in run.findings() if finding.cause in causes]
+
+
+@pytest.mark.parametrize(("case", "restarted"), [(Case, True), (Engine, False), (Averaged, False)])
+def test_copies_that_follow_the_model_are_healthy(folder, case, restarted):
+    assert found_in(folder, case, restarted) == []
+
+
+def test_an_average_whose_warm_up_begins_anew_is_named(folder):
+    [found] = found_in(folder, UpdatesForgotten, restarted=True)
+    assert (found.cause, found.severity) == ("state.average_jumps", Severity.WARNING)
+    assert found.first_step == STEPS
+    share = 1 - 0.99 * (1 - math.exp(-1 / 3))
+    assert f"goes {share:.3g} of its way to the model" in found.explanation
+
+
+def test_a_copy_that_is_written_and_never_changes_is_named(folder):
+    [found] = found_in(folder, EngineOfBase)
+    assert (found.cause, found.severity) == ("state.copy_never_changes", Severity.WARNING)
+    assert "ModuleList (84 elements) is written" in found.explanation
+
+
+def test_the_share_of_torch_s_average_is_recorded(folder):
+    run = Run.open(folder / "Averaged")
+    rows = run.columns(Table.DIGESTS, "name", "digest", "rank")
+    shares = {}
+    for name, digest, rank in zip(rows["name"], rows["digest"], rows["rank"], strict=True):
+        if str(name).endswith("|share") and rank == 0:
+            shares.setdefault(str(name), []).append(np.int64(digest).view(np.float64))
+    [own] = [found for found in shares.values() if max(found) > 0]
+    np.testing.assert_allclose(own[1:], 0.1, rtol=1e-4)
