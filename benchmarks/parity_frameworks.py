@@ -2,12 +2,16 @@
 
     python benchmarks/parity_frameworks.py
 
-What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``.
+What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``;
+torchtitan (``pip install --no-deps torchtitan==0.2.2 tyro torchdata``) is its own, started by
+``field_scripts/titan.py``.
 """
 
 import argparse
 import fnmatch
+import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SCRIPTS = Path(__file__).parent / "parity_scripts"
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "parity_scripts"
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,30 @@ class Pair:
     stage: str = ""
     resume: str = ""
 
+
+def _titan(ranks: int, *, batch: int = 2, **parallelism: int | str) -> str:
+    """Return the words of torchtitan's debug model under a kind of parallelism."""
+    settings = {
+        "model.hf_assets_path": "{}/model",
+        "training.dataset_path": "{}/text",
+        "training.seq_len": 32,
+        "training.local_batch_size": batch,
+        "training.steps": 12,
+        "training.mixed_precision_param": "float32",
+        "lr_scheduler.warmup_steps": 2,
+        "debug.seed": 1,
+        **{f"parallelism.{name}": value for name, value in parallelism.items()},
+    }
+    return " ".join(
+        [f"{ranks} titan.py", *(f"--{name} {value}" for name, value in settings.items())]
+    )
+
+
+_SHARDED = {"data_parallel_shard_degree": 2}
+_INTERLEAVED = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "Interleaved1F1B",
+}
 
 PAIRS = (
     Pair("Trainer, DDP", "0 trainer.py", "2 trainer.py --batch 4"),
@@ -108,31 +137,96 @@ PAIRS = (
         "2 accelerate_loop.py --batch 4 --schedule",
         "update",
     ),
+    Pair("nanoGPT's loop, DDP", "0 nanogpt_loop.py", "2 nanogpt_loop.py"),
+    Pair(
+        "nanoGPT's loop, accumulation",
+        "0 nanogpt_loop.py --batch 16 --accumulate 1",
+        "2 nanogpt_loop.py --batch 2 --accumulate 8",
+    ),
+    Pair("nanoGPT's loop, bfloat16", "0 nanogpt_loop.py --bf16", "2 nanogpt_loop.py --bf16"),
+    Pair("Megatron-core, DDP", "1 megatron_loop.py", "2 megatron_loop.py --batch 4"),
+    Pair(
+        "Megatron-core, DDP, overlapped, accumulation",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 2 --accumulate 2 --overlap",
+    ),
+    Pair(
+        "Megatron-core, distributed optimizer",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 4 --distributed",
+    ),
+    Pair(
+        "Megatron-core, bfloat16",
+        "1 megatron_loop.py --bf16",
+        "2 megatron_loop.py --bf16 --batch 4",
+    ),
+    Pair(
+        "Megatron-core, bfloat16, distributed optimizer",
+        "1 megatron_loop.py --bf16",
+        "2 megatron_loop.py --bf16 --batch 4 --distributed",
+    ),
+    Pair(
+        "Megatron-core, a bucket that is reduced twice",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 4 --distributed --fault bucket_twice",
+        "gradient",
+    ),
+    Pair(
+        "Megatron-core, not divided",
+        "1 megatron_loop.py --clip 0",
+        "2 megatron_loop.py --batch 2 --accumulate 2 --clip 0 --fault not_divided",
+        "gradient",
+    ),
+    Pair(
+        "torchtitan, FSDP2 and HSDP",
+        _titan(4, data_parallel_shard_degree=4, data_parallel_replicate_degree=1),
+        _titan(4, data_parallel_shard_degree=2, data_parallel_replicate_degree=2),
+    ),
+    Pair(
+        "torchtitan, FSDP2 × TP",
+        _titan(2, **_SHARDED),
+        _titan(4, **_SHARDED, tensor_parallel_degree=2),
+    ),
+    Pair("torchtitan, pipeline", _titan(1), _titan(2, pipeline_parallel_degree=2)),
+    Pair("torchtitan, interleaved stages", _titan(1, batch=4), _titan(2, batch=4, **_INTERLEAVED)),
+    Pair(
+        "torchtitan, replicated",  # pytorch/torchtitan#2323
+        _titan(2, **_SHARDED),
+        _titan(2, data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
+        "gradient",
+    ),
 )
 
 
-def command(words: str, folder: Path) -> str:
+def command(words: str, folder: Path, assets: Path) -> str:
     """Return the command of one side, which writes into a folder of its own."""
-    ranks, script, *more = words.split()
+    ranks, script, *more = words.replace("{}", str(assets)).split()
     start = sys.executable if ranks == "0" else f"torchrun --nproc-per-node {ranks}"
     saves = script in ("trainer.py", "sft.py")
-    return " ".join([start, str(SCRIPTS / script), *more, *(["--folder", str(folder)] * saves)])
+    place = HERE / "field_scripts" if script == "titan.py" else SCRIPTS
+    return " ".join([start, str(place / script), *more, *(["--folder", str(folder)] * saves)])
 
 
 def answer_of(pair: Pair) -> dict[str, object]:
     """Run both sides and return the answer."""
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         folder = Path(name)
-        words = ["-a", command(pair.a, folder / "a"), "-b", command(pair.b, folder / "b")]
+        if "{}" in pair.a:
+            importlib.import_module("field").make_assets(folder)
+        words = ["-a", command(pair.a, folder / "a", folder)]
+        words += ["-b", command(pair.b, folder / "b", folder)]
         if pair.resume:
-            words += ["-b2", command(pair.resume, folder / "b"), "--resume-at", "3"]
+            words += ["-b2", command(pair.resume, folder / "b", folder), "--resume-at", "3"]
         steps = "6" if pair.resume else "4"
         done = subprocess.run(
             [sys.executable, "-m", "rankscope", "parity", *words, "--steps", steps, "--json"],
+            cwd=folder,
+            env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+                 **os.environ},
             capture_output=True,
             text=True,
             check=False,
-        )
+        )  # fmt: skip
     try:
         found: dict[str, object] = json.loads(done.stdout)
     except ValueError:

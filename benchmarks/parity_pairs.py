@@ -104,6 +104,7 @@ def _healthy(seed: int) -> list[Pair]:
         pair("pipeline 1 and 2", (1, ""), (2, "--layout pp")),
         pair("pipeline of 4 micro-batches", (1, ""), (2, "--layout pp --micro-batches 4")),
         pair("pipeline × FSDP2", (1, ""), (4, "--layout pp_fsdp2")),
+        pair("pipeline of interleaved stages", (1, ""), (2, "--layout pp_interleaved")),
         pair("fused and split projections", (1, "--fused"), (2, "--layout ddp"), rules=SPLIT),
         pair("fused and split, FSDP2", (1, "--fused"), (2, "--layout fsdp2"), rules=SPLIT),
         pair("tied weights, pipeline", (1, "--tied"), (2, "--layout pp --tied"), rules=TIED),
@@ -130,7 +131,12 @@ def _faulty() -> list[Pair]:
     ) -> Pair:
         sides = layout(1, *a.split()), layout(ranks, *b.split(), "--fault", fault)
         words = f"{a} {b}".split()
-        marks = {"--autocast": "autocast", "--bf16": "bf16", "pp": "pipeline"}
+        marks = {
+            "--autocast": "autocast",
+            "--bf16": "bf16",
+            "pp": "pipeline",
+            "pp_interleaved": "interleaved",
+        }
         kind = next((f", {mark}" for word, mark in marks.items() if word in words), "")
         return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report, **options)
 
@@ -171,6 +177,7 @@ def _faulty() -> list[Pair]:
         pair("experts_not_divided", "gradient", "experts.experts", "--layout ep --experts",
              "--experts", report="pytorch#160285"),
         pair("layer_update", "update", _LAYER, "--layout pp"),
+        pair("layer_gradient", "gradient", _LAYER, "--layout pp_interleaved"),
         pair("half_mesh", "gradient", ALL, "--layout hsdp", "", 4, "Automodel#3135"),
         pair("sum_over_tokens", "gradient", b="--layout pp", report="torchtitan#2972"),
         pair("tied_apart", "gradient", "embed.weight", "--layout pp --tied", "--tied",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Bounds, Recording, identical, read_side
+from rankscope.tools.parity.compare import decide
+from rankscope.tools.parity.reading import Recording, read_side
 from rankscope.tools.parity.result import Answer
 from support.forked_ranks import _become, _run
 
@@ -136,14 +136,14 @@ def answer_of(
     **parity: Any,
 ) -> Answer:
     """Compare the two sides of a pair as the command does."""
-    side_a = recordings.side(a, "A", steps, rules=rules_a, **parity)
-    side_b = recordings.side(b, "B", steps, rules=rules_b, **parity)
-    answer = compare(Bounds(side_a, side_b))
-    if answer.is_exact or identical(side_a, side_b):
-        return answer
-    of_b = side_b.roundoff > side_a.roundoff
-    original, again = (side_b, b) if of_b else (side_a, a)
-    rules = rules_b if of_b else rules_a
-    eps = 2 * original.roundoff
-    moved = recordings.side(again, "moved", steps, eps=eps, rules=rules, **parity)
-    return compare(Bounds(side_a, side_b, original, moved))
+    sides = {"A": (a, rules_a), "B": (b, rules_b)}
+
+    def again(side: Recording, eps: float) -> Recording:
+        one, rules = sides[side.name]
+        return recordings.side(one, "moved", steps, eps=eps, rules=rules, **parity)
+
+    side_a, side_b = (
+        recordings.side(one, name, steps, rules=rules, **parity)
+        for name, (one, rules) in sides.items()
+    )
+    return decide(side_a, side_b, again)

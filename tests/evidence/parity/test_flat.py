@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankscope.evidence.parity.figures import FigureMeter, pieces_in
+from rankscope.evidence.parity.figures import FigureMeter
+from rankscope.evidence.parity.held import HeldElements
 
 CPU = torch.device("cpu")
 
@@ -44,9 +45,10 @@ def test_pieces_of_two_ranks_add_up_to_the_whole():
     for first, last in ((0, 16), (16, 27)):
         model, flat = rank_of(sizes, first, last)
         names = {id(parameter): name for name, parameter in model.items()}
-        held = list(pieces_in(flat, model, names))
+        elements = HeldElements(model, names, {})
+        held = elements.in_tensor(flat)
         figures = meter.measure((name, part(whole[first:last])) for name, part in held)
-        assert list(pieces_in(torch.zeros(16), model, names)) == []
+        assert elements.in_tensor(torch.zeros(16)) == ()
         for name, *found in zip(
             figures.names, figures.squares_PQ, figures.sketches_PQK, strict=True
         ):

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,7 @@ from rankscope.tools.parity.reading import (
     Whole,
     distance,
     factor,
+    identical,
     spread_distance,
 )
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
@@ -37,12 +38,58 @@ _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
+_SAME_START = 1e-5
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {
     START: Phase.START,
     GRADIENT: Phase.GRADIENT,
     UPDATE: Phase.UPDATE,
 }
+
+
+def decide(
+    a: Recording,
+    b: Recording,
+    again: Callable[[Recording, float], Recording],
+    *,
+    repeats_a: bool = True,
+) -> Answer:
+    """Return the answer for two recorded trainings, by a perturbation run unless they are equal.
+
+    ``again`` records a side once more, with a quarter of its parameters' elements moved by a
+    relative size; that is B where A cannot run again, or computes in a finer type.
+    """
+    answer = compare(Bounds(a, b))
+    if answer.kind is Kind.NOT_COMPARABLE or identical(a, b):
+        return answer
+    original = b if not repeats_a or b.roundoff > a.roundoff else a
+    moved = again(original, 2 * original.roundoff)
+    why = _why_not_repeatable(original, moved)
+    if why:
+        return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
+    return compare(Bounds(a, b, original, moved))
+
+
+def _why_not_repeatable(side: Recording, again: Recording) -> str:
+    """Return why a training cannot be compared with any other; empty if it does the same again."""
+    steps = sorted(set(side.steps) & set(again.steps))
+    pairs = [(side.steps[number], again.steps[number]) for number in steps]
+    if any(not _same_samples(*pair) for pair in pairs):
+        return f"{side.name} draws other samples each time it runs: give its data loader a seed"
+    from_the_start = steps[:1] == [min(again.steps)]  # not of a resumption
+    if from_the_start and not all(
+        distance(own, other) <= _SAME_START * max(own.norm, other.norm)
+        for _, own, other in _both(*pairs[0], START)
+    ):
+        return (
+            f"{side.name} begins with other parameters each time it runs: give it a seed, or use "
+            "--same-start"
+        )
+    return ""
+
+
+def _same_samples(a: SideStep, b: SideStep) -> bool:
+    return Counter(a.samples.tolist()) == Counter(b.samples.tolist())
 
 
 def compare(bounds: Bounds) -> Answer:
@@ -90,8 +137,6 @@ class _Comparison:
         if why:
             return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
         steps = sorted(set(self._a.steps) & set(self._b.steps))
-        if any(step.facts.get("others") for side in self._sides for step in side.steps.values()):
-            self._note("Another model is trained beside this one, and was not compared.")
         for number in steps:
             pair = self._a.steps[number], self._b.steps[number]
             found = self._step(number, *pair, first=number == steps[0])
@@ -102,8 +147,19 @@ class _Comparison:
             if missing:
                 what = f"no {' and no '.join(missing)} of {side.name} was recorded in step {number}"
                 return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", number)
-        drawn = [side.name for side in self._sides if side.drawn]
-        if drawn:
+        others = {
+            str(name)
+            for side in self._sides
+            for step in side.steps.values()
+            for name in step.facts.get("others", ())
+        }
+        if others:
+            what = (
+                "another model is trained beside the one that was compared, which is the same; "
+                f"its optimizer is {' and '.join(sorted(others))}"
+            )
+            return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", steps[-1])
+        if any(side.drawn for side in self._sides):
             self._notes.append(self._drew())
         plural = "s" if len(steps) != 1 else ""
         headline = f"The same within rounding, over {len(steps)} step{plural}."

@@ -94,13 +94,6 @@ class Answer:
         return "" if self.stage is None else ADVICE[self.stage]
 
     @property
-    def is_exact(self) -> bool:
-        """Whether it holds whatever rounding may explain: what differs comes before any update."""
-        if self.kind is Kind.NOT_COMPARABLE or self.stage in (Phase.SAMPLES, Phase.LABELS):
-            return True
-        return self.stage is Phase.START and self.num_steps == 1
-
-    @property
     def limits(self) -> str:
         """How small a fault would have to be in order to be missed, in a sentence; or empty."""
         parts = [
