@@ -1,6 +1,9 @@
-"""Other frameworks' trainings at two layouts, by ``rankscope parity`` as a user calls it.
+"""Other frameworks' trainings at two layouts, compared as ``rankscope parity`` does.
 
-    python benchmarks/parity_frameworks.py
+    PYTHONPATH=tests python benchmarks/parity_frameworks.py
+
+With ``--command`` each pair runs by the command, as a user calls it; without, ranks are forked from
+a process that has imported the frameworks, which takes a quarter of the time.
 
 What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``;
 torchtitan (``pip install --no-deps torchtitan==0.2.2 tyro torchdata``) is its own, started by
@@ -18,9 +21,22 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from parity_pairs import recordings, run_here
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "parity_scripts"
+STEPS = 4
+PRELOADED = (
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "accelerate",
+    "deepspeed",
+    "lightning.pytorch",
+    "trl",
+)
 
 
 @dataclass(frozen=True)
@@ -198,62 +214,86 @@ PAIRS = (
 )
 
 
-def command(words: str, folder: Path, assets: Path) -> str:
-    """Return the command of one side, which writes into a folder of its own."""
+def layout_of(words: str, folder: Path, assets: Path) -> Any:
+    """Return the layout of one side, which writes into a folder of its own."""
     ranks, script, *more = words.replace("{}", str(assets)).split()
-    start = sys.executable if ranks == "0" else f"torchrun --nproc-per-node {ranks}"
-    saves = script in ("trainer.py", "sft.py")
     place = HERE / "field_scripts" if script == "titan.py" else SCRIPTS
-    return " ".join([start, str(place / script), *more, *(["--folder", str(folder)] * saves)])
+    if script in ("trainer.py", "sft.py"):
+        more += ["--folder", str(folder)]
+    return recordings.layout(int(ranks), *more, script=str(place / script))
 
 
-def answer_of(pair: Pair) -> dict[str, object]:
-    """Run both sides and return the answer."""
-    with tempfile.TemporaryDirectory(prefix="parity-") as name:
-        folder = Path(name)
-        if "{}" in pair.a:
-            importlib.import_module("field").make_assets(folder)
-        words = ["-a", command(pair.a, folder / "a", folder)]
-        words += ["-b", command(pair.b, folder / "b", folder)]
-        if pair.resume:
-            words += ["-b2", command(pair.resume, folder / "b", folder), "--resume-at", "3"]
-        steps = "6" if pair.resume else "4"
-        done = subprocess.run(
-            [sys.executable, "-m", "rankscope", "parity", *words, "--steps", steps, "--json"],
-            cwd=folder,
-            env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                 **os.environ},
-            capture_output=True,
-            text=True,
-            check=False,
-        )  # fmt: skip
+def command_of(side: Any) -> str:
+    """Return the command that runs a layout."""
+    start = f"torchrun --nproc-per-node {side.ranks}" if side.ranks else sys.executable
+    return " ".join([start, side.script, *side.words])
+
+
+def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
+    """Return the answer of the command."""
+    sides = [layout_of(words, folder / name, assets)
+             for words, name in ((pair.a, "a"), (pair.b, "b"))]  # fmt: skip
+    words = ["-a", command_of(sides[0]), "-b", command_of(sides[1])]
+    steps = STEPS
+    if pair.resume:
+        resumed = layout_of(pair.resume, folder / "b", assets)
+        words += ["-b2", command_of(resumed), "--resume-at", "3"]
+        steps = 6
+    command = [sys.executable, "-m", "rankscope", "parity", *words, "--steps", str(steps), "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     try:
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return {"answer": "failed", "stage": None, "headline": done.stderr[-300:]}
     return found
 
 
+def forked(pair: Pair, kept: Any, folder: Path, assets: Path) -> dict[str, Any]:
+    """Return the answer for ranks that are forked from this process."""
+    sides = [layout_of(words, folder, assets) for words in (pair.a, pair.b)]
+    try:
+        answer: dict[str, Any] = recordings.answer_of(kept, *sides, STEPS).to_json()
+    except (AssertionError, ValueError) as error:
+        return {"answer": "failed", "stage": None, "headline": str(error)[-300:]}
+    return answer
+
+
 def main() -> None:
     """Run the pairs and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="a pattern of names")
+    parser.add_argument("--only", default="*", help="patterns of names, separated by |")
+    parser.add_argument("--command", action="store_true", help="run all pairs by the command")
     chosen = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for name in () if chosen.command else PRELOADED:
+        importlib.import_module(name)
+    patterns = chosen.only.split("|")
     wrong = 0
     print("| pair | expected | answer | right | seconds |\n|---|---|---|---|---|")
-    for pair in (each for each in PAIRS if fnmatch.fnmatch(each.name, chosen.only)):
-        begun = time.perf_counter()
-        found = answer_of(pair)
-        same = str(found["answer"]).startswith("the same")
-        right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
-        wrong += not right
-        expected = pair.stage or "the same"
-        seconds = time.perf_counter() - begun
-        verdict = "yes" if right else "no"
-        print(
-            f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="parity-") as place:
+        folder, assets = Path(place), Path(place, "assets")
+        kept = recordings.Recordings(folder / "records", run_here)
+        for pair in PAIRS:
+            if not any(fnmatch.fnmatch(pair.name, pattern) for pattern in patterns):
+                continue
+            if "{}" in pair.a and not assets.exists():
+                assets.mkdir()
+                importlib.import_module("field").make_assets(assets)
+            begun = time.perf_counter()
+            if chosen.command or pair.resume:
+                found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
+            else:
+                found = forked(pair, kept, folder / "output", assets)
+            same = str(found["answer"]).startswith("the same")
+            right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
+            wrong += not right
+            expected = pair.stage or "the same"
+            verdict = "yes" if right else "no"
+            seconds = time.perf_counter() - begun
+            print(
+                f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
+                flush=True,
+            )
     sys.exit(1 if wrong else 0)
 
 

@@ -25,7 +25,7 @@ class Layout:
     """One side of a pair.
 
     Attributes:
-        ranks: Number of ranks.
+        ranks: Number of ranks; 0 for a process that no launcher has started.
         words: Arguments of the training.
         script: The training.
     """
@@ -60,14 +60,13 @@ def record(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {
+    launched = {
         "WORLD_SIZE": str(one.ranks),
         "LOCAL_WORLD_SIZE": str(one.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **one.variables,
     }
+    variables = {**(launched if one.ranks else {}), "OMP_NUM_THREADS": "1", **one.variables}
     job = ScriptJob(str(folder), "training", parity={"steps": steps, **parity})
     command = [sys.executable, one.script, *one.words]
     given = (one.ranks, command, job.to_environment({**os.environ, **variables}))
@@ -78,8 +77,9 @@ def record(
 def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
     gc.freeze()
     forking = mp.get_context("fork")
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
     processes = [
-        forking.Process(target=_main, args=(r, command, environment)) for r in range(ranks)
+        forking.Process(target=_main, args=(command, {**environment, **place})) for place in places
     ]
     for process in processes:
         process.start()
@@ -88,11 +88,11 @@ def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) ->
     sys.exit(max(abs(process.exitcode or 0) for process in processes))
 
 
-def _main(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _become(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    _become(command, environment)
 
 
 class Recordings:
