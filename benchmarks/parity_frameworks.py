@@ -15,6 +15,7 @@ import fnmatch
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -258,6 +259,36 @@ def forked(pair: Pair, kept: Any, folder: Path, assets: Path) -> dict[str, Any]:
     return answer
 
 
+def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
+    """Run the pairs of some names; return how many answers are wrong."""
+    wrong = 0
+    assets, records = folder / "assets", folder / "records"
+    records.mkdir()
+    kept = recordings.Recordings(records, run_here)
+    for pair in PAIRS:
+        if not any(fnmatch.fnmatch(pair.name, pattern) for pattern in patterns):
+            continue
+        if "{}" in pair.a and not assets.exists():
+            assets.mkdir()
+            importlib.import_module("field").make_assets(assets)
+        begun = time.perf_counter()
+        if command or pair.resume:
+            found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
+        else:
+            found = forked(pair, kept, folder / "output", assets)
+        same = str(found["answer"]).startswith("the same")
+        right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
+        wrong += not right
+        expected = pair.stage or "the same"
+        verdict = "yes" if right else "no"
+        seconds = time.perf_counter() - begun
+        print(
+            f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
+            flush=True,
+        )
+    return wrong
+
+
 def main() -> None:
     """Run the pairs and print a table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -267,33 +298,12 @@ def main() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     for name in () if chosen.command else PRELOADED:
         importlib.import_module(name)
-    patterns = chosen.only.split("|")
-    wrong = 0
     print("| pair | expected | answer | right | seconds |\n|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(prefix="parity-") as place:
-        folder, assets = Path(place), Path(place, "assets")
-        kept = recordings.Recordings(folder / "records", run_here)
-        for pair in PAIRS:
-            if not any(fnmatch.fnmatch(pair.name, pattern) for pattern in patterns):
-                continue
-            if "{}" in pair.a and not assets.exists():
-                assets.mkdir()
-                importlib.import_module("field").make_assets(assets)
-            begun = time.perf_counter()
-            if chosen.command or pair.resume:
-                found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
-            else:
-                found = forked(pair, kept, folder / "output", assets)
-            same = str(found["answer"]).startswith("the same")
-            right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
-            wrong += not right
-            expected = pair.stage or "the same"
-            verdict = "yes" if right else "no"
-            seconds = time.perf_counter() - begun
-            print(
-                f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
-                flush=True,
-            )
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))  # each fork would remove a directory object
+    try:
+        wrong = run_pairs(chosen.only.split("|"), folder, command=chosen.command)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(1 if wrong else 0)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
-from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind, Phase
 
@@ -171,3 +171,44 @@ def test_other_parameters_cannot_be_compared():
     assert "1 trained parameters are in one of them alone (norm); see --map" in answer.headline
     shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
     assert "up is 32 × 8 in A and 16 × 8 in B" in against(shaped).headline
+
+
+@pytest.mark.parametrize(
+    ("again", "why"),
+    [
+        (training(seed=9), ""),
+        (training(of(START, "up", 0, lambda v: v + 1), seed=9), "begins with other parameters"),
+    ],
+    ids=["same", "start"],
+)
+def test_a_training_must_begin_alike_when_it_runs_again(again, why):
+    a = training()
+    b = replace(training(seed=3), name="B")
+    answer = decide(a, b, lambda side, eps: again)
+    assert answer.kind is (Kind.NOT_COMPARABLE if why else Kind.SAME)
+    assert why in answer.headline
+
+
+@pytest.mark.parametrize("repeats_a", [True, False])
+def test_a_training_that_draws_other_samples_each_time_is_not_comparable(repeats_a):
+    def drawn(shift):
+        side = training()
+        for step in side.steps.values():
+            step.samples = step.samples + shift
+        return side
+
+    sides = drawn(0), replace(drawn(100), name="B")
+    answer = decide(*sides, lambda side, eps: drawn(200), repeats_a=repeats_a)
+    assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
+    name = "A" if repeats_a else "B"
+    assert answer.headline.startswith(f"Not comparable: {name} draws other samples each time")
+    steady = decide(*sides, lambda side, eps: drawn(0 if side.name == "A" else 100))
+    assert (steady.kind, steady.stage) == (Kind.DIFFERENT, Phase.SAMPLES)
+
+
+def test_a_second_model_that_was_not_compared_is_no_same_training():
+    answer = against(training(seed=3, others=["Adam"]))
+    assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
+    assert "another model is trained" in answer.headline
+    wrong = against(training(of(GRADIENT, "up", 0, lambda v: 2 * v), others=["Adam"]))
+    assert (wrong.kind, wrong.stage) == (Kind.DIFFERENT, Phase.GRADIENT)

@@ -6,9 +6,11 @@ import pytest
 
 from rankscope.tools.parity.reading import distance, read_side
 from rankscope.tools.parity.result import Kind, Phase
+from support.megatron_training import MISSING
 from support.parity import TRAINING, Recordings, answer_of, layout, record
 
 DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
+MEGATRON = str(Path(DEEPSPEED).with_name("megatron_loop.py"))
 BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
@@ -28,9 +30,18 @@ def recordings(tmp_path_factory):
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
         (2, ("--layout", "pp")),
+        (2, ("--layout", "pp_interleaved")),
         (2, ("--layout", "ep", "--experts")),
     ],
-    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism", "pipeline", "experts"],
+    ids=[
+        "ddp",
+        "fsdp2",
+        "accumulation",
+        "tensor parallelism",
+        "pipeline",
+        "interleaved stages",
+        "experts",
+    ],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
     alone = [word for word in words if word == "--experts"]
@@ -196,6 +207,18 @@ def test_zero_3_trains_as_zero_0_does(recordings):
     figures = recordings.side(sides[1], "B", 2).steps[0].figures
     kinds = ("start", "gradient", "update", "moment exp_avg")
     assert [len(figures[kind]) for kind in kinds] == [6] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING, reason="megatron-core is not installed")
+def test_megatron_cores_distributed_optimizer_trains_as_its_plain_one_does(recordings):
+    alone = layout(1, script=MEGATRON)
+    words = ("--batch", "4", "--distributed")
+    assert answer_of(recordings, alone, layout(2, *words, script=MEGATRON), 2).kind is Kind.SAME
+    wrong = layout(2, *words, "--fault", "bucket_twice", script=MEGATRON)
+    answer = answer_of(recordings, alone, wrong, 2)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.GRADIENT, 0)
 
 
 @pytest.mark.ranks
