@@ -344,7 +344,9 @@ def _write_page(answer: Answer, html: Path, sides: Mapping[str, str]) -> str:
 def render_answer(answer: Answer, console: Console) -> None:
     """Print the answer, in at most twelve lines on a terminal of usual width."""
     sign, colour = _LOOK[str(answer.kind)]
-    where = f"  {answer.stage}, step {answer.step}" if answer.stage is not None else ""
+    where = "" if answer.difference is None else f"  {answer.difference}"
+    if answer.stage is not None:
+        where += f": {answer.stage}, step {answer.step}"
     show(
         console,
         Text.assemble(

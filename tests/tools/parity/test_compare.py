@@ -9,7 +9,8 @@ import pytest
 from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
-from rankscope.tools.parity.result import Kind, Phase
+from rankscope.tools.parity.result import Kind
+from rankscope.tools.stages import Stage
 
 SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}
 
@@ -92,7 +93,7 @@ def test_rounding_is_the_same():
 )
 def test_a_factor_is_named(act, look):
     answer = against(training(of(GRADIENT, "up", 0, act)))
-    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.GRADIENT, 0)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
     assert answer.exit_code == 1
@@ -120,7 +121,7 @@ def test_an_update_that_the_type_rounds_away_is_noted():
         "Rounding to the type of B's parameters loses the whole update of norm.",
     )
     found = compare(Bounds(fine, replace(coarse, types=fine.types)))
-    assert (found.stage, found.differences[0].look) == (Phase.UPDATE, "zero in B")
+    assert (found.stage, found.differences[0].look) == (Stage.UPDATE, "zero in B")
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -129,7 +130,7 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     a, moved = (training(seed=seed, trained=frozen) for seed in (0, 9))
     b = training(of(START, "norm", first, lambda v: 1.5 * v), trained=frozen)
     answer = compare(Bounds(a, replace(b, name="B"), a, moved))
-    assert (answer.stage, answer.step) == (Phase.START, first)
+    assert (answer.stage, answer.step) == (Stage.START, first)
     assert [each.name for each in answer.differences] == ["norm"]
     trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
     assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
@@ -147,10 +148,10 @@ def test_a_value_that_is_not_finite_differs():
 def test_the_first_of_several_differences_in_the_order_of_causes_counts():
     side = training(of(GRADIENT, "up", 0, lambda v: 2 * v))
     side.steps[0].labels = (7, 1)
-    assert against(side).stage is Phase.LABELS
+    assert against(side).stage is Stage.LABELS
     side.steps[0].samples = np.arange(8) + 1
     answer = against(side)
-    assert answer.stage is Phase.SAMPLES
+    assert answer.stage is Stage.SAMPLES
     assert "1 of A's 8 samples are not in B" in answer.headline
     assert any("not compared" in note for note in answer.notes)
 
@@ -203,7 +204,7 @@ def test_a_training_that_draws_other_samples_each_time_is_not_comparable(repeats
     name = "A" if repeats_a else "B"
     assert answer.headline.startswith(f"Not comparable: {name} draws other samples each time")
     steady = decide(*sides, lambda side, eps: drawn(0 if side.name == "A" else 100))
-    assert (steady.kind, steady.stage) == (Kind.DIFFERENT, Phase.SAMPLES)
+    assert (steady.kind, steady.stage) == (Kind.DIFFERENT, Stage.SAMPLES)
 
 
 def test_a_second_model_that_was_not_compared_is_no_same_training():
@@ -211,4 +212,4 @@ def test_a_second_model_that_was_not_compared_is_no_same_training():
     assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
     assert "another model is trained" in answer.headline
     wrong = against(training(of(GRADIENT, "up", 0, lambda v: 2 * v), others=["Adam"]))
-    assert (wrong.kind, wrong.stage) == (Kind.DIFFERENT, Phase.GRADIENT)
+    assert (wrong.kind, wrong.stage) == (Kind.DIFFERENT, Stage.GRADIENT)

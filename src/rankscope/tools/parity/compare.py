@@ -32,7 +32,8 @@ from rankscope.tools.parity.reading import (
     identical,
     spread_distance,
 )
-from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
+from rankscope.tools.parity.result import Answer, Difference, Kind, describe, likely, times
+from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
@@ -41,9 +42,9 @@ _MUCH = 0.02
 _SAME_START = 1e-5
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {
-    START: Phase.START,
-    GRADIENT: Phase.GRADIENT,
-    UPDATE: Phase.UPDATE,
+    START: Stage.START,
+    GRADIENT: Stage.GRADIENT,
+    UPDATE: Stage.UPDATE,
 }
 
 
@@ -60,8 +61,10 @@ def decide(
     relative size; that is B where A cannot run again, or computes in a finer type.
     """
     answer = compare(Bounds(a, b))
-    if answer.kind is Kind.NOT_COMPARABLE or identical(a, b):
+    if answer.kind is Kind.NOT_COMPARABLE:
         return answer
+    if answer.kind is Kind.SAME and identical(a, b):
+        return replace(answer, difference=DiffClass.IDENTICAL)
     original = b if not repeats_a or b.roundoff > a.roundoff else a
     moved = again(original, 2 * original.roundoff)
     why = _why_not_repeatable(original, moved)
@@ -130,6 +133,7 @@ class _Comparison:
         self._sides = (self._a, self._b)
         self._notes: list[str] = []
         self._compared = 0
+        self._other_settings = False
 
     def answer(self) -> Answer:
         """Return the answer."""
@@ -187,7 +191,7 @@ class _Comparison:
             inside = self._inside(number, a, b)
             gradient = gradient and replace(gradient, notes=(*inside, *gradient.notes))
         if loss:
-            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Stage.LOSS)
             return replace(found, notes=(*inside, *found.notes))
         if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
             return replace(gradient, notes=(unequal.headline, *gradient.notes))
@@ -204,7 +208,7 @@ class _Comparison:
             self._compared = num_parameters if found else self._compared
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
-            return self._different(number, Phase.START, found or buffers, words, what)
+            return self._different(number, Stage.START, found or buffers, words, what)
         return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
 
     def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -215,7 +219,7 @@ class _Comparison:
             return None
         self._compared = len(self._a.shapes.keys() - trained)
         return self._different(
-            number, Phase.START, found, "the start differs in what is not trained"
+            number, Stage.START, found, "the start differs in what is not trained"
         )
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -239,7 +243,7 @@ class _Comparison:
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
         text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
         if any(side.drawn for side in self._sides):
-            return self._made(Kind.DIFFERENT, text, number, Phase.RANDOM)
+            return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
         return None
 
@@ -253,13 +257,13 @@ class _Comparison:
                 words = (
                     f"the optimizer holds another {kind.removeprefix(HELD)} before its first call"
                 )
-                return self._different(number, Phase.STATE, found, words)
+                return self._different(number, Stage.STATE, found, words)
         counters = [dict(s.facts.get("held counters", {})) for s in (a, b)]
         words = _counters_apart(counters[0], counters[1])
         if words:
             words = f"before its first call {words}"
             return self._made(
-                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Phase.STATE
+                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Stage.STATE
             )
         return None
 
@@ -292,7 +296,7 @@ class _Comparison:
             Kind.DIFFERENT,
             f"Other samples in step {number}: {text}.",
             number,
-            Phase.SAMPLES,
+            Stage.SAMPLES,
         )
 
     def _labels(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -310,7 +314,7 @@ class _Comparison:
             Kind.DIFFERENT,
             f"Other label tokens in step {number}: {words}.",
             number,
-            Phase.LABELS,
+            Stage.LABELS,
         )
 
     def _loss(self, number: int, a: SideStep, b: SideStep) -> str:
@@ -334,7 +338,7 @@ class _Comparison:
             if seen and before:
                 self._note("Clipping hides it from the optimizer.")
                 return self._different(
-                    number, Phase.GRADIENT, before, "the gradient before clipping differs"
+                    number, Stage.GRADIENT, before, "the gradient before clipping differs"
                 )
             return None
         names = {each.name for each in found}
@@ -345,7 +349,7 @@ class _Comparison:
                 self._note(_clipping_words(side.name, step))
             return self._different(
                 number,
-                Phase.CLIPPING,
+                Stage.CLIPPING,
                 found,
                 "the clipped gradient differs, and the gradient before clipping does not",
             )
@@ -358,7 +362,7 @@ class _Comparison:
                 )
         if equal_before:
             self._note("It changes between the backward pass and the optimizer's call.")
-        return self._different(number, Phase.GRADIENT, found, "the gradient differs")
+        return self._different(number, Stage.GRADIENT, found, "the gradient differs")
 
     def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         found = self._apart(number, UPDATE, a, b)
@@ -370,9 +374,10 @@ class _Comparison:
             self._note(f"{words[0].upper()}{words[1:]}.")
         settings = _settings_apart(a, b)
         if settings:
+            self._other_settings = True
             self._note(settings)
         return self._different(
-            number, Phase.UPDATE, found, "the update differs, and the gradient does not"
+            number, Stage.UPDATE, found, "the update differs, and the gradient does not"
         )
 
     def _note_lost(self, a: SideStep, b: SideStep) -> None:
@@ -396,13 +401,13 @@ class _Comparison:
                 name = kind.removeprefix(MOMENT)
                 return self._different(
                     number,
-                    Phase.STATE,
+                    Stage.STATE,
                     found,
                     f"the optimizer's {name} differs, and the update does not",
                 )
         words = _counters_apart(a.counters, b.counters)
         if words:
-            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Phase.STATE)
+            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
         return None
 
     def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
@@ -528,7 +533,7 @@ class _Comparison:
     def _different(
         self,
         number: int,
-        stage: Phase,
+        stage: Stage,
         found: Sequence[Difference],
         words: str,
         what: str = "parameter",
@@ -551,14 +556,14 @@ class _Comparison:
         kind: Kind,
         headline: str,
         step: int,
-        stage: Phase | None = None,
+        stage: Stage | None = None,
         differences: tuple[Difference, ...] = (),
         compared: int = 0,
     ) -> Answer:
         steps = sorted(set(self._a.steps) & set(self._b.steps))
         number = step if stage is not None else -1
         through = [s for s in steps if stage is None or s <= step]
-        skip = stage in (Phase.START, Phase.SAMPLES, Phase.LABELS)
+        skip = stage in (Stage.START, Stage.SAMPLES, Stage.LABELS)
         return Answer(
             kind,
             headline,
@@ -570,7 +575,17 @@ class _Comparison:
             {} if skip else self._could_miss(steps[0]),
             {} if skip else self._curves(through),
             len(through),
+            self._class_of(kind, stage),
         )
+
+    def _class_of(self, kind: Kind, stage: Stage | None) -> DiffClass | None:
+        if kind is Kind.NOT_COMPARABLE:
+            return None
+        if stage is None:
+            return DiffClass.ROUNDING
+        if self._other_settings:
+            return DiffClass.CONFIGURATION
+        return CLASS_OF.get(stage, DiffClass.JUMP)
 
     def _could_miss(self, number: int) -> dict[str, tuple[float, float]]:
         a, b = self._a.steps[number], self._b.steps[number]
