@@ -185,7 +185,7 @@ PAIRS = (
     Pair(
         "Megatron-core, a bucket that is reduced twice",
         "1 megatron_loop.py",
-        "2 megatron_loop.py --batch 4 --distributed --fault bucket_twice",
+        "2 megatron_loop.py --batch 4 --distributed --overlap --fault bucket_twice",
         "gradient",
     ),
     Pair(

@@ -215,7 +215,7 @@ def test_zero_3_trains_as_zero_0_does(recordings):
 @pytest.mark.skipif(MISSING, reason="megatron-core is not installed")
 def test_megatron_cores_distributed_optimizer_trains_as_its_plain_one_does(recordings):
     alone = layout(1, script=MEGATRON)
-    words = ("--batch", "4", "--distributed")
+    words = ("--batch", "4", "--distributed", "--overlap")
     assert answer_of(recordings, alone, layout(2, *words, script=MEGATRON), 2).kind is Kind.SAME
     wrong = layout(2, *words, "--fault", "bucket_twice", script=MEGATRON)
     answer = answer_of(recordings, alone, wrong, 2)
