@@ -1,8 +1,10 @@
-"""What ``rankscope parity`` costs, over the two plain trainings: time, and CPU time.
+"""What ``rankscope parity`` costs, over the two plain trainings: time, CPU time, and memory.
 
     python benchmarks/parity_cost.py --rounds 3
+    python benchmarks/parity_cost.py --memory
 
-A transformer of 10 million parameters, 1 against 4 workers, 5 steps.
+A transformer of 10 million parameters, 1 against 4 workers, 5 steps. Memory: one of 10 and one of
+100 million parameters, 1 against 2 workers, 3 steps.
 """
 
 import argparse
@@ -10,9 +12,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+PARITY = [sys.executable, "-m", "rankscope", "parity"]
 SCRIPT = Path(__file__).parent / "parity_scripts" / "larger.py"
 
 
@@ -25,6 +30,43 @@ def spent(command: list[str]) -> tuple[float, float]:
     return time.perf_counter() - begun, cpu
 
 
+LAYOUTS = ((320, "DDP"), (320, "FSDP2"), (1120, "DDP"), (1120, "FSDP2"))
+"""Widths of the model, and what two workers do."""
+
+
+def measure_memory(width: int, layout: str) -> None:
+    """Print how much the largest process of each side grows when it is recorded."""
+    words = [str(SCRIPT), "--width", str(width), "--batch"]
+    more = ["--fsdp"] * (layout == "FSDP2")
+    one, two = [sys.executable, *words, "4"], [*TORCHRUN, "2", *words, "2", *more]
+    peaks = []
+    for recorded in (False, True):
+        with tempfile.TemporaryDirectory(prefix="parity-cost-") as folder:
+            sides = [[*side, "--peaks", folder] for side in (one, two)]
+            if recorded:
+                joined = [" ".join(side) for side in sides]
+                spent([*PARITY, "-a", joined[0], "-b", joined[1], "--steps", "3"])
+            else:
+                for side in sides:
+                    spent([*side, "--steps", "3"])
+            found = [
+                [int(file.read_text()) for file in Path(folder).glob(f"{world}-*")]
+                for world in (1, 2)
+            ]
+            peaks.append([max(each) for each in found])
+    parameters = 4 * (2 * 4096 * width + 4096 + 6 * (12 * width**2 + 13 * width))
+    for at, (name, size) in enumerate(
+        (("1 worker", parameters), (layout, parameters // (2 if layout == "FSDP2" else 1)))
+    ):
+        plain, own = peaks[0][at], peaks[1][at]
+        print(
+            f"{parameters / 4e6:.0f} M parameters, {name}: {plain / 2**20:.0f} MiB plain, "
+            f"{own / 2**20:.0f} MiB recorded: {(own - plain) / size:+.2f} copies of a rank's "
+            f"parameters ({size / 2**20:.0f} MiB)",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Run plain trainings and a comparison in turn; print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -32,14 +74,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--width", type=int, default=320, help="of the model; a multiple of 5")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of time")
     args = parser.parse_args()
+    if args.memory:
+        for width, layout in LAYOUTS:
+            measure_memory(width, layout)
+        return
     each = 16 // args.workers
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
     script = [str(SCRIPT), "--width", str(args.width)]
     one = [sys.executable, *script]
-    many = [*torchrun, str(args.workers), *script, "--batch", str(each)]
-    compared = [sys.executable, "-m", "rankscope", "parity", "-a", " ".join(one)]
-    compared += ["-b", " ".join(many), "--steps", str(args.steps)]
+    many = [*TORCHRUN, str(args.workers), *script, "--batch", str(each)]
+    compared = [*PARITY, "-a", " ".join(one), "-b", " ".join(many), "--steps", str(args.steps)]
     plain_steps = ["--steps", str(args.steps)]
     ratios = []
     for _ in range(args.rounds):

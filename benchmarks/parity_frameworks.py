@@ -1,21 +1,43 @@
-"""Other frameworks' trainings at two layouts, by ``rankscope parity`` as a user calls it.
+"""Other frameworks' trainings at two layouts, compared as ``rankscope parity`` does.
 
-    python benchmarks/parity_frameworks.py
+    PYTHONPATH=tests python benchmarks/parity_frameworks.py
 
-What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``.
+With ``--command`` each pair runs by the command, as a user calls it; without, ranks are forked from
+a process that has imported the frameworks, which takes a quarter of the time.
+
+What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``;
+torchtitan (``pip install --no-deps torchtitan==0.2.2 tyro torchdata``) is its own, started by
+``field_scripts/titan.py``.
 """
 
 import argparse
 import fnmatch
+import importlib
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-SCRIPTS = Path(__file__).parent / "parity_scripts"
+from parity_pairs import recordings, run_here
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE / "parity_scripts"
+STEPS = 4
+PRELOADED = (
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "accelerate",
+    "deepspeed",
+    "lightning.pytorch",
+    "trl",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +58,30 @@ class Pair:
     stage: str = ""
     resume: str = ""
 
+
+def _titan(ranks: int, *, batch: int = 2, **parallelism: int | str) -> str:
+    """Return the words of torchtitan's debug model under a kind of parallelism."""
+    settings = {
+        "model.hf_assets_path": "{}/model",
+        "training.dataset_path": "{}/text",
+        "training.seq_len": 32,
+        "training.local_batch_size": batch,
+        "training.steps": 12,
+        "training.mixed_precision_param": "float32",
+        "lr_scheduler.warmup_steps": 2,
+        "debug.seed": 1,
+        **{f"parallelism.{name}": value for name, value in parallelism.items()},
+    }
+    return " ".join(
+        [f"{ranks} titan.py", *(f"--{name} {value}" for name, value in settings.items())]
+    )
+
+
+_SHARDED = {"data_parallel_shard_degree": 2}
+_INTERLEAVED = {
+    "pipeline_parallel_degree": 2,
+    "pipeline_parallel_schedule": "Interleaved1F1B",
+}
 
 PAIRS = (
     Pair("Trainer, DDP", "0 trainer.py", "2 trainer.py --batch 4"),
@@ -108,58 +154,156 @@ PAIRS = (
         "2 accelerate_loop.py --batch 4 --schedule",
         "update",
     ),
+    Pair("nanoGPT's loop, DDP", "0 nanogpt_loop.py", "2 nanogpt_loop.py"),
+    Pair(
+        "nanoGPT's loop, accumulation",
+        "0 nanogpt_loop.py --batch 16 --accumulate 1",
+        "2 nanogpt_loop.py --batch 2 --accumulate 8",
+    ),
+    Pair("nanoGPT's loop, bfloat16", "0 nanogpt_loop.py --bf16", "2 nanogpt_loop.py --bf16"),
+    Pair("Megatron-core, DDP", "1 megatron_loop.py", "2 megatron_loop.py --batch 4"),
+    Pair(
+        "Megatron-core, DDP, overlapped, accumulation",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 2 --accumulate 2 --overlap",
+    ),
+    Pair(
+        "Megatron-core, distributed optimizer",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 4 --distributed",
+    ),
+    Pair(
+        "Megatron-core, bfloat16",
+        "1 megatron_loop.py --bf16",
+        "2 megatron_loop.py --bf16 --batch 4",
+    ),
+    Pair(
+        "Megatron-core, bfloat16, distributed optimizer",
+        "1 megatron_loop.py --bf16",
+        "2 megatron_loop.py --bf16 --batch 4 --distributed",
+    ),
+    Pair(
+        "Megatron-core, a bucket that is reduced twice",
+        "1 megatron_loop.py",
+        "2 megatron_loop.py --batch 4 --distributed --overlap --fault bucket_twice",
+        "gradient",
+    ),
+    Pair(
+        "Megatron-core, not divided",
+        "1 megatron_loop.py --clip 0",
+        "2 megatron_loop.py --batch 2 --accumulate 2 --clip 0 --fault not_divided",
+        "gradient",
+    ),
+    Pair(
+        "torchtitan, FSDP2 and HSDP",
+        _titan(4, data_parallel_shard_degree=4, data_parallel_replicate_degree=1),
+        _titan(4, data_parallel_shard_degree=2, data_parallel_replicate_degree=2),
+    ),
+    Pair(
+        "torchtitan, FSDP2 × TP",
+        _titan(2, **_SHARDED),
+        _titan(4, **_SHARDED, tensor_parallel_degree=2),
+    ),
+    Pair("torchtitan, pipeline", _titan(1), _titan(2, pipeline_parallel_degree=2)),
+    Pair("torchtitan, interleaved stages", _titan(1, batch=4), _titan(2, batch=4, **_INTERLEAVED)),
+    Pair(
+        "torchtitan, replicated",  # pytorch/torchtitan#2323
+        _titan(2, **_SHARDED),
+        _titan(2, data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
+        "gradient",
+    ),
 )
 
 
-def command(words: str, folder: Path) -> str:
-    """Return the command of one side, which writes into a folder of its own."""
-    ranks, script, *more = words.split()
-    start = sys.executable if ranks == "0" else f"torchrun --nproc-per-node {ranks}"
-    saves = script in ("trainer.py", "sft.py")
-    return " ".join([start, str(SCRIPTS / script), *more, *(["--folder", str(folder)] * saves)])
+def layout_of(words: str, folder: Path, assets: Path) -> Any:
+    """Return the layout of one side, which writes into a folder of its own."""
+    ranks, script, *more = words.replace("{}", str(assets)).split()
+    place = HERE / "field_scripts" if script == "titan.py" else SCRIPTS
+    if script in ("trainer.py", "sft.py"):
+        more += ["--folder", str(folder)]
+    return recordings.layout(int(ranks), *more, script=str(place / script))
 
 
-def answer_of(pair: Pair) -> dict[str, object]:
-    """Run both sides and return the answer."""
-    with tempfile.TemporaryDirectory(prefix="parity-") as name:
-        folder = Path(name)
-        words = ["-a", command(pair.a, folder / "a"), "-b", command(pair.b, folder / "b")]
-        if pair.resume:
-            words += ["-b2", command(pair.resume, folder / "b"), "--resume-at", "3"]
-        steps = "6" if pair.resume else "4"
-        done = subprocess.run(
-            [sys.executable, "-m", "rankscope", "parity", *words, "--steps", steps, "--json"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+def command_of(side: Any) -> str:
+    """Return the command that runs a layout."""
+    start = f"torchrun --nproc-per-node {side.ranks}" if side.ranks else sys.executable
+    return " ".join([start, side.script, *side.words])
+
+
+def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
+    """Return the answer of the command."""
+    sides = [layout_of(words, folder / name, assets)
+             for words, name in ((pair.a, "a"), (pair.b, "b"))]  # fmt: skip
+    words = ["-a", command_of(sides[0]), "-b", command_of(sides[1])]
+    steps = STEPS
+    if pair.resume:
+        resumed = layout_of(pair.resume, folder / "b", assets)
+        words += ["-b2", command_of(resumed), "--resume-at", "3"]
+        steps = 6
+    command = [sys.executable, "-m", "rankscope", "parity", *words, "--steps", str(steps), "--json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     try:
-        found: dict[str, object] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return {"answer": "failed", "stage": None, "headline": done.stderr[-300:]}
     return found
 
 
-def main() -> None:
-    """Run the pairs and print a table in Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="*", help="a pattern of names")
-    chosen = parser.parse_args()
+def forked(pair: Pair, kept: Any, folder: Path, assets: Path) -> dict[str, Any]:
+    """Return the answer for ranks that are forked from this process."""
+    sides = [layout_of(words, folder, assets) for words in (pair.a, pair.b)]
+    try:
+        answer: dict[str, Any] = recordings.answer_of(kept, *sides, STEPS).to_json()
+    except (AssertionError, ValueError) as error:
+        return {"answer": "failed", "stage": None, "headline": str(error)[-300:]}
+    return answer
+
+
+def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
+    """Run the pairs of some names; return how many answers are wrong."""
     wrong = 0
-    print("| pair | expected | answer | right | seconds |\n|---|---|---|---|---|")
-    for pair in (each for each in PAIRS if fnmatch.fnmatch(each.name, chosen.only)):
+    assets, records = folder / "assets", folder / "records"
+    records.mkdir()
+    kept = recordings.Recordings(records, run_here)
+    for pair in PAIRS:
+        if not any(fnmatch.fnmatch(pair.name, pattern) for pattern in patterns):
+            continue
+        if "{}" in pair.a and not assets.exists():
+            assets.mkdir()
+            importlib.import_module("field").make_assets(assets)
         begun = time.perf_counter()
-        found = answer_of(pair)
+        if command or pair.resume:
+            found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
+        else:
+            found = forked(pair, kept, folder / "output", assets)
         same = str(found["answer"]).startswith("the same")
         right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
         wrong += not right
         expected = pair.stage or "the same"
-        seconds = time.perf_counter() - begun
         verdict = "yes" if right else "no"
+        seconds = time.perf_counter() - begun
         print(
             f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
             flush=True,
         )
+    return wrong
+
+
+def main() -> None:
+    """Run the pairs and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="*", help="patterns of names, separated by |")
+    parser.add_argument("--command", action="store_true", help="run all pairs by the command")
+    chosen = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    for name in () if chosen.command else PRELOADED:
+        importlib.import_module(name)
+    print("| pair | expected | answer | right | seconds |\n|---|---|---|---|---|")
+    folder = Path(tempfile.mkdtemp(prefix="parity-"))  # each fork would remove a directory object
+    try:
+        wrong = run_pairs(chosen.only.split("|"), folder, command=chosen.command)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     sys.exit(1 if wrong else 0)
 
 

@@ -29,6 +29,8 @@ layout = recordings.layout
 
 ALL = "*"
 KINDS = ("gradient", "update")
+OF_PARAMETERS = ("gradient", "clipping", "update")
+"""Stages in which all parameters are at fault where a pair names none."""
 PRELOADED = ("torch.distributed.tensor.parallel", "torch._dynamo", "torch.distributed.fsdp")
 
 
@@ -104,6 +106,7 @@ def _healthy(seed: int) -> list[Pair]:
         pair("pipeline 1 and 2", (1, ""), (2, "--layout pp")),
         pair("pipeline of 4 micro-batches", (1, ""), (2, "--layout pp --micro-batches 4")),
         pair("pipeline × FSDP2", (1, ""), (4, "--layout pp_fsdp2")),
+        pair("pipeline of interleaved stages", (1, ""), (2, "--layout pp_interleaved")),
         pair("fused and split projections", (1, "--fused"), (2, "--layout ddp"), rules=SPLIT),
         pair("fused and split, FSDP2", (1, "--fused"), (2, "--layout fsdp2"), rules=SPLIT),
         pair("tied weights, pipeline", (1, "--tied"), (2, "--layout pp --tied"), rules=TIED),
@@ -130,7 +133,12 @@ def _faulty() -> list[Pair]:
     ) -> Pair:
         sides = layout(1, *a.split()), layout(ranks, *b.split(), "--fault", fault)
         words = f"{a} {b}".split()
-        marks = {"--autocast": "autocast", "--bf16": "bf16", "pp": "pipeline"}
+        marks = {
+            "--autocast": "autocast",
+            "--bf16": "bf16",
+            "pp": "pipeline",
+            "pp_interleaved": "interleaved",
+        }
         kind = next((f", {mark}" for word, mark in marks.items() if word in words), "")
         return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report, **options)
 
@@ -171,6 +179,7 @@ def _faulty() -> list[Pair]:
         pair("experts_not_divided", "gradient", "experts.experts", "--layout ep --experts",
              "--experts", report="pytorch#160285"),
         pair("layer_update", "update", _LAYER, "--layout pp"),
+        pair("layer_gradient", "gradient", _LAYER, "--layout pp_interleaved"),
         pair("half_mesh", "gradient", ALL, "--layout hsdp", "", 4, "Automodel#3135"),
         pair("sum_over_tokens", "gradient", b="--layout pp", report="torchtitan#2972"),
         pair("tied_apart", "gradient", "embed.weight", "--layout pp --tied", "--tied",
@@ -228,6 +237,28 @@ def judge(pair: Pair, answer: dict[str, object]) -> str:
     return ""
 
 
+def names_right(pair: Pair, answer: Mapping[str, Any]) -> bool | None:
+    """Return whether an answer names the right parameters; None where no tensors are at fault."""
+    if pair.stage not in OF_PARAMETERS and pair.parameters == ALL:
+        return None
+    names = [each["name"] for each in answer.get("parameters", ())]
+    if pair.parameters == ALL:
+        return bool(names) and len(names) == answer["compared"]
+    return bool(names) and all(fnmatch.fnmatch(name, pair.parameters) for name in names)
+
+
+def counts(known: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return how many faults were found, at which stage, and with which parameters."""
+    faulty = [one for one in known.values() if one["expected"] != "the same"]
+    named = [one["names_right"] for one in faulty if one["names_right"] is not None]
+    found = sum(one["answer"] == "not the same" for one in faulty)
+    staged = sum(one["stage"] == one["expected"] for one in faulty)
+    return (
+        f"of {len(faulty)} faults {found} found, {staged} at the expected stage; of "
+        f"{len(named)} in tensors {sum(named)} with exactly the expected parameters"
+    )
+
+
 def table(known: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the answers as tables in Markdown: healthy pairs over all seeds, then faults."""
     healthy: dict[str, list[Mapping[str, Any]]] = {}
@@ -244,7 +275,8 @@ def table(known: Mapping[str, Mapping[str, Any]]) -> str:
         missed = [max(one["could_miss"][k]["median"] for one in each) for k in KINDS]
         shown = ", ".join(f"{one:.1g}" for one in missed)
         lines.append(f"| {name} | {right} of {len(each)} | {largest:.2g} | {shown} |")
-    lines += ["", "| fault | report | expected | answer |", "|---|---|---|---|"]
+    lines += ["", f"{counts(known)[0].upper()}{counts(known)[1:]}.", ""]
+    lines += ["| fault | report | expected | answer |", "|---|---|---|---|"]
     for name, one in known.items():
         if one["expected"] != "the same":
             wrong = "" if one["right"] else " **wrong**"
@@ -301,6 +333,7 @@ def main() -> None:
                 "stage": answer["stage"],
                 "headline": answer["headline"],
                 "right": not problem,
+                "names_right": names_right(pair, answer) if pair.stage else None,
                 "largest": float(f"{max(curves, default=0.0):.3g}"),
                 "could_miss": answer.get("could_miss", {}),
             }
@@ -308,7 +341,7 @@ def main() -> None:
                 args.write.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"{len(chosen) - wrong} of {len(chosen)} right")
+    print(f"{len(chosen) - wrong} of {len(chosen)} right; {counts(known)}")
     sys.exit(1 if wrong else 0)
 
 

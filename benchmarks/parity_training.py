@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 VOCABULARY, WIDTH, HEADS, LENGTH, EXPERTS = 64, 32, 4, 16, 4
 GLOBAL_BATCH = 8
 STAGES = 2
+PARTS = 4
+"""Embedding, two layers, and what follows them."""
 SCHEDULES: list[Any] = []
 """The pipeline's, once it is made."""
 
@@ -216,14 +218,15 @@ class Model(nn.Module):
 
 
 class Stage(nn.Module):
-    """A pipeline's stage: the parts of a model that it computes, by the same names."""
+    """One of a pipeline's stages: the parts of a model that it computes, by the same names."""
 
-    def __init__(self, model: Model, stage: int) -> None:
+    def __init__(self, model: Model, stage: int, stages: int) -> None:
         super().__init__()
-        self.embed = model.embed if stage == 0 else None
-        self.layers = nn.ModuleDict({str(stage): model.layers[stage]})
-        self.norm = model.norm if stage == STAGES - 1 else None
-        self.head = model.head if stage == STAGES - 1 else None
+        own = range(PARTS * stage // stages, PARTS * (stage + 1) // stages)
+        self.embed = model.embed if 0 in own else None
+        self.layers = nn.ModuleDict({str(n): model.layers[n] for n in (0, 1) if n + 1 in own})
+        self.norm = model.norm if PARTS - 1 in own else None
+        self.head = model.head if PARTS - 1 in own else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states, or the last stage's logits."""
@@ -511,7 +514,9 @@ def main() -> None:
     torch.manual_seed(args.seed + (args.fault == "other_start"))
     model: nn.Module = Model(args)
     if args.layout.startswith("pp"):
-        model = Stage(model, rank % STAGES)  # type: ignore[arg-type]
+        stages = range(rank % STAGES, stages_of(args), STAGES)
+        own = [Stage(model, stage, stages_of(args)) for stage in stages]  # type: ignore[arg-type]
+        model = own[0] if len(own) == 1 else nn.ModuleList(own)
     initialise(model, args, worker, workers)
     if args.bf16:
         model = model.to(torch.bfloat16)
@@ -617,21 +622,42 @@ def run_pipeline(
     args: argparse.Namespace, model: nn.Module, step: int, worker: int, workers: int
 ) -> None:
     """Add the gradients of a step by one call of torch's schedule."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining import (
+        PipelineStage,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+    )
 
     stage, replica = dist.get_rank() % STAGES, dist.get_rank() // STAGES
     if not SCHEDULES:
         ranks = range(dist.get_world_size())
         groups = [dist.new_group([r for r in ranks if r // STAGES == n])
                   for n in range(len(ranks) // STAGES)]  # fmt: skip
-        part = PipelineStage(model, stage, STAGES, torch.device("cpu"), group=groups[replica])
+        own = model if isinstance(model, nn.ModuleList) else [model]
+        parts = [
+            PipelineStage(
+                each, stage + STAGES * turn, stages_of(args), torch.device("cpu"),
+                group=groups[replica],
+            )
+            for turn, each in enumerate(own)
+        ]  # fmt: skip
         sums = args.fault == "sum_over_tokens"
         loss = functools.partial(_loss_of_stage, reduction="sum" if sums else "mean")
-        SCHEDULES.append(Schedule1F1B(part, args.micro_batches, loss_fn=loss, scale_grads=not sums))
+        more: dict[str, Any] = {"loss_fn": loss, "scale_grads": not sums}
+        SCHEDULES.append(
+            Schedule1F1B(parts[0], args.micro_batches, **more)
+            if len(parts) == 1
+            else ScheduleInterleaved1F1B(parts, args.micro_batches, **more)
+        )
     tokens, labels = batch_of(args, step, 0, worker, workers)
     SCHEDULES[0].step(*[tokens] * (stage == 0), **{"target": labels} if stage else {})
     if args.tied and args.fault != "tied_apart":
         dist.all_reduce((model.head if stage else model.embed).weight.grad)  # type: ignore[union-attr]
+
+
+def stages_of(args: argparse.Namespace) -> int:
+    """Return the number of a pipeline's stages: several on each rank, if they are interleaved."""
+    return STAGES * (2 if args.layout == "pp_interleaved" else 1)
 
 
 def _loss_of_stage(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:

@@ -1,17 +1,23 @@
-"""A transformer of 10 million parameters, alone or under DDP: what a comparison costs."""
+"""A transformer of 10 million parameters, alone, under DDP or FSDP2: what a comparison costs."""
 
 import argparse
+import atexit
 import os
+import resource
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=16)
 parser.add_argument("--steps", type=int, default=0, help="0: more than a comparison lets it")
 parser.add_argument("--width", type=int, default=320)
+parser.add_argument("--fsdp", action="store_true")
+parser.add_argument("--peaks", type=Path, help="folder for the peak memory of each process")
 chosen = parser.parse_args()
 VOCABULARY, WIDTH, LENGTH = 4096, chosen.width, 64
 
@@ -37,14 +43,27 @@ class Model(nn.Module):
         return logits
 
 
+def keep_peak(folder: Path) -> None:
+    """Write the largest resident size of this process so far, in bytes."""
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (folder / f"{world}-{os.getpid()}").write_text(str(peak))
+
+
 torch.set_num_threads(1)
 world = int(os.environ.get("WORLD_SIZE", "1"))
 rank = int(os.environ.get("RANK", "0"))
+if chosen.peaks:
+    atexit.register(keep_peak, chosen.peaks)
 torch.manual_seed(0)
 model: nn.Module = Model()
 if world > 1:
     dist.init_process_group("gloo")
-    model = nn.parallel.DistributedDataParallel(model)
+    if chosen.fsdp:
+        for block in model.layers:  # type: ignore[union-attr]
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(chosen.steps or 100):
     draw = torch.Generator().manual_seed(step)

@@ -721,17 +721,24 @@ USES = (
     Use(
         "deepspeed.utils.tensor_fragment",
         "_hp_mapping",
-        "evidence.parity.figures integrations.parity",
+        "evidence.parity.held wrappers.optimizers",
         "which elements of a parameter DeepSpeed's ZeRO 1 or 2 keeps in a rank's flat tensor",
         "parity has no step to compare, and says so",
     ),
     Use(
         "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
         "_z3_optimizer",
-        "evidence.parity.figures integrations.parity",
+        "evidence.parity.held wrappers.optimizers",
         "likewise under ZeRO 3",
         "parity has no step to compare, and says so",
         releases="0.19; parameters have it",
+    ),
+    Use(
+        "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
+        "_stages",
+        "integrations.parity",
+        "the stages of a pipeline on one rank",
+        "parity sees the first one alone, and says that the parameters of both sides differ",
     ),
     Use(
         "torch.distributed.pipelining.stage._PipelineStageBase",

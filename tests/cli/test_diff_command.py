@@ -51,27 +51,27 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("other", "kind", "step", "moment"),
+    ("other", "kind", "step", "stage"),
     [
         ("again", "identical", None, None),
-        ("arrival", "rounding", 0, "reduced gradient"),
-        ("lr", "different configuration", 3, "optimizer settings"),
-        ("data", "different data", 2, "data"),
-        ("init", "different state", 0, "state before the step"),
-        ("flip", "bug-like jump", 4, "state after the step"),
-        ("part-2", "different state", 3, "random generators"),
+        ("arrival", "rounding", 0, "gradient"),
+        ("lr", "different configuration", 3, "settings"),
+        ("data", "different data", 2, "samples"),
+        ("init", "different state", 0, "start"),
+        ("flip", "bug-like jump", 4, "update"),
+        ("part-2", "different state", 3, "random state"),
     ],
 )
 def test_real_pairs_are_told_with_their_class_and_first_step(
-    runs, command, other, kind, step, moment
+    runs, command, other, kind, step, stage
 ):
     code, printed, errors = command(runs / "base", runs / other, "--json")
     found = json.loads(printed)
     assert not errors
     assert found["class"] == kind
     assert code == (0 if kind == "identical" else 1)
-    parting = found["parting"] or {"step": None, "moment": None}
-    assert (parting["step"], parting["moment"]) == (step, moment)
+    parting = found["parting"] or {"step": None, "stage": None}
+    assert (parting["step"], parting["stage"]) == (step, stage)
 
 
 def test_the_distance_of_another_order_is_the_predicted_one(runs, command):

@@ -13,7 +13,8 @@ from cli.test_main import HELP, call, options_of
 from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
-from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
+from rankscope.tools.parity.result import Answer, Difference, Kind
+from rankscope.tools.stages import Stage
 from support.parity import Recordings, answer_of, layout, record
 
 OPTIONS = {
@@ -158,7 +159,7 @@ def test_forward_and_backward_passes_inside_of_the_optimizers_call(tmp_path, a, 
     layouts = {name: layout(1, script=str(tmp_path / f"{name}.py")) for name in sides}
     recordings = Recordings(tmp_path)
     assert answer_of(recordings, layouts["a"], layouts["same"], 2).stage is None
-    assert answer_of(recordings, layouts["a"], layouts["twice"], 2).stage is Phase.GRADIENT
+    assert answer_of(recordings, layouts["a"], layouts["twice"], 2).stage is Stage.GRADIENT
 
 
 @pytest.mark.ranks
@@ -231,7 +232,7 @@ def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
     answer = Answer(
         Kind.DIFFERENT,
         "In step 0 the gradient differs: all 40 parameters, × 2 (the ratio of workers).",
-        Phase.GRADIENT,
+        Stage.GRADIENT,
         0,
         found,
         40,

@@ -14,7 +14,7 @@ from numerics.diff_runs import Training, flip, write_training
 from rankscope.bus.step import StepReport
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.record import Run
-from rankscope.tools.diff import Comparison, DiffClass, Moment, compare_runs
+from rankscope.tools.diff import Comparison, DiffClass, Stage, compare_runs
 
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
@@ -28,9 +28,9 @@ def compare(base: Run, path: Path, *, traced: bool = True, **changes: Any) -> Co
     return compare_runs(base, write_training(path / "other", Training(traced=traced, **changes)))
 
 
-def where(comparison: Comparison) -> tuple[int, Moment]:
+def where(comparison: Comparison) -> tuple[int, Stage]:
     assert comparison.parting is not None
-    return comparison.parting.step, comparison.parting.moment
+    return comparison.parting.step, comparison.parting.stage
 
 
 @TRACES
@@ -46,7 +46,7 @@ def test_the_same_training_twice_is_identical(base: Run, tmp_path: Path, traced:
 def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, order=(3, 1, 0, 2))
     assert found.kind is DiffClass.ROUNDING
-    assert where(found) == (0, Moment.REDUCED)
+    assert where(found) == (0, Stage.GRADIENT)
     assert found.parting is not None
     if traced:
         assert 0.3 <= found.parting.relative / found.parting.predicted <= 3
@@ -72,10 +72,10 @@ def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: boo
     whole = write_training(tmp_path / "c", Training(deal=lambda s, r: (r + (s >= first)) % 4))
     found = compare_runs(base, other)
     assert found.kind is DiffClass.DATA
-    assert where(found) == (0, Moment.DATA)
+    assert where(found) == (0, Stage.SAMPLES)
     moved = compare_runs(base, whole)
     assert moved.kind is DiffClass.DATA
-    assert where(moved) == (first, Moment.DATA)
+    assert where(moved) == (first, Stage.SAMPLES)
     assert any("dealt to other workers: worker 0 of B has worker 1's" in s
                for s in moved.explanation)  # fmt: skip
 
@@ -84,7 +84,7 @@ def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: boo
 def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, seed=1)
     assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Moment.BEFORE if traced else Moment.LOSS)
+    assert where(found) == (0, Stage.START if traced else Stage.LOSS)
 
 
 @TRACES
@@ -92,7 +92,7 @@ def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, tr
 def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool, first: int):
     found = compare(base, tmp_path, traced=traced, lr=lambda s: 0.06 if s >= first else 0.05)
     assert found.kind is DiffClass.CONFIGURATION
-    assert where(found) == (first, Moment.SETTINGS)
+    assert where(found) == (first, Stage.SETTINGS)
     assert "lr: 0.05 in A, 0.06 in B" in found.causes
 
 
@@ -123,7 +123,7 @@ def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(
     for run, lr in zip(runs, (0.05, 0.1), strict=True):
         record_update(run.path / "parity", lr)
     found = compare_runs(*runs)
-    assert where(found) == (0, Moment.SETTINGS)
+    assert where(found) == (0, Stage.SETTINGS)
     assert (
         "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
         in found.explanation
@@ -208,7 +208,7 @@ def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path
 
     found = compare(base, tmp_path, touch_local=touch)
     assert found.kind is DiffClass.JUMP
-    assert where(found) == (4, Moment.GRADIENT)
+    assert where(found) == (4, Stage.LOCAL)
     assert found.parting is not None
     assert found.parting.ranks == (1,)
 
@@ -228,4 +228,4 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     other = write_training(tmp_path / "b", Training(touch=coarse, info={"training": facts}))
     found = compare_runs(one, other)
     assert found.kind is kind
-    assert where(found) == (2, Moment.REDUCED)
+    assert where(found) == (2, Stage.GRADIENT)

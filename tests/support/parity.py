@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Bounds, Recording, identical, read_side
+from rankscope.tools.parity.compare import decide
+from rankscope.tools.parity.reading import Recording, read_side
 from rankscope.tools.parity.result import Answer
 from support.forked_ranks import _become, _run
 
@@ -25,7 +25,7 @@ class Layout:
     """One side of a pair.
 
     Attributes:
-        ranks: Number of ranks.
+        ranks: Number of ranks; 0 for a process that no launcher has started.
         words: Arguments of the training.
         script: The training.
     """
@@ -60,14 +60,13 @@ def record(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    variables = {
+    launched = {
         "WORLD_SIZE": str(one.ranks),
         "LOCAL_WORLD_SIZE": str(one.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        **one.variables,
     }
+    variables = {**(launched if one.ranks else {}), "OMP_NUM_THREADS": "1", **one.variables}
     job = ScriptJob(str(folder), "training", parity={"steps": steps, **parity})
     command = [sys.executable, one.script, *one.words]
     given = (one.ranks, command, job.to_environment({**os.environ, **variables}))
@@ -78,8 +77,9 @@ def record(
 def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
     gc.freeze()
     forking = mp.get_context("fork")
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
     processes = [
-        forking.Process(target=_main, args=(r, command, environment)) for r in range(ranks)
+        forking.Process(target=_main, args=(command, {**environment, **place})) for place in places
     ]
     for process in processes:
         process.start()
@@ -88,11 +88,11 @@ def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) ->
     sys.exit(max(abs(process.exitcode or 0) for process in processes))
 
 
-def _main(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _become(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    _become(command, environment)
 
 
 class Recordings:
@@ -136,14 +136,14 @@ def answer_of(
     **parity: Any,
 ) -> Answer:
     """Compare the two sides of a pair as the command does."""
-    side_a = recordings.side(a, "A", steps, rules=rules_a, **parity)
-    side_b = recordings.side(b, "B", steps, rules=rules_b, **parity)
-    answer = compare(Bounds(side_a, side_b))
-    if answer.is_exact or identical(side_a, side_b):
-        return answer
-    of_b = side_b.roundoff > side_a.roundoff
-    original, again = (side_b, b) if of_b else (side_a, a)
-    rules = rules_b if of_b else rules_a
-    eps = 2 * original.roundoff
-    moved = recordings.side(again, "moved", steps, eps=eps, rules=rules, **parity)
-    return compare(Bounds(side_a, side_b, original, moved))
+    sides = {"A": (a, rules_a), "B": (b, rules_b)}
+
+    def again(side: Recording, eps: float) -> Recording:
+        one, rules = sides[side.name]
+        return recordings.side(one, "moved", steps, eps=eps, rules=rules, **parity)
+
+    side_a, side_b = (
+        recordings.side(one, name, steps, rules=rules, **parity)
+        for name, (one, rules) in sides.items()
+    )
+    return decide(side_a, side_b, again)

@@ -128,7 +128,7 @@ def render_comparison(comparison: "Comparison", console: Console) -> None:
 def _numbers(comparison: "Comparison") -> Grid:
     parting = comparison.parting
     assert parting is not None
-    rows: list[tuple[str, str]] = [("step", str(parting.step)), ("moment", str(parting.moment))]
+    rows: list[tuple[str, str]] = [("step", str(parting.step)), ("stage", str(parting.stage))]
     if parting.tensor:
         rows.append(("tensor", parting.tensor))
     if not math.isnan(parting.relative):

@@ -36,7 +36,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.run_script import VARIABLE, ScriptJob, command_for, name_of
 from rankscope.report import needs_extra
-from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import (
     Bounds,
     NotRecordedError,
@@ -176,14 +176,16 @@ class _Pair:
         job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
         later = self._recorded("b2", resumed, job, name="the resumption of B")
         _check(later, self.steps - at, "the resumption of B")
-        return self.compared(*joined(side_a, later, at), exact=identical(side_a, side_b))
+        whole, resumed = joined(side_a, later, at)
+        if identical(side_a, side_b):
+            return compare(Bounds(whole, resumed))
+        return self.compared(whole, resumed)
 
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""
         recorded = _recorded_run(self.a)
         job_a = self._job(self.steps, save_start=self.same_start, rules=self.rules[0])
-        start = str((recorded or self.folder / "a") / "start") if self.same_start else ""
-        job_b = self._job(steps_of_b, load_start=start, rules=self.rules[1])
+        job_b = self._job(steps_of_b, load_start=self._start(), rules=self.rules[1])
         commands = [Command("B", self.b, self.folder / "b", job_b)]
         if recorded is None:
             commands.insert(0, Command("A", self.a, self.folder / "a", job_a))
@@ -195,19 +197,23 @@ class _Pair:
         _check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    def compared(self, a: Recording, b: Recording, *, exact: bool = False) -> Answer:
-        """Compare two sides, by a perturbation run unless the answer does not depend on it."""
-        answer = compare(Bounds(a, b))
-        if exact or answer.is_exact or identical(a, b):
-            return answer
-        of_b = _recorded_run(self.a) is not None or b.roundoff > a.roundoff
-        original, command = (b, self.b) if of_b else (a, self.a)
-        start = str(self.folder / "a" / "start") if self.same_start and of_b else ""
-        steps = max(original.steps) + 1
-        eps = 2 * original.roundoff
-        job = self._job(steps, eps=eps, load_start=start, rules=self.rules[of_b])
-        moved = self._recorded("moved", command, job, name=f"{original.name}, run once more,")
-        return compare(Bounds(a, b, original, moved))
+    def compared(self, a: Recording, b: Recording) -> Answer:
+        """Compare two sides."""
+        return decide(a, b, self._again, repeats_a=_recorded_run(self.a) is None)
+
+    def _again(self, side: Recording, eps: float) -> Recording:
+        """Record a side once more, moved by ``eps``."""
+        of_b = side.name == "B"
+        job = self._job(
+            max(side.steps) + 1, eps=eps, load_start=self._start(), rules=self.rules[of_b]
+        )
+        name = f"{side.name}, run once more,"
+        return self._recorded("moved", self.b if of_b else self.a, job, name=name)
+
+    def _start(self) -> str:
+        """Return the folder of A's start, empty unless all others begin with it."""
+        place = _recorded_run(self.a) or self.folder / "a"
+        return str(place / "start") if self.same_start else ""
 
     def _recorded(self, place: str, command: str, job: ParityJob, *, name: str) -> Recording:
 
@@ -338,7 +344,9 @@ def _write_page(answer: Answer, html: Path, sides: Mapping[str, str]) -> str:
 def render_answer(answer: Answer, console: Console) -> None:
     """Print the answer, in at most twelve lines on a terminal of usual width."""
     sign, colour = _LOOK[str(answer.kind)]
-    where = f"  {answer.stage}, step {answer.step}" if answer.stage is not None else ""
+    where = "" if answer.difference is None else f"  {answer.difference}"
+    if answer.stage is not None:
+        where += f": {answer.stage}, step {answer.step}"
     show(
         console,
         Text.assemble(
@@ -481,7 +489,12 @@ def run_commands(commands: list[Command], seconds: float, *, together: bool) -> 
                 command.wait(time.monotonic() + seconds)
         until = time.monotonic() + seconds
         for command in commands if together else ():
-            command.wait(until)
+            try:
+                command.wait(until)
+            except CommandError as error:
+                if "out of memory" not in str(error).lower():
+                    raise
+                raise CommandError(f"{error}; try it without --parallel") from error
     finally:
         for command in commands:
             command.end()

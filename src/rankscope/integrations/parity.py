@@ -146,7 +146,8 @@ class ParityCatch:
             self._calls = []
             self._imports.remove()
             self._in_closure.remove()
-            self._training = _Training(model, self._job, self._parity, by_method=by_method)
+            stages = _stages_around() or [model]
+            self._training = _Training(stages, self._job, self._parity, by_method=by_method)
         except Exception as error:
             for hook in self._calls:
                 hook.remove()
@@ -156,19 +157,12 @@ class ParityCatch:
     def _trains(self, model: Any) -> bool:
         import torch
 
+        from rankscope.wrappers.optimizers import holds_any
+
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        own = {id(p) for p in model.parameters()}
-        flat = ("_hp_mapping", "_z3_optimizer")
-        if any(getattr(p, n, None) is not None for p in model.parameters() for n in flat):
-            return True  # DeepSpeed's optimizer holds its elements in flat tensors
         living = [each for ref in self._optimizers if (each := ref()) is not None]
-        return any(
-            id(p) in own
-            for each in living
-            for group in getattr(each, "param_groups", ())
-            for p in group["params"]
-        )
+        return holds_any(living, list(model.parameters()))
 
 
 def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,19 +187,27 @@ def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Training:
     """A training that is recorded, until it has had its steps.
 
-    With ``by_method``, the caller tells when a method of the model in place of its forward pass
-    begins and ends.
+    ``models`` are its model, or the stages of a pipeline on this rank: the forward pass of the
+    first one begins a micro-batch. With ``by_method``, the caller tells when a method of the model
+    in place of its forward pass begins and ends.
     """
 
     def __init__(
-        self, model: Any, job: ScriptJob, parity: ParityJob, *, by_method: bool = False
+        self,
+        models: Sequence[Any],
+        job: ScriptJob,
+        parity: ParityJob,
+        *,
+        by_method: bool = False,
     ) -> None:
         import torch
         from torch.optim import optimizer as optimizers
 
         from rankscope.evidence import EVIDENCE
         from rankscope.integrations.backward_loss import BackwardLoss
+        from rankscope.wrappers.pipelining import JoinedStages
 
+        model, *others = models
         self.job = job
         self.model = model
         self.failed = False
@@ -220,15 +222,17 @@ class _Training:
             "load_from": Path(parity.load_start) if parity.load_start else None,
         }
         place = {"folder": folder, "rank": rank, "world": world, "data_ranks": data_ranks}
+        inside = JoinedStages(list(map(_inside, models))) if others else _inside(model)
         recorders = (
             each.make_recorder(
-                _inside(model),
+                inside,
                 place=place,
                 start=start,
                 num_steps=parity.steps,
                 first_step=parity.first_step,
                 rules=parity.rules,
                 bisects=parity.bisects,
+                wrapper=model,
             )
             for each in EVIDENCE
         )
@@ -237,7 +241,7 @@ class _Training:
         self._fed = False
         self._updated = False
         self._count = 0
-        self._losses = BackwardLoss(self._recorder, [model])
+        self._losses = BackwardLoss(self._recorder, list(models))
         before, after = self.before_forward, self.after_forward
         passes = (
             ()
@@ -249,6 +253,8 @@ class _Training:
         )
         self._hooks: list[Any] = [
             *passes,
+            *(each.register_forward_pre_hook(self._before_stage, prepend=True) for each in others),
+            *(each.register_forward_hook(after, with_kwargs=True) for each in others),
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         ]
@@ -279,6 +285,12 @@ class _Training:
                     raise SystemExit(0)
                 return
         self._recorder.begin_pass(args, kwargs)
+
+    @_recording
+    def _before_stage(self, model: Any, args: Any) -> None:
+        """Note that another stage of this rank goes on with a micro-batch."""
+        if self._recorder.training and not _looks_for_shapes():
+            self._recorder.go_on()
 
     @_recording
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -428,6 +440,16 @@ def _meet() -> None:
 
         if dist.is_initialized() and dist.get_world_size() > 1:
             agree(_store_of_end(), dist.get_world_size(), "", _MEET_SECONDS)
+
+
+def _stages_around() -> list[Any]:
+    """Return the stages on this rank of the pipeline's schedule that runs; none unless several."""
+    for frame in callers() if _PIPELINING in sys.modules else ():
+        if str(frame.f_globals.get("__name__", "")).startswith(_PIPELINING):
+            stages = getattr(frame.f_locals.get("self"), "_stages", ())
+            if len(stages) > 1:
+                return [each.submod for each in sorted(stages, key=lambda s: s.stage_index)]
+    return []
 
 
 def _looks_for_shapes() -> bool:

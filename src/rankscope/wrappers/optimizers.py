@@ -1,7 +1,7 @@
 """A training's optimizers, several of them as one."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import or_
 from typing import Any
 
@@ -43,6 +43,30 @@ def all_of(optimizer: Any) -> tuple[Any, ...]:
     if isinstance(optimizer, JointOptimizer):
         return optimizer.optimizers
     return () if optimizer is None else (optimizer,)
+
+
+MARKS = ("_hp_mapping", "_z3_optimizer", "main_param")
+"""Attributes of a parameter that DeepSpeed or Megatron-core trains in a tensor of its own."""
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the address of the memory that a tensor is a view of; 0 where it is no plain one."""
+    plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+def holds_any(optimizers: Iterable[Any], parameters: Sequence[Tensor]) -> bool:
+    """Return whether an optimizer trains some parameters, themselves or by tensors of its own."""
+    if any(getattr(p, mark, None) is not None for p in parameters for mark in MARKS):
+        return True
+    numbers = set(map(id, parameters))
+    memories = set(map(memory_of, parameters)) - {0}
+    return any(
+        id(p) in numbers or memory_of(p) in memories
+        for each in optimizers
+        for group in getattr(each, "param_groups", ())
+        for p in group["params"]
+    )
 
 
 def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

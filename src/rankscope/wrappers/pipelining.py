@@ -4,13 +4,15 @@ With ``scale_grads=True``, the default, a call then divides ``.grad`` by its mic
 with what earlier calls have left there.
 """
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from rankscope.errors import UnsupportedError
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.tap import Guarded, guarded
 
@@ -74,6 +76,40 @@ class ScheduleCalls:
             self._calls.append((self._count_passes(), float(grad_scale_factor)))
             for call in self._after_call:
                 call()
+
+
+class JoinedStages(nn.Module):
+    """The stages of a pipeline on one rank as one model, whose parts keep their names.
+
+    Raises:
+        UnsupportedError: Two stages call different tensors by one name.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stages = tuple(stages)
+        known: dict[str, Tensor] = {}
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if known.setdefault(name, tensor) is not tensor:
+                raise UnsupportedError(f"two stages of a pipeline on one rank have a {name}")
+
+    def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of all stages."""
+        return itertools.chain.from_iterable(
+            each.named_parameters(*args, **more) for each in self._stages
+        )
+
+    def named_buffers(self, *args: Any, **more: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of all stages."""
+        return itertools.chain.from_iterable(
+            each.named_buffers(*args, **more) for each in self._stages
+        )
+
+    def named_modules(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of all stages."""
+        return itertools.chain.from_iterable(
+            each.named_modules(*args, **more) for each in self._stages
+        )
 
 
 def _relay() -> Relay | None:

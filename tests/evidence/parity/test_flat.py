@@ -1,12 +1,16 @@
-"""Parameters whose elements DeepSpeed's ZeRO keeps in flat tensors of several ranks."""
+"""Parameters whose elements DeepSpeed or Megatron-core keeps in flat tensors of several ranks."""
 
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from rankscope.evidence.parity.figures import FigureMeter, pieces_in
+from rankscope.evidence.parity import figures as measuring
+from rankscope.evidence.parity.figures import FigureMeter
+from rankscope.evidence.parity.held import HeldElements
+from rankscope.evidence.parity.start import renew_masters
 
 CPU = torch.device("cpu")
 
@@ -44,9 +48,10 @@ def test_pieces_of_two_ranks_add_up_to_the_whole():
     for first, last in ((0, 16), (16, 27)):
         model, flat = rank_of(sizes, first, last)
         names = {id(parameter): name for name, parameter in model.items()}
-        held = list(pieces_in(flat, model, names))
+        elements = HeldElements(model, names, {})
+        held = elements.in_tensor(flat)
         figures = meter.measure((name, part(whole[first:last])) for name, part in held)
-        assert list(pieces_in(torch.zeros(16), model, names)) == []
+        assert elements.in_tensor(torch.zeros(16)) == ()
         for name, *found in zip(
             figures.names, figures.squares_PQ, figures.sketches_PQK, strict=True
         ):
@@ -56,3 +61,43 @@ def test_pieces_of_two_ranks_add_up_to_the_whole():
     for at, name in enumerate(expected.names):
         np.testing.assert_allclose(squares[name], expected.squares_PQ[at], rtol=1e-5)
         np.testing.assert_allclose(sketches[name], expected.sketches_PQK[at], atol=1e-5)
+
+
+def test_masters_follow_the_parameters():
+    sizes = {"down": (10,), "norm": (5,), "up": (3, 4)}
+    model, flat = rank_of(sizes, 7, 22)
+    elements = HeldElements(model, {id(p): name for name, p in model.items()}, {})
+    whole = torch.arange(27.0)
+    for parameter, own in zip(model.values(), whole.split([10, 5, 12]), strict=True):
+        parameter.data.copy_(own.view(parameter.shape))
+    renew_masters(model, elements)
+    assert torch.equal(flat, whole[7:22])
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["view", "copy in float32"])
+def test_a_shard_of_megatron_core_is_known_by_its_place(master):
+    weight = nn.Parameter(torch.randn(4, 5, dtype=torch.bfloat16 if master else torch.float32))
+    other = nn.Parameter(torch.randn(3))
+    shard = weight.detach().view(-1)[7:16]
+    if master:
+        shard = weight.main_param = shard.clone().float()
+    model = nn.ParameterDict({"other": other, "weight": weight})
+    elements = HeldElements(model, {id(other): "other", id(weight): "weight"}, {"weight": 7})
+    (held,) = elements.in_tensor(shard)
+    part = held.part(torch.arange(9.0))
+    assert (held.name, part.shape, part.first) == ("weight", (20,), (7,))
+    assert torch.equal(part.tensor, torch.arange(9.0))
+    assert elements.in_tensor(torch.zeros(9)) == ()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_differences_are_read_piece_by_piece_in_the_place_of_what_was_before(monkeypatch, dtype):
+    monkeypatch.setattr(measuring, "_AT_ONCE", 8)
+    before = {name: torch.randn(6, dtype=dtype) for name in "abc"}
+    after = {name: tensor + torch.randn(6, dtype=dtype) for name, tensor in before.items()}
+    meter = FigureMeter(dict.fromkeys("abc", 6), CPU)
+    expected = meter.measure((n, after[n].float() - before[n].float()) for n in "abc")
+    found = meter.differences(list(after.items()), before)
+    assert found.names == expected.names == ("a", "b", "c")
+    np.testing.assert_array_equal(found.sketches_PQK, expected.sketches_PQK)
+    np.testing.assert_array_equal(found.squares_PQ, expected.squares_PQ)

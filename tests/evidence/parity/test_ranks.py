@@ -66,6 +66,19 @@ def test_figures_of_shards_add_up_to_those_of_the_whole():
             np.testing.assert_allclose(squares, expected.squares_PQ[0], rtol=1e-6)
 
 
+def cut_flat(tensor, rank):
+    """Return a parameter as ZeRO 3 keeps it: a part of the flat tensor, which is padded."""
+    size, world = tensor.numel(), dist.get_world_size()
+    length = -(-size // world)
+    parameter = nn.Parameter(torch.empty(0))
+    padded = torch.cat([tensor.flatten(), torch.zeros(length * world - size)])
+    parameter.ds_tensor = padded[rank * length : (rank + 1) * length].clone()
+    parameter.ds_shape, parameter.ds_numel = tensor.shape, size
+    parameter.partition_numel = lambda: length
+    parameter.ds_process_group = dist.group.WORLD
+    return parameter
+
+
 def saved_and_loaded(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2))
     wholes = whole_tensors()
@@ -83,6 +96,18 @@ def saved_and_loaded(rank, folder):
             for n, s in SHAPES.items()
         }
         load_tensors(place, other)
+        ok.append(all(torch.equal(other[n].full_tensor(), t) for n, t in wholes.items()))
+        flat = {n: cut_flat(torch.zeros(s), rank) for n, s in SHAPES.items()}
+        load_tensors(place, flat)
+        expected = {n: cut_flat(t, rank) for n, t in wholes.items()}
+        ok.append(all(torch.equal(flat[n].ds_tensor, expected[n].ds_tensor) for n in SHAPES))
+        save_tensors(folder / f"flat {number}", rank, flat)
+        dist.barrier()
+        for target in (plain, other):
+            for tensor in target.values():
+                tensor.zero_()
+            load_tensors(folder / f"flat {number}", target)
+        ok.append(all(torch.equal(plain[n], t) for n, t in wholes.items()))
         ok.append(all(torch.equal(other[n].full_tensor(), t) for n, t in wholes.items()))
     return ok
 

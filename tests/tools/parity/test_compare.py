@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
-from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
-from rankscope.tools.parity.result import Kind, Phase
+from rankscope.tools.parity.result import Kind
+from rankscope.tools.stages import Stage
 
 SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}
 
@@ -92,7 +93,7 @@ def test_rounding_is_the_same():
 )
 def test_a_factor_is_named(act, look):
     answer = against(training(of(GRADIENT, "up", 0, act)))
-    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.GRADIENT, 0)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
     assert answer.exit_code == 1
@@ -120,7 +121,7 @@ def test_an_update_that_the_type_rounds_away_is_noted():
         "Rounding to the type of B's parameters loses the whole update of norm.",
     )
     found = compare(Bounds(fine, replace(coarse, types=fine.types)))
-    assert (found.stage, found.differences[0].look) == (Phase.UPDATE, "zero in B")
+    assert (found.stage, found.differences[0].look) == (Stage.UPDATE, "zero in B")
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -129,7 +130,7 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     a, moved = (training(seed=seed, trained=frozen) for seed in (0, 9))
     b = training(of(START, "norm", first, lambda v: 1.5 * v), trained=frozen)
     answer = compare(Bounds(a, replace(b, name="B"), a, moved))
-    assert (answer.stage, answer.step, answer.is_exact) == (Phase.START, first, first == 0)
+    assert (answer.stage, answer.step) == (Stage.START, first)
     assert [each.name for each in answer.differences] == ["norm"]
     trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
     assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
@@ -147,10 +148,10 @@ def test_a_value_that_is_not_finite_differs():
 def test_the_first_of_several_differences_in_the_order_of_causes_counts():
     side = training(of(GRADIENT, "up", 0, lambda v: 2 * v))
     side.steps[0].labels = (7, 1)
-    assert against(side).stage is Phase.LABELS
+    assert against(side).stage is Stage.LABELS
     side.steps[0].samples = np.arange(8) + 1
     answer = against(side)
-    assert answer.stage is Phase.SAMPLES
+    assert answer.stage is Stage.SAMPLES
     assert "1 of A's 8 samples are not in B" in answer.headline
     assert any("not compared" in note for note in answer.notes)
 
@@ -171,3 +172,44 @@ def test_other_parameters_cannot_be_compared():
     assert "1 trained parameters are in one of them alone (norm); see --map" in answer.headline
     shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
     assert "up is 32 × 8 in A and 16 × 8 in B" in against(shaped).headline
+
+
+@pytest.mark.parametrize(
+    ("again", "why"),
+    [
+        (training(seed=9), ""),
+        (training(of(START, "up", 0, lambda v: v + 1), seed=9), "begins with other parameters"),
+    ],
+    ids=["same", "start"],
+)
+def test_a_training_must_begin_alike_when_it_runs_again(again, why):
+    a = training()
+    b = replace(training(seed=3), name="B")
+    answer = decide(a, b, lambda side, eps: again)
+    assert answer.kind is (Kind.NOT_COMPARABLE if why else Kind.SAME)
+    assert why in answer.headline
+
+
+@pytest.mark.parametrize("repeats_a", [True, False])
+def test_a_training_that_draws_other_samples_each_time_is_not_comparable(repeats_a):
+    def drawn(shift):
+        side = training()
+        for step in side.steps.values():
+            step.samples = step.samples + shift
+        return side
+
+    sides = drawn(0), replace(drawn(100), name="B")
+    answer = decide(*sides, lambda side, eps: drawn(200), repeats_a=repeats_a)
+    assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
+    name = "A" if repeats_a else "B"
+    assert answer.headline.startswith(f"Not comparable: {name} draws other samples each time")
+    steady = decide(*sides, lambda side, eps: drawn(0 if side.name == "A" else 100))
+    assert (steady.kind, steady.stage) == (Kind.DIFFERENT, Stage.SAMPLES)
+
+
+def test_a_second_model_that_was_not_compared_is_no_same_training():
+    answer = against(training(seed=3, others=["Adam"]))
+    assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
+    assert "another model is trained" in answer.headline
+    wrong = against(training(of(GRADIENT, "up", 0, lambda v: 2 * v), others=["Adam"]))
+    assert (wrong.kind, wrong.stage) == (Kind.DIFFERENT, Stage.GRADIENT)

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from rankscope.tools.parity.reading import distance, read_side
-from rankscope.tools.parity.result import Kind, Phase
+from rankscope.tools.parity.result import Kind
+from rankscope.tools.stages import Stage
+from support.megatron_training import MISSING
 from support.parity import TRAINING, Recordings, answer_of, layout, record
 
 DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
+MEGATRON = str(Path(DEEPSPEED).with_name("megatron_loop.py"))
 BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
@@ -28,9 +31,18 @@ def recordings(tmp_path_factory):
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
         (2, ("--layout", "pp")),
+        (2, ("--layout", "pp_interleaved")),
         (2, ("--layout", "ep", "--experts")),
     ],
-    ids=["ddp", "fsdp2", "accumulation", "tensor parallelism", "pipeline", "experts"],
+    ids=[
+        "ddp",
+        "fsdp2",
+        "accumulation",
+        "tensor parallelism",
+        "pipeline",
+        "interleaved stages",
+        "experts",
+    ],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
     alone = [word for word in words if word == "--experts"]
@@ -44,15 +56,15 @@ def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
 @pytest.mark.parametrize(
     ("fault", "stage", "names", "look"),
     [
-        ("loss_times_workers", Phase.GRADIENT, None, "× 2"),
-        ("layer_update", Phase.UPDATE, [LAYER], "× 2"),
-        ("counter_ahead", Phase.STATE, None, ""),
-        ("same_samples", Phase.SAMPLES, None, ""),
-        ("labels_shifted", Phase.LABELS, None, ""),
-        ("one_layer_start", Phase.START, [LAYER], "× 1.01"),
+        ("loss_times_workers", Stage.GRADIENT, None, "× 2"),
+        ("layer_update", Stage.UPDATE, [LAYER], "× 2"),
+        ("counter_ahead", Stage.STATE, None, ""),
+        ("same_samples", Stage.SAMPLES, None, ""),
+        ("labels_shifted", Stage.LABELS, None, ""),
+        ("one_layer_start", Stage.START, [LAYER], "× 1.01"),
         (
             "half_shard",
-            Phase.GRADIENT,
+            Stage.GRADIENT,
             [LAYER],
             "zero in B, in the first and second quarter",
         ),
@@ -73,7 +85,7 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
     clip = ("--clip", "0.3")
     words = ("--layout", "fsdp2", *clip, "--fault", "local_clip")
     answer = answer_of(recordings, layout(1, *clip), layout(2, *words))
-    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.CLIPPING, 0)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.CLIPPING, 0)
     assert len(answer.differences) == answer.num_tensors
     assert any(note.startswith("B clips a norm of") for note in answer.notes)
 
@@ -82,18 +94,18 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
 def test_a_layer_of_a_later_stage_and_an_expert_are_named(recordings):
     words = ("--layout", "pp", "--fault", "layer_update")
     answer = answer_of(recordings, layout(1), layout(2, *words))
-    assert (answer.stage, [each.name for each in answer.differences]) == (Phase.UPDATE, [LAYER])
+    assert (answer.stage, [each.name for each in answer.differences]) == (Stage.UPDATE, [LAYER])
     words = ("--layout", "ep", "--experts", "--fault", "experts_not_divided")
     answer = answer_of(recordings, layout(1, "--experts"), layout(2, *words))
     assert [each.name for each in answer.differences] == ["experts.experts"]
-    assert (answer.stage, answer.differences[0].look) == (Phase.GRADIENT, "× 2")
+    assert (answer.stage, answer.differences[0].look) == (Stage.GRADIENT, "× 2")
 
 
 @pytest.mark.ranks
 def test_replicas_that_reduce_by_themselves_have_the_samples_of_all(recordings):
     words = ("--layout", "hsdp", "--fault", "half_mesh")
     answer = answer_of(recordings, layout(1), layout(4, *words), 1)
-    assert (answer.stage, len(answer.differences)) == (Phase.GRADIENT, 28)
+    assert (answer.stage, len(answer.differences)) == (Stage.GRADIENT, 28)
     assert any("rank 2, 3 hold" in note or "ranks 2, 3 hold" in note for note in answer.notes)
 
 
@@ -103,7 +115,7 @@ def test_a_teacher_that_follows_in_each_pass_is_found_at_the_next_start(recordin
     assert answer_of(recordings, *sides, 2).kind is Kind.SAME
     wrong = layout(1, "--teacher", "--accumulate", "2", "--fault", "teacher_each_pass")
     answer = answer_of(recordings, sides[0], wrong, 2)
-    assert (answer.stage, answer.step) == (Phase.START, 1)
+    assert (answer.stage, answer.step) == (Stage.START, 1)
     assert [each.name for each in answer.differences] == ["teacher.weight"]
 
 
@@ -115,7 +127,7 @@ def test_tied_weights_on_two_stages_are_one_parameter(recordings):
     assert answer_of(recordings, *sides, 2, rules_b=rules).kind is Kind.SAME
     apart = layout(2, *words, "--fault", "tied_apart")
     answer = answer_of(recordings, sides[0], apart, 2, rules_b=rules)
-    assert (answer.stage, answer.differences[0].name) == (Phase.GRADIENT, "embed.weight")
+    assert (answer.stage, answer.differences[0].name) == (Stage.GRADIENT, "embed.weight")
 
 
 @pytest.mark.ranks
@@ -196,6 +208,18 @@ def test_zero_3_trains_as_zero_0_does(recordings):
     figures = recordings.side(sides[1], "B", 2).steps[0].figures
     kinds = ("start", "gradient", "update", "moment exp_avg")
     assert [len(figures[kind]) for kind in kinds] == [6] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING, reason="megatron-core is not installed")
+def test_megatron_cores_distributed_optimizer_trains_as_its_plain_one_does(recordings):
+    alone = layout(1, script=MEGATRON)
+    words = ("--batch", "4", "--distributed", "--overlap")
+    assert answer_of(recordings, alone, layout(2, *words, script=MEGATRON), 2).kind is Kind.SAME
+    wrong = layout(2, *words, "--fault", "bucket_twice", script=MEGATRON)
+    answer = answer_of(recordings, alone, wrong, 2)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
 
 
 @pytest.mark.ranks

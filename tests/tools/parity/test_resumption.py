@@ -8,7 +8,8 @@ import pytest
 from rankscope.bus.parity import HELD, MOMENT
 from rankscope.tools.parity.compare import compare
 from rankscope.tools.parity.reading import Bounds, SideStep, Whole, joined, part_of
-from rankscope.tools.parity.result import Kind, Phase
+from rankscope.tools.parity.result import Kind
+from rankscope.tools.stages import Stage
 from tools.parity.test_compare import SHAPES, sketched, training
 
 TORCH = "torch's on the CPU"
@@ -50,7 +51,7 @@ def test_lost_moments_are_named_before_their_update():
     later = resumed()
     del later.steps[2].figures[f"{HELD}exp_avg"]
     found = answer(later)
-    assert (found.stage, found.step) == (Phase.STATE, 2)
+    assert (found.stage, found.step) == (Stage.STATE, 2)
     assert "another exp_avg before its first call" in found.headline
     assert {each.look for each in found.differences} == {"zero in B"}
 
@@ -59,7 +60,7 @@ def test_a_counter_that_begins_again_is_named():
     later = resumed()
     later.steps[2].facts = {**later.steps[2].facts, "held counters": dict.fromkeys(SHAPES, 0.0)}
     found = answer(later)
-    assert found.stage is Phase.STATE
+    assert found.stage is Stage.STATE
     assert "step counter is 2 in A and 0 in B" in found.headline
 
 
@@ -68,7 +69,7 @@ def test_other_parameters_are_named_at_the_start():
     start = later.steps[2].figures["start"]
     start["up"] = Whole(start["up"].squares_Q * 4, start["up"].sketches_QK * 2)
     found = answer(later)
-    assert (found.stage, [each.name for each in found.differences]) == (Phase.START, ["up"])
+    assert (found.stage, [each.name for each in found.differences]) == (Stage.START, ["up"])
 
 
 @pytest.mark.parametrize("drawn", [True, False])
@@ -78,7 +79,7 @@ def test_the_random_state_of_one_rank_on_all_is_named(drawn):
     found = answer(replace(later, drawn=drawn))
     words = "rank 1 holds that of rank 0; rank 2 holds that of rank 0; rank 3 holds that of rank 0"
     if drawn:
-        assert (found.stage, found.kind) == (Phase.RANDOM, Kind.DIFFERENT)
+        assert (found.stage, found.kind) == (Stage.RANDOM, Kind.DIFFERENT)
         assert words in found.headline
     else:
         assert found.kind is Kind.SAME
@@ -90,5 +91,5 @@ def test_skipped_samples_are_named_with_the_step_that_has_them():
     later.steps[2].samples = SideStep().samples
     later.steps[2].samples = later.steps[3].samples
     found = answer(later)
-    assert found.stage is Phase.SAMPLES
+    assert found.stage is Stage.SAMPLES
     assert "B has those of A's step 3" in found.headline

@@ -1,20 +1,19 @@
 """Sketches and norms of a rank's parts of tensors, such that all ranks' add up to the whole."""
 
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.bus.parity import QUARTERS, WIDTH, TensorFigures
 from rankscope.gradients.sketch import Measured, Sketcher
+from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.fsdp2_model import Shard, ShardPlace, measure_shards
 from rankscope.wrappers.labels import IGNORED_LABEL, labels_in, own
 
@@ -38,65 +37,6 @@ class Part(NamedTuple):
         return f"{','.join(map(str, self.first))}+{','.join(map(str, self.tensor.shape))}" + (
             f" term {self.terms}" if self.terms else ""
         )
-
-
-class Held(NamedTuple):
-    """What an optimizer holds of a parameter in one of its tensors."""
-
-    name: str
-    # returns its part of a tensor of that shape: the tensor itself, a gradient, a moment
-    part: Callable[[Tensor], Tensor | Part]
-
-
-def pieces_in(flat: Tensor, module: nn.Module, names: dict[int, str]) -> Iterator[Held]:
-    """Yield the parameters whose elements DeepSpeed's ZeRO 1 to 3 keeps in a flat tensor."""
-    if isinstance(flat, DTensor):
-        return
-    memory = flat.untyped_storage().data_ptr()
-    for parameter in module.parameters():
-        mapping: Any = getattr(parameter, "_hp_mapping", None)
-        owner: Any = getattr(parameter, "_z3_optimizer", None)
-        name = names.get(id(parameter))
-        if name is None:
-            continue
-        if owner is not None:
-            group, start, _ = owner.grad_position[owner.get_param_id(parameter)]
-            first, length, size = _share_of(parameter)
-            if length and owner.fp32_partitioned_groups_flat[group] is flat:
-                yield Held(name, functools.partial(_cut, start, length, size, first))
-        elif mapping is not None and mapping.hp_fragment.untyped_storage().data_ptr() == memory:
-            there, whole = mapping.hp_fragment_address, mapping.lp_fragment_address.start
-            size = parameter.numel()
-            yield Held(name, functools.partial(_cut, there.start, there.numel, size, whole))
-
-
-def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether ZeRO 3 shards a parameter: outside of its layer, only a shard is there."""
-    return hasattr(parameter, "ds_tensor")
-
-
-def size_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter or buffer, also of one that ZeRO 3 shards."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
-
-
-def stored(tensor: Tensor) -> Tensor | Part:
-    """Return what a rank holds of a parameter: under ZeRO 3 its shard, else the tensor."""
-    if not is_partitioned(tensor):
-        return tensor
-    first, length, size = _share_of(tensor)
-    return _cut(0, length, size, first, tensor.ds_tensor)  # type: ignore[attr-defined]
-
-
-def _share_of(parameter: Any) -> tuple[int, int, int]:
-    """Return where this rank's shard under ZeRO 3 begins, its length, and that of all."""
-    size, shard = int(parameter.ds_numel), int(parameter.partition_numel())
-    first = min(dist.get_rank(parameter.ds_process_group) * shard, size)
-    return first, min(shard, size - first), size
-
-
-def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:
-    return Part(flat.detach().view(-1).narrow(0, start, length), (size,), (first,))
 
 
 def part_of(tensor: Tensor | Part) -> Part:
@@ -171,6 +111,8 @@ def as_shard(part: Part) -> tuple[Tensor, ShardPlace] | None:
 
 Named = tuple[str, Tensor | Part]
 
+_AT_ONCE = 1 << 22  # elements that are read in one call
+
 
 class FigureMeter:
     """Measures tensors of known names and sizes.
@@ -200,10 +142,16 @@ class FigureMeter:
         self._sketcher = Sketcher(device, groups, WIDTH, seed=0, sections=sections)
 
     def measure(self, tensors: Iterable[Named]) -> TensorFigures:
-        """Return the figures of tensors, of those whose names are known; waits for the device."""
+        """Return the figures of tensors, of those whose names are known; waits for the device.
+
+        A few million elements are read at once: tensors that are made for it, such as differences,
+        take no more memory than that.
+        """
+        totals = self._sketcher.new_totals()
         wholes: list[Measured] = []
         shards: list[Shard] = []
         places: dict[str, str] = {}
+        waiting = 0
         for given, tensor in tensors:
             name, part = self._placed(given, part_of(tensor))
             if name not in self._row:
@@ -218,10 +166,11 @@ class FigureMeter:
                 wholes.append((name, part.tensor.contiguous(), 0))
             else:
                 shards.append((name, *shard))
-        totals = self._sketcher.new_totals()
-        with torch.no_grad():
-            self._sketcher.measure_many(wholes, totals)
-            measure_shards(self._sketcher, shards, totals)
+            waiting += part.tensor.numel()
+            if waiting >= _AT_ONCE:
+                self._read(wholes, shards, totals)
+                waiting = 0
+        self._read(wholes, shards, totals)
         rows = [self._row[name] for name in places]
         sketches = totals.sketches.cpu().numpy().reshape(-1, QUARTERS, WIDTH)
         squares = totals.squared_norms.cpu().numpy().reshape(-1, QUARTERS)
@@ -232,23 +181,29 @@ class FigureMeter:
             np.array(sketches[rows], np.float32),
         )
 
+    @torch.no_grad()
+    def _read(self, wholes: list[Measured], shards: list[Shard], into: GradientTotals) -> None:
+        """Add what waits to totals, and drop it."""
+        self._sketcher.measure_many(wholes, into)
+        measure_shards(self._sketcher, shards, into)
+        wholes.clear()
+        shards.clear()
+
     def differences(
         self, after: Sequence[Named], before: Mapping[str, Tensor | Part]
     ) -> TensorFigures:
-        """Return the figures of ``after - before``, in float32 or the tensors' wider type."""
+        """Return the figures of ``after - before``, in float32 or the tensors' wider type.
+
+        They take the place of ``before``.
+        """
         return self.measure((name, _difference(now, before[name])) for name, now in after)
 
 
-def _difference(now: Tensor | Part, before: Tensor | Part) -> Tensor | Part:
-    if isinstance(now, Part):
-        return now._replace(tensor=_minus(now.tensor, part_of(before).tensor))
-    return _minus(now, before)  # type: ignore[arg-type]
-
-
-def _minus(now: Tensor, before: Tensor) -> Tensor:
-    if now.dtype in (torch.float16, torch.bfloat16):
-        return now.detach().float() - before.float()
-    return now.detach() - before
+def _difference(now: Tensor | Part, before: Tensor | Part) -> Part:
+    part, own = part_of(now), part_of(before).tensor
+    if own.dtype in (torch.float16, torch.bfloat16):
+        return part._replace(tensor=part.tensor.float().sub_(own))
+    return part._replace(tensor=torch.sub(part.tensor, own, out=own))
 
 
 def _quarters(row: int, size: int) -> tuple[Range, ...]:

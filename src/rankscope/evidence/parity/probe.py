@@ -39,17 +39,15 @@ from rankscope.evidence.loss.probe import LossMeter, PendingLosses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
 from rankscope.evidence.parity.figures import (
     FigureMeter,
-    Held,
     Labels,
     Named,
     Part,
     labels_among,
     labels_before,
-    pieces_in,
-    size_of,
-    stored,
 )
+from rankscope.evidence.parity.held import HeldElements, size_of, stored
 from rankscope.evidence.parity.inside import LayerOutputs
+from rankscope.evidence.parity.megatron import MegatronBuffers
 from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
@@ -58,6 +56,7 @@ from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
+from rankscope.wrappers.megatron import is_megatron
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
@@ -133,6 +132,7 @@ class ParityRecorder:
         first_step: int = 0,
         rules: Sequence[Rule] = (),
         bisects: bool = False,
+        wrapper: object = None,
     ) -> None:
         self._module = module
         self._place = place
@@ -150,7 +150,9 @@ class ParityRecorder:
         self._shapes = {naming.of(name): naming.shape(name, own[name]) for name in own}
         doubled = {naming.of(canonical_name(n)) for n, t in named if t.is_complex()}
         sizes = {n: math.prod(shape) * (1 + (n in doubled)) for n, shape in self._shapes.items()}
-        self._flat: dict[int, tuple[Held, ...]] = {}
+        self._megatron = MegatronBuffers(wrapper, self._names) if is_megatron(wrapper) else None
+        firsts = {} if self._megatron is None else self._megatron.firsts
+        self._held = HeldElements(module, self._names, firsts)
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
         self._meter = FigureMeter(
@@ -173,9 +175,11 @@ class ParityRecorder:
         self._drew: list[str] = []
         self._others: set[str] = set()
         self._inner_hooks: list[Any] = []
-        self._stop_listening: Callable[[], object] = (
-            CLIP.subscribe(before=self._see_clipping) if CLIP.exists else lambda: None
-        )
+        self._stops: list[Callable[[], object]] = []
+        if CLIP.exists:
+            self._stops.append(CLIP.subscribe(before=self._see_clipping))
+        if self._megatron is not None:
+            self._stops.append(self._megatron.subscribe(self._see_synchronised))
 
     @property
     def active(self) -> bool:
@@ -204,14 +208,15 @@ class ParityRecorder:
     def close(self) -> None:
         """Write the last step, and listen no more."""
         self._end_step()
-        self._stop_listening()
+        for stop in self._stops:
+            stop()
         self._forget_inner_hooks()
         if self._outputs is not None:
             self._outputs.remove()
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
-        return any(self._held(p) for each in all_of(optimizer) for p in _parameters(each))
+        return any(self._held.in_tensor(p) for each in all_of(optimizer) for p in _parameters(each))
 
     def fail(self, error: Exception) -> None:
         """End the record, and say so in its files."""
@@ -240,6 +245,14 @@ class ParityRecorder:
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
+        self._enter()
+
+    @_recorded
+    def go_on(self) -> None:
+        """A micro-batch goes on in another stage of this rank."""
+        self._enter()
+
+    def _enter(self) -> None:
         self._random.before_forward()
         self._inside = True
 
@@ -256,19 +269,18 @@ class ParityRecorder:
             now.facts["types"] = sorted({str(p.dtype) for p in self._module.parameters()})
             self._watch_inside()
             if self._start is not None:
-                set_up(self._start, self._module, self._place.rank, self._naming)
+                set_up(self._start, self._module, self._place.rank, self._naming, self._held)
         now.figures[START] = self._meter.measure(self._named(self._module.parameters()))
         buffers = [b for _, b in _float_buffers(self._module)]
         now.figures[BUFFER] = self._meter.measure(self._named(buffers))
         if first and self._start is not None:
-            self._start.perturb(self._module)
+            self._start.perturb(self._module, self._held)
 
     @_recorded
     def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the training has ended."""
         self._inside = False
         self._random.after_forward()
-        self._forget_inner_hooks()
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             self._add_labels(labels_before([loss]))
@@ -295,8 +307,18 @@ class ParityRecorder:
     @_recorded
     def see_reduced(self) -> None:
         """A backward pass has ended, and its reduction."""
+        if self._megatron is None:
+            self._keep_unclipped(self._gradients())
+
+    @_recorded
+    def _see_synchronised(self, *args: Any, **more: Any) -> None:
+        """Megatron-core has reduced its buffers."""
+        if self._megatron is not None:
+            self._keep_unclipped(self._megatron.gradients)
+
+    def _keep_unclipped(self, gradients: Sequence[Named]) -> None:
         if self._begun and not self._now.updated:
-            self._now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
+            self._now.unclipped = {UNCLIPPED: self._meter.measure(gradients)}
             self._now.facts.pop("clipping seen", None)
 
     @_recorded
@@ -325,7 +347,7 @@ class ParityRecorder:
             for each in all_of(optimizer)
             for flat in _parameters(each)
             if id(flat) not in self._names and flat.grad is not None
-            for name, part in self._held(flat)
+            for name, part in self._held.in_tensor(flat)
         ]
         if given:
             self._add(GRADIENT, self._meter.measure(given))
@@ -338,19 +360,9 @@ class ParityRecorder:
             }  # fmt: skip
         for each in all_of(optimizer):
             for parameter in _parameters(each):
-                held = self._held(parameter)
+                held = self._held.in_tensor(parameter)
                 copy = parameter.detach().clone() if held else parameter
                 now.before.update((name, part(copy)) for name, part in held)
-
-    def _held(self, tensor: Tensor) -> tuple[Held, ...]:
-        """Return the parameters of the model that an optimizer's tensor holds elements of."""
-        name = self._names.get(id(tensor))
-        if name is not None:
-            return (Held(name, lambda same: same),)
-        found = self._flat.get(id(tensor))
-        if found is None:
-            found = self._flat[id(tensor)] = tuple(pieces_in(tensor, self._module, self._names))
-        return found
 
     @_recorded
     def after_update(self, optimizer: Any) -> None:
@@ -362,7 +374,7 @@ class ParityRecorder:
             (name, part(p))
             for each in all_of(optimizer)
             for p in _parameters(each)
-            for name, part in self._held(p)
+            for name, part in self._held.in_tensor(p)
             if name in now.before
         ]
         self._add(UPDATE, self._meter.differences(after, now.before))
@@ -381,7 +393,9 @@ class ParityRecorder:
     def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
         for held in held_by(optimizer):
-            for key, (name, part) in itertools.product(held.moments, self._held(held.whole)):
+            for key, (name, part) in itertools.product(
+                held.moments, self._held.in_tensor(held.whole)
+            ):
                 value = _state_of(optimizer, held).get(key)
                 if isinstance(value, Tensor) and value.shape == held.whole.shape:
                     by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
@@ -391,7 +405,7 @@ class ParityRecorder:
         counters: dict[str, float] = {}
         for held in held_by(optimizer):
             if held.counter is not None:
-                of = self._held(held.whole)
+                of = self._held.in_tensor(held.whole)
                 counters.update((self._naming.of(n), float(held.counter)) for n, _ in of)
         return counters
 
@@ -441,6 +455,7 @@ class ParityRecorder:
                 multipliers_M,
             )
         )
+        self._forget_inner_hooks()
         self._now = _Step()
         self._begun = False
         self.present_step += 1
@@ -465,15 +480,18 @@ class ParityRecorder:
     # Inside of the first forward pass ---------------------------------------------------------
 
     def _watch_inside(self) -> None:
-        """See which layers draw random numbers, and in which type they compute, in one pass."""
+        """See in one pass of each layer whether it draws random numbers, and in which type."""
         if any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
             return
         for name, module in self._module.named_modules():
             if any(True for _ in module.children()):
                 continue
             watch = _Inside(self, canonical_name(name) or type(module).__name__)
-            self._inner_hooks.append(module.register_forward_pre_hook(watch.before))
-            self._inner_hooks.append(module.register_forward_hook(watch.after))
+            watch.hooks += [
+                module.register_forward_pre_hook(watch.before),
+                module.register_forward_hook(watch.after),
+            ]
+            self._inner_hooks += watch.hooks
 
     def _forget_inner_hooks(self) -> None:
         for hook in self._inner_hooks:
@@ -496,6 +514,7 @@ class _Inside:
         self._recorder = recorder
         self._name = name
         self._states: list[Tensor] = []
+        self.hooks: list[Any] = []
 
     def before(self, module: nn.Module, args: Any) -> None:
         """A layer is about to compute."""
@@ -506,6 +525,8 @@ class _Inside:
         states = zip(self._states, _states(), strict=False)
         drew = any(not torch.equal(old, new) for old, new in states)
         self._recorder.see_layer(self._name, output, drew=drew)
+        for hook in self.hooks:
+            hook.remove()
 
 
 def _states() -> list[Tensor]:
@@ -554,7 +575,9 @@ class ParityProbe(Probe):
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
         self._optimizer = job.optimizer
-        self._recorder = ParityRecorder(job.wrapped.module, place, job.parity)
+        self._recorder = ParityRecorder(
+            job.wrapped.module, place, job.parity, wrapper=job.wrapped.wrapper
+        )
         self._waits = False
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:

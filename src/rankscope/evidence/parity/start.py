@@ -8,19 +8,21 @@ what overlaps with its own parts.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
-from rankscope.evidence.parity.figures import is_partitioned, part_of, stored
+from rankscope.evidence.parity.figures import Part, part_of
+from rankscope.evidence.parity.held import HeldElements, is_partitioned, stored
 from rankscope.evidence.parity.naming import Naming
-from rankscope.files import replace
+from rankscope.files import write_error
 from rankscope.gradients.names import canonical_name
 
 _TYPES = {
@@ -31,59 +33,66 @@ _METADATA = "__metadata__"
 _LENGTH = 8
 
 
-class _Box(NamedTuple):
-    """A part of a whole tensor: where it begins in each dimension, and its content."""
-
-    first: tuple[int, ...]
-    values: Tensor
-
-
 _AS_NAMED = Naming((), {})
 
 
 def save_tensors(
     folder: Path, rank: int, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED
 ) -> None:
-    """Write this rank's parts of floating-point tensors; of copies, one rank's alone."""
+    """Write this rank's parts of floating-point tensors; of copies, one rank's alone.
+
+    Raises RunError: they cannot be written.
+    """
+    parts = {
+        name: naming.placed(name, part_of(stored(tensor)))
+        for name, tensor in tensors.items()
+        if tensor.dtype in _NAMES and _is_first_copy(tensor, rank)
+    }
+    # The widest first: each then begins at a multiple of the size of its elements.
+    named = sorted(parts.items(), key=lambda one: -one[1].tensor.element_size())
     header: dict[str, Any] = {}
     places = {}
-    parts = []
     at = 0
-    for name, tensor in tensors.items():
-        part = naming.placed(name, part_of(tensor))
-        if not _is_first_copy(tensor, rank) or part.tensor.dtype not in _NAMES:
-            continue
-        content = part.tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    for name, part in named:
         key = f"{name}@{rank}"
+        length = part.tensor.numel() * part.tensor.element_size()
         header[key] = {
             "dtype": _NAMES[part.tensor.dtype],
             "shape": list(part.tensor.shape),
-            "data_offsets": [at, at + len(content)],
+            "data_offsets": [at, at + length],
         }
-        places[key] = [naming.of(name), list(part.first)]
-        parts.append(content)
-        at += len(content)
+        places[key] = [naming.of(name), list(part.first), list(part.shape)]
+        at += length
     text = json.dumps({_METADATA: {"places": json.dumps(places)}, **header}).encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    head = len(text).to_bytes(_LENGTH, "little") + text
-    replace(folder / f"rank-{rank:05d}.safetensors", b"".join([head, *parts]))
+    text += b" " * (-len(text) % _LENGTH)
+    path = folder / f"rank-{rank:05d}.safetensors"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(_LENGTH, "little") + text)
+            for _, part in named:
+                local = part.tensor.contiguous().cpu().reshape(-1)
+                file.write(local.view(torch.uint8).numpy().data)
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED) -> None:
     """Copy what is saved into this rank's parts; RunError where a tensor is not all there."""
-    boxes: dict[str, list[_Box]] = {}
+    saved: dict[str, list[Part]] = {}
     for file in sorted(folder.glob("rank-*.safetensors")):
-        for name, box in _read(file):
-            boxes.setdefault(name, []).append(box)
+        for name, part in _read(file):
+            saved.setdefault(name, []).append(part)
     for name, tensor in tensors.items():
-        part = naming.placed(name, part_of(tensor))
-        saved = boxes.get(naming.of(name), ())
-        copied = sum(_copy(box, part.first, part.tensor) for box in saved)
-        if copied != part.tensor.numel():
-            raise RunError(f"{folder} holds {copied} of {part.tensor.numel()} elements of {name}")
+        own = naming.placed(name, part_of(stored(tensor)))
+        copied = sum(_copy(part, own) for part in saved.get(naming.of(name), ()))
+        if copied != own.tensor.numel():
+            raise RunError(f"{folder} holds {copied} of {own.tensor.numel()} elements of {name}")
 
 
 def _is_first_copy(tensor: Tensor, rank: int) -> bool:
+    if is_partitioned(tensor):
+        return True
     if not isinstance(tensor, DTensor):
         return rank == 0
     axes = enumerate(tensor.placements)
@@ -91,44 +100,56 @@ def _is_first_copy(tensor: Tensor, rank: int) -> bool:
     return all(not p.is_replicate() or mesh.get_local_rank(axis) == 0 for axis, p in axes)
 
 
-def _read(file: Path) -> Iterator[tuple[str, _Box]]:
-    content = bytearray(file.read_bytes())
+def _read(file: Path) -> Iterator[tuple[str, Part]]:
+    """Yield the saved parts; what is read of the file is what is copied from them."""
     try:
+        with file.open("rb") as opened:
+            content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         begin = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-        header = json.loads(bytes(content[_LENGTH:begin]))
+        header = json.loads(content[_LENGTH:begin])
         places = json.loads(header.pop(_METADATA)["places"])
-        for key, (name, first) in places.items():
+        for key, (name, first, whole) in places.items():
             one = header[key]
             count = math.prod(one["shape"])
-            dtype = _TYPES[one["dtype"]]
+            if not count:
+                continue
             at = begin + int(one["data_offsets"][0])
-            if count:
-                values = torch.frombuffer(content, dtype=torch.uint8, count=count * dtype.itemsize,
-                                          offset=at).clone().view(dtype)  # fmt: skip
-            else:
-                values = torch.empty(0, dtype=dtype)
-            yield str(name), _Box(tuple(map(int, first)), values.view(one["shape"]))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            values = torch.frombuffer(content, dtype=_TYPES[one["dtype"]], count=count, offset=at)
+            yield str(name), Part(values.view(one["shape"]), tuple(whole), tuple(first))
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RunError(f"{file} holds no parameters that can be read ({error})") from error
 
 
-def _copy(box: _Box, first: Sequence[int], own: Tensor) -> int:
-    """Copy where a saved part overlaps with a rank's own; return the number of elements."""
-    if box.values.dim() != own.dim():
-        return 0
-    for dim, (theirs, mine) in enumerate(zip(box.first, first, strict=True)):
-        low = max(theirs, mine)
-        high = min(theirs + box.values.shape[dim], mine + own.shape[dim])
+def _copy(source: Part, target: Part) -> int:
+    """Copy where two parts of a tensor overlap; return the number of elements."""
+    if len(source.shape) != len(target.shape):
+        return _copy_flat(source, target)
+    theirs, mine = source.tensor, target.tensor
+    for dim, (begin, start) in enumerate(zip(source.first, target.first, strict=True)):
+        low = max(begin, start)
+        high = min(begin + theirs.shape[dim], start + mine.shape[dim])
         if high <= low:
             return 0
-    source, target = box.values, own
-    for dim, (theirs, mine) in enumerate(zip(box.first, first, strict=True)):
-        low = max(theirs, mine)
-        high = min(theirs + box.values.shape[dim], mine + own.shape[dim])
-        source = source.narrow(dim, low - theirs, high - low)
-        target = target.narrow(dim, low - mine, high - low)
-    target.copy_(source)
-    return target.numel()
+        theirs = theirs.narrow(dim, low - begin, high - low)
+        mine = mine.narrow(dim, low - start, high - low)
+    mine.copy_(theirs)
+    return mine.numel()
+
+
+def _copy_flat(source: Part, target: Part) -> int:
+    """Copy where one of the two is a part of the flat tensor."""
+    whole, flat = (source, target) if len(target.shape) == 1 else (target, source)
+    at = torch.zeros((), dtype=torch.int64)
+    for first, length, size in zip(whole.first, whole.tensor.shape, whole.shape, strict=True):
+        at = at[..., None] * size + torch.arange(first, first + length)
+    at -= flat.first[0]
+    inside = ((at >= 0) & (at < flat.tensor.numel())).to(whole.tensor.device)
+    at = at.to(flat.tensor.device)[inside.to(flat.tensor.device)]
+    if whole is source:
+        flat.tensor[at] = source.tensor[inside].to(flat.tensor)
+    else:
+        whole.tensor[inside] = flat.tensor[at].to(whole.tensor)
+    return len(at)
 
 
 _SHARE = 0.25
@@ -149,7 +170,7 @@ class Start:
     save_to: Path | None = None
     load_from: Path | None = None  # folder of such files, from which they are read; None for none
 
-    def perturb(self, module: nn.Module) -> None:
+    def perturb(self, module: nn.Module, held: HeldElements) -> None:
         """Move a quarter of the elements of each parameter by ``eps`` of their size, up or down.
 
         Copies of a parameter are moved alike. No random generator of the training is touched.
@@ -169,9 +190,10 @@ class Start:
             signs = (moves < _SHARE / 2).float() - (moves > 1 - _SHARE / 2).float()
             moved = local.double() * (1 + self.eps * signs.to(local.device).double())
             local.copy_(moved.to(local.dtype))
+        renew_masters(module, held)
 
 
-def set_up(start: Start, module: nn.Module, rank: int, naming: Naming) -> None:
+def set_up(start: Start, module: nn.Module, rank: int, naming: Naming, held: HeldElements) -> None:
     """Make the changes that the record of the start is to show.
 
     Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
@@ -180,6 +202,7 @@ def set_up(start: Start, module: nn.Module, rank: int, naming: Naming) -> None:
         switch_off_dropout(module)
     if start.load_from is not None:
         load_tensors(start.load_from, tensors_of(module), naming)
+        renew_masters(module, held)
     if start.save_to is not None:
         save_tensors(start.save_to, rank, tensors_of(module), naming)
 
@@ -194,12 +217,14 @@ def switch_off_dropout(module: nn.Module) -> None:
                 setattr(each, name, 0.0)
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and floating-point buffers by their canonical names.
+def renew_masters(module: nn.Module, held: HeldElements) -> None:
+    """Copy the parameters into the tensors that an optimizer trains in their place."""
+    for parameter in module.parameters():
+        for master in held.masters_of(parameter):
+            _copy(part_of(stored(parameter)), master)
 
-    Raises RunError: ZeRO 3 shards them.
-    """
-    if any(map(is_partitioned, module.parameters())):
-        raise RunError("parameters that ZeRO 3 shards can neither be saved nor replaced")
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and floating-point buffers by their canonical names."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {canonical_name(n): t.detach() for n, t in named if t.is_floating_point()}

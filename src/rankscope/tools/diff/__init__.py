@@ -23,14 +23,13 @@ from rankscope.tools.diff.result import (
     Change,
     Comparison,
     Curve,
-    DiffClass,
     DifferenceGrowth,
     Jump,
-    Moment,
     Parting,
 )
 from rankscope.tools.parity.compare import compare
 from rankscope.tools.parity.reading import Bounds, NotRecordedError, read_side
+from rankscope.tools.stages import DiffClass, Stage
 
 __all__ = [
     "Alignment",
@@ -40,8 +39,8 @@ __all__ = [
     "DiffClass",
     "DifferenceGrowth",
     "Jump",
-    "Moment",
     "Parting",
+    "Stage",
     "compare_runs",
 ]
 

@@ -24,12 +24,11 @@ from rankscope.tools.diff.result import (
     Change,
     Comparison,
     Curve,
-    DiffClass,
     DifferenceGrowth,
     Jump,
-    Moment,
     Parting,
 )
+from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 REDUCTION_ALLOWANCE = 30.0
 """How many times the predicted distance a reduced gradient may have: parts of it may cancel."""
@@ -40,7 +39,7 @@ COMPUTE_ALLOWANCE = {"float32": 1024.0, "float64": 1024.0, "float16": 64.0, "bfl
 OTHER_UPDATE = 0.1
 """Share of an update by which two may differ whose gradients differ by rounding."""
 
-LATER = {Moment.DATA: DiffClass.DATA, Moment.SETTINGS: DiffClass.CONFIGURATION}
+LATER = {stage: CLASS_OF[stage] for stage in (Stage.SAMPLES, Stage.SETTINGS)}
 """Classes that rounding does not explain, when they follow a parting by rounding."""
 
 
@@ -78,14 +77,14 @@ class DifferenceCase:
         """Return the differences of these kinds."""
         return tuple(change for change in self.changes if change.kind in kinds)
 
-    def differs(self, moment: Moment) -> list[ComparedColumn]:
-        """Return the signals of a moment that differ where the runs first part."""
-        return [s for s in self.signals if s.moment is moment and s.differs_PW[self.at].any()]
+    def differs(self, stage: Stage) -> list[ComparedColumn]:
+        """Return the signals of a stage that differ where the runs first part."""
+        return [s for s in self.signals if s.stage is stage and s.differs_PW[self.at].any()]
 
 
 def judge(case: DifferenceCase, jump: Jump | None) -> Judgement:
     """Return the class of a difference."""
-    found = _by_first_moment(case)
+    found = _by_first_stage(case)
     if found.kind is DiffClass.ROUNDING:
         found = _other_update(case) or _later_event(case) or found
     if found.kind is DiffClass.ROUNDING and jump is not None:
@@ -110,7 +109,7 @@ def _jumped(case: DifferenceCase, jump: Jump) -> Judgement:
 
 def _other_update(case: DifferenceCase) -> Judgement | None:
     """Judge an optimizer that makes another step of gradients that agree up to rounding."""
-    if case.of_kind("dtype") or case.parting.moment is Moment.AFTER:
+    if case.of_kind("dtype") or case.parting.stage is Stage.UPDATE:
         return None
     before, after = (case.pair.distance(case.at, "parameter", back=back) for back in (1, 0))
     taken = case.pair.update(case.at)
@@ -120,7 +119,7 @@ def _other_update(case: DifferenceCase) -> Judgement | None:
         words = f"the update of the parameters differs by {apart / taken:.2g} of its size"
     else:
         size = _next_size(case)
-        other = size > _allowance(case, Moment.LOSS)
+        other = size > _allowance(case, Stage.LOSS)
         words = f"the losses of the next step differ by {size:.2g}"
     if not other:
         return None
@@ -132,15 +131,15 @@ def _other_update(case: DifferenceCase) -> Judgement | None:
     return Judgement(DiffClass.JUMP, [reason], most_apart(after))
 
 
-def _by_first_moment(case: DifferenceCase) -> Judgement:
-    moment = case.parting.moment
-    if moment is Moment.DATA:
+def _by_first_stage(case: DifferenceCase) -> Judgement:
+    stage = case.parting.stage
+    if stage is Stage.SAMPLES:
         return Judgement(DiffClass.DATA)
-    if moment is Moment.RANDOM:
+    if stage is Stage.RANDOM:
         return Judgement(DiffClass.STATE, ["The random generators stand at other places."])
-    if moment is Moment.BEFORE:
+    if stage is Stage.START:
         return _before(case)
-    if case.differs(Moment.SETTINGS):
+    if case.differs(Stage.SETTINGS):
         settings = case.of_kind("training") or case.of_kind("dtype")
         return Judgement(DiffClass.CONFIGURATION, settings=settings)
     return _computed(case)
@@ -148,7 +147,7 @@ def _by_first_moment(case: DifferenceCase) -> Judgement:
 
 def _before(case: DifferenceCase) -> Judgement:
     """Judge models that differ before their first common step."""
-    apart = tensors_at(case.pair, case.at, Moment.BEFORE)
+    apart = tensors_at(case.pair, case.at, Stage.START)
     only = single_element(apart)
     if only:
         return Judgement(
@@ -157,7 +156,7 @@ def _before(case: DifferenceCase) -> Judgement:
             only,
         )
     typed = case.of_kind("dtype")
-    if typed and case.parting.relative <= _allowance(case, Moment.BEFORE):
+    if typed and case.parting.relative <= _allowance(case, Stage.START):
         return Judgement(
             DiffClass.ROUNDING,
             ["The parameters are the same ones, rounded to another type."],
@@ -170,15 +169,15 @@ def _before(case: DifferenceCase) -> Judgement:
 
 def _computed(case: DifferenceCase) -> Judgement:
     """Judge a parting whose data, generators, parameters and settings are equal."""
-    moment = case.parting.moment
+    stage = case.parting.stage
     size = size_of(case)
-    allowed = _allowance(case, moment)
+    allowed = _allowance(case, stage)
     shown = sign_of_bug(case)
     if shown is not None:
         return shown
-    if size <= allowed or (math.isnan(size) and _next_size(case) <= _allowance(case, Moment.LOSS)):
+    if size <= allowed or (math.isnan(size) and _next_size(case) <= _allowance(case, Stage.LOSS)):
         reasons = _sizes(size, allowed)
-    elif moment is Moment.REDUCED and _like_16_bits(case, size):
+    elif stage is Stage.GRADIENT and _like_16_bits(case, size):
         reasons = ["The distance is that of a reduction in 16 bits."]
     else:
         return _beyond_rounding(case, size, allowed)
@@ -195,8 +194,8 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
         unequal = _unequal_weights(case)
         if unequal:
             return Judgement(DiffClass.CONFIGURATION, [*reasons, unequal])
-    if case.at == 0 and case.parting.moment is not Moment.REDUCED:
-        where = "The optimizer's state" if case.parting.moment is Moment.AFTER else "What they hold"
+    if case.at == 0 and case.parting.stage is not Stage.GRADIENT:
+        where = "The optimizer's state" if case.parting.stage is Stage.UPDATE else "What they hold"
         return Judgement(
             DiffClass.STATE,
             [*reasons, f"{where} differs already in the first common step, with equal data."],
@@ -209,11 +208,11 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
 
 def sign_of_bug(case: DifferenceCase) -> Judgement | None:
     """Return a difference that no rounding causes: one element, or some workers alone."""
-    moment = case.parting.moment
+    stage = case.parting.stage
     at = case.at
     inside = _inside_one_run(case)
-    if moment in (Moment.REDUCED, Moment.AFTER):
-        only = single_element(tensors_at(case.pair, at, moment))
+    if stage in (Stage.GRADIENT, Stage.UPDATE):
+        only = single_element(tensors_at(case.pair, at, stage))
         if only:
             reason = f"A single element of {only} differs, and no other tensor does."
             return Judgement(DiffClass.JUMP, [reason], only)
@@ -231,9 +230,9 @@ def sign_of_bug(case: DifferenceCase) -> Judgement | None:
         )
         return Judgement(DiffClass.JUMP, [reason], inside.name)
     if ranks and case.pair.alignment.same_width and len(ranks) < case.pair.a.num_workers:
-        if moment is Moment.GRADIENT and size_of(case) <= _allowance(case, moment):
+        if stage is Stage.LOCAL and size_of(case) <= _allowance(case, stage):
             return None  # kernels that add up in any order differ now and then
-        if at == 0 and size_of(case) > _allowance(case, moment) and moment is Moment.LOSS:
+        if at == 0 and size_of(case) > _allowance(case, stage) and stage is Stage.LOSS:
             return None
         words = ", ".join(map(str, ranks))
         reason = f"Only worker {words} computes something else; the others agree to the last bit."
@@ -244,7 +243,7 @@ def sign_of_bug(case: DifferenceCase) -> Judgement | None:
 
 def size_of(case: DifferenceCase) -> float:
     """Return the relative distance where the runs first part; NaN where only digests differ."""
-    signals = case.differs(case.parting.moment)
+    signals = case.differs(case.parting.stage)
     sizes = [
         float(np.nanmax(s.relative_PW[case.at]))
         for s in signals
@@ -255,11 +254,11 @@ def size_of(case: DifferenceCase) -> float:
     return max(sizes, default=math.nan)
 
 
-def _allowance(case: DifferenceCase, moment: Moment) -> float:
+def _allowance(case: DifferenceCase, stage: Stage) -> float:
     """Return the relative distance up to which rounding explains a parting."""
     coarsest = max(case.dtypes, key=UNIT_ROUNDOFF.__getitem__)
     compute = COMPUTE_ALLOWANCE[coarsest] * UNIT_ROUNDOFF[coarsest]
-    if moment is not Moment.REDUCED:
+    if stage is not Stage.GRADIENT:
         return compute
     typed = bool(case.of_kind("dtype"))
     reduction = predicted(case.pair, case.at, case.dtypes, rounded=typed)
@@ -322,15 +321,15 @@ def _unequal_weights(case: DifferenceCase) -> str:
 def _later_event(case: DifferenceCase) -> Judgement | None:
     """Judge other data or settings after the parting; not what follows a divergence."""
     diverged = case.pair.divergence()
-    for moment, kind in LATER.items():
+    for stage, kind in LATER.items():
         rows = [
             int(np.flatnonzero(s.differs_PW.any(axis=1))[0])
             for s in case.signals
-            if s.moment is moment and s.differs_PW.any()
+            if s.stage is stage and s.differs_PW.any()
         ]
         if rows and (diverged is None or min(rows) <= diverged[0]):
             step = int(case.pair.alignment.steps_a[min(rows)])
-            what = "data" if moment is Moment.DATA else "settings of the optimizer"
+            what = "data" if stage is Stage.SAMPLES else "settings of the optimizer"
             reason = (
                 f"The runs part by rounding in step {case.parting.step}, and have other {what} "
                 f"from step {step} on."
@@ -394,7 +393,7 @@ def different(
     jump = jump_of(pair, curves)
     judgement = judge(case, jump)
     explanation = [_where(parting), *judgement.reasons]
-    explanation += _of_data(pair, case) if parting.moment is Moment.DATA else []
+    explanation += _of_data(pair, case) if parting.stage is Stage.SAMPLES else []
     if not math.isnan(parting.predicted):
         explanation.append(
             f"Rounding of a reduction over these workers predicts {parting.predicted:.2g} here."
@@ -402,7 +401,7 @@ def different(
     if growth is not None and judgement.kind in (DiffClass.ROUNDING, DiffClass.JUMP):
         explanation.append(grows(growth))
     explanation.append(parting.resolution)
-    apart = tensors_at(pair, case.at, parting.moment)
+    apart = tensors_at(pair, case.at, parting.stage)
     relative = {} if apart is None else apart.relative()
     if judgement.tensor and not parting.tensor:
         parting = replace(parting, tensor=judgement.tensor)
@@ -475,7 +474,7 @@ def _headline(pair: Pair, case: DifferenceCase, judgement: Judgement) -> str:
     if kind is DiffClass.DATA:
         return f"The runs train on different data from step {step} on."
     if kind is DiffClass.STATE:
-        what = "random generators" if parting.moment is Moment.RANDOM else "state"
+        what = "random generators" if parting.stage is Stage.RANDOM else "state"
         return f"The runs begin step {step} with different {what}."
     if kind is DiffClass.CONFIGURATION:
         some = ", ".join(_short(change.name) for change in judgement.settings[:MAX_NAMED])
@@ -496,8 +495,8 @@ def _where(parting: Parting) -> str:
     words = f"They first part in step {parting.step}"
     if parting.step_b != parting.step:
         words += f" (step {parting.step_b} of B)"
-    words += f", in the {parting.moment}"
-    if parting.ranks and parting.moment is not Moment.DATA:
+    words += f", in the {parting.stage}"
+    if parting.ranks and parting.stage is not Stage.SAMPLES:
         words += f" of {workers_in_words(parting.ranks)}"
     if parting.num_tensors is not None:
         words += f": {parting.num_tensors[0]} of {parting.num_tensors[1]} tensors"

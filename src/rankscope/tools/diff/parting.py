@@ -13,21 +13,22 @@ from rankscope.evidence import columns_of, find_column
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
 from rankscope.tools.diff.reading import DiffSide, Tensors, same_samples
-from rankscope.tools.diff.result import Alignment, Curve, DifferenceGrowth, Jump, Moment, Parting
+from rankscope.tools.diff.result import Alignment, Curve, DifferenceGrowth, Jump, Parting
+from rankscope.tools.stages import Stage
 
 Bools = NDArray[np.bool_]
 
 COLUMNS = {
-    Moment.RANDOM: (
+    Stage.RANDOM: (
         *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
         *("rng_private", "loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
     ),
-    Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
-    Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
+    Stage.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
+    Stage.UPDATE: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
 }
-"""Columns of the workers table by moment; each is compared by its type."""
+"""Columns of the workers table by stage; each is compared by its type."""
 BEFORE = ("parameter", "optimizer", "buffer")
-_NEED_LAYOUT = {"reduced_digest", *COLUMNS[Moment.AFTER]}
+_NEED_LAYOUT = {"reduced_digest", *COLUMNS[Stage.UPDATE]}
 _OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
 """Columns that rank 0 reports for all workers: comparable between other numbers of them."""
 
@@ -44,7 +45,7 @@ class ComparedColumn:
     ``relative_PW``: relative distance; NaN for digests.
     """
 
-    moment: Moment
+    stage: Stage
     name: str
     differs_PW: Bools
     relative_PW: Floats
@@ -201,20 +202,20 @@ class Pair:
         same = self.alignment.same_width
         yield self._data()
         if same:
-            yield from (self._column(name, Moment.RANDOM) for name in COLUMNS[Moment.RANDOM])
+            yield from (self._column(name, Stage.RANDOM) for name in COLUMNS[Stage.RANDOM])
         yield self._before()
-        yield self._floats(Moment.LOSS, "loss", *self.losses())
+        yield self._floats(Stage.LOSS, "loss", *self.losses())
         if same:
-            yield self._column("nonfinite", Moment.LOSS)
+            yield self._column("nonfinite", Stage.LOSS)
             yield from self._local_gradients()
         else:
             yield self._only_one_diverged()
         yield from self._reduced()
-        yield from (self._column(name, Moment.SETTINGS) for name in COLUMNS[Moment.SETTINGS])
-        for name in COLUMNS[Moment.AFTER]:
+        yield from (self._column(name, Stage.SETTINGS) for name in COLUMNS[Stage.SETTINGS])
+        for name in COLUMNS[Stage.UPDATE]:
             if same or name in _OF_ALL_WORKERS:
-                yield self._column(name, Moment.AFTER)
-        yield self._traced(Moment.AFTER, "parameter")
+                yield self._column(name, Stage.UPDATE)
+        yield self._traced(Stage.UPDATE, "parameter")
 
     def _data(self) -> ComparedColumn:
         steps = zip(self.alignment.steps_a.tolist(), self.alignment.steps_b.tolist(), strict=True)
@@ -222,7 +223,7 @@ class Pair:
         other = self.b.samples
         width = self.a.num_workers if self.alignment.same_width else 1
         differs_PW = np.zeros((len(self), width), bool)
-        digests = self._column("batch_digest", Moment.DATA).differs_PW
+        digests = self._column("batch_digest", Stage.SAMPLES).differs_PW
         for pair, (step_a, step_b) in enumerate(steps):
             if step_a not in one or step_b not in other:
                 if self.alignment.same_width:
@@ -238,7 +239,7 @@ class Pair:
                     )
         unknown = np.full(differs_PW.shape, np.nan)
         per_worker = self.alignment.same_width
-        return ComparedColumn(Moment.DATA, "samples", differs_PW, unknown, per_worker)
+        return ComparedColumn(Stage.SAMPLES, "samples", differs_PW, unknown, per_worker)
 
     def _before(self) -> ComparedColumn:
         """Compare the models before the first pair; later, that is the step before."""
@@ -247,7 +248,7 @@ class Pair:
             apart = self.distance(0, kind, back=1)
             differs_P1[0] |= apart is not None and bool(apart.differs_N.any())
         unknown = np.full(differs_P1.shape, np.nan)
-        return ComparedColumn(Moment.BEFORE, "traces", differs_P1, unknown, per_worker=False)
+        return ComparedColumn(Stage.START, "traces", differs_P1, unknown, per_worker=False)
 
     def _local_gradients(self) -> Iterator[ComparedColumn]:
         if self.a.info.get("options", {}).get("tier") != self.b.info.get("options", {}).get("tier"):
@@ -258,18 +259,18 @@ class Pair:
             if group in self.b.groups
         ]
         for name, one, other in [("grad_norm", *self.values("grad_norm")), *grouped]:
-            signal = self._floats(Moment.GRADIENT, name, one, other)
+            signal = self._floats(Stage.LOCAL, name, one, other)
             yield self._unless_traced_equal(signal)
 
     def _reduced(self) -> Iterator[ComparedColumn]:
-        yield self._traced(Moment.REDUCED, "reduced")
-        yield self._column("reduced_digest", Moment.REDUCED)
+        yield self._traced(Stage.GRADIENT, "reduced")
+        yield self._column("reduced_digest", Stage.GRADIENT)
         if self.alignment.same_width:
             norms = self.values("reduced_norm")
         else:
             one, other = self.steps_column("grad_norm_reduced")
             norms = one[:, None], other[:, None]
-        signal = self._floats(Moment.REDUCED, "reduced_norm", *norms)
+        signal = self._floats(Stage.GRADIENT, "reduced_norm", *norms)
         yield self._unless_traced_equal(signal)
 
     def _unless_traced_equal(self, signal: ComparedColumn) -> ComparedColumn:
@@ -284,9 +285,9 @@ class Pair:
             equal_P[pair] = apart is not None and not apart.differs_N.any()
         small_PW = signal.relative_PW <= MEASURED_OTHERWISE
         differs_PW = signal.differs_PW & ~(equal_P[:, None] & small_PW)
-        return ComparedColumn(signal.moment, signal.name, differs_PW, signal.relative_PW)
+        return ComparedColumn(signal.stage, signal.name, differs_PW, signal.relative_PW)
 
-    def _traced(self, moment: Moment, kind: str) -> ComparedColumn:
+    def _traced(self, stage: Stage, kind: str) -> ComparedColumn:
         differs_P1 = np.zeros((len(self), 1), bool)
         relative_P1 = np.full((len(self), 1), np.nan)
         for pair in range(len(self)):
@@ -294,40 +295,40 @@ class Pair:
             if apart is not None:
                 differs_P1[pair] = apart.differs_N.any()
                 relative_P1[pair] = apart.total if differs_P1[pair] else 0.0
-        return ComparedColumn(moment, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
+        return ComparedColumn(stage, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
 
-    def _floats(self, moment: Moment, name: str, one: Floats, other: Floats) -> ComparedColumn:
+    def _floats(self, stage: Stage, name: str, one: Floats, other: Floats) -> ComparedColumn:
         known = np.isfinite(one) & np.isfinite(other)
         with np.errstate(invalid="ignore", divide="ignore"):
             apart = np.abs(one - other)
             size = np.maximum(np.abs(one), np.abs(other))
             relative = np.where(apart == 0, 0.0, apart / size)
         relative[~known] = np.nan
-        return ComparedColumn(moment, name, known & (one != other), relative)
+        return ComparedColumn(stage, name, known & (one != other), relative)
 
-    def _column(self, name: str, moment: Moment) -> ComparedColumn:
+    def _column(self, name: str, stage: Stage) -> ComparedColumn:
         """Compare a column of the workers by its declared type: number, digest or flag."""
         one, other = self.values(name)
         dtype = find_column(Table.WORKERS, name).dtype
         if dtype is DType.FLOAT:
-            return self._floats(moment, name, one, other)
+            return self._floats(stage, name, one, other)
         if dtype is DType.BOOL:
             differs_PW = one != other
-            return ComparedColumn(moment, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
+            return ComparedColumn(stage, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
         known_PW = (one != MISSING_INT) & (other != MISSING_INT)
         if name in _NEED_LAYOUT:
             layout_a, layout_b = self.values("state_layout")
             known_PW &= layout_a == layout_b
-        return ComparedColumn(moment, name, known_PW & (one != other), np.full(one.shape, np.nan))
+        return ComparedColumn(stage, name, known_PW & (one != other), np.full(one.shape, np.nan))
 
     def _only_one_diverged(self) -> ComparedColumn:
         alone_P1 = np.logical_or(*self.diverged().values())[:, None]
         relative_P1 = np.where(alone_P1, np.inf, np.nan)
-        return ComparedColumn(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
+        return ComparedColumn(Stage.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
 
 
 _NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
-_TRACED = {Moment.REDUCED: "reduced", Moment.AFTER: "parameter"}
+_TRACED = {Stage.GRADIENT: "reduced", Stage.UPDATE: "parameter"}
 ONE_BUCKET = 0.95
 """Share of a squared distance in one number of one sketch that shows a single element."""
 
@@ -347,43 +348,43 @@ CURVES = ("parameters", "gradient", "loss")
 
 
 def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:
-    """Return the first step in which two runs part, and its first moment; ULP are of ``dtype``."""
+    """Return the first step in which two runs part, and its first stage; ULP are of ``dtype``."""
     firsts = {
-        (int(rows[0]), list(Moment).index(signal.moment)): None
+        (int(rows[0]), list(Stage).index(signal.stage)): None
         for signal in signals
         if len(rows := np.flatnonzero(signal.differs_PW.any(axis=1)))
     }
     if not firsts:
         return None
     at, order = min(firsts)
-    moment = list(Moment)[order]
-    showing = [s for s in signals if s.moment is moment and s.differs_PW[at].any()]
+    stage = list(Stage)[order]
+    showing = [s for s in signals if s.stage is stage and s.differs_PW[at].any()]
     best = showing[0]
     apart_W = best.relative_PW[at][best.differs_PW[at]]
     relative = math.nan if np.isnan(apart_W).all() else float(np.nanmax(apart_W))
-    apart = tensors_at(pair, at, moment)
+    apart = tensors_at(pair, at, stage)
     steps = pair.alignment
     shown = Parting(
         step=int(steps.steps_a[at]),
         step_b=int(steps.steps_b[at]),
-        moment=moment,
+        stage=stage,
         signal=best.name,
         ranks=ranks_of(showing, at),
         relative=relative,
         dtype=dtype,
-        predicted=predicted(pair, at, (dtype, dtype)) if moment is Moment.REDUCED else math.nan,
-        resolution=_resolution(pair, at, moment, apart),
+        predicted=predicted(pair, at, (dtype, dtype)) if stage is Stage.GRADIENT else math.nan,
+        resolution=_resolution(pair, at, stage, apart),
     )
     values = _with_values(pair, shown, at, best)
     return values if apart is None else _with_tensors(values, apart)
 
 
-def tensors_at(pair: Pair, at: int, moment: Moment) -> TensorDistance | None:
-    """Return the tensors that show a moment; None where none are traced or none differs."""
-    if moment is Moment.BEFORE:
+def tensors_at(pair: Pair, at: int, stage: Stage) -> TensorDistance | None:
+    """Return the tensors that show a stage; None where none are traced or none differs."""
+    if stage is Stage.START:
         found = [pair.distance(at, kind, back=1) for kind in BEFORE]
-    elif moment in _TRACED:
-        found = [pair.distance(at, _TRACED[moment])]
+    elif stage in _TRACED:
+        found = [pair.distance(at, _TRACED[stage])]
     else:
         found = []
     return next((each for each in found if each is not None and each.differs_N.any()), None)
@@ -488,12 +489,12 @@ def _with_tensors(shown: Parting, apart: TensorDistance) -> Parting:
     )
 
 
-def _resolution(pair: Pair, at: int, moment: Moment, apart: TensorDistance | None) -> str:
+def _resolution(pair: Pair, at: int, stage: Stage, apart: TensorDistance | None) -> str:
     if apart is not None:
         return "Both runs have traces: step and tensor are exact."
     if pair.distance(at, "reduced") is not None or pair.distance(at, "parameter") is not None:
-        return "Both runs have traces: the step is exact; this moment has no tensors."
-    if moment in (Moment.DATA, Moment.RANDOM, Moment.SETTINGS, Moment.LOSS):
+        return "Both runs have traces: the step is exact; this stage has no tensors."
+    if stage in (Stage.SAMPLES, Stage.RANDOM, Stage.SETTINGS, Stage.LOSS):
         return (
             "Without traces the step is exact for data, settings, random generators and losses; "
             "record both runs with watch(trace=True) to see single tensors."

@@ -3,35 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from rankscope.files import to_plain
 from rankscope.stats.arrays import Floats, Ints
-
-
-class DiffClass(StrEnum):
-    """Why two runs differ."""
-
-    IDENTICAL = "identical"
-    ROUNDING = "rounding"
-    DATA = "different data"
-    STATE = "different state"
-    CONFIGURATION = "different configuration"
-    JUMP = "bug-like jump"
-
-
-class Moment(StrEnum):
-    """Events of a step, in this order: the first that differs decides the class."""
-
-    DATA = "data"
-    RANDOM = "random generators"
-    BEFORE = "state before the step"
-    LOSS = "local loss"
-    GRADIENT = "local gradient"
-    REDUCED = "reduced gradient"
-    SETTINGS = "optimizer settings"
-    AFTER = "state after the step"
+from rankscope.tools.stages import DiffClass, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +46,7 @@ class Parting:
 
     step: int
     step_b: int
-    moment: Moment
+    stage: Stage
     signal: str
     ranks: tuple[int, ...] = ()
     tensor: str = ""

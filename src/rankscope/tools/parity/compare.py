@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,20 +29,70 @@ from rankscope.tools.parity.reading import (
     Whole,
     distance,
     factor,
+    identical,
     spread_distance,
 )
-from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
+from rankscope.tools.parity.result import Answer, Difference, Kind, describe, likely, times
+from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
+_SAME_START = 1e-5
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {
-    START: Phase.START,
-    GRADIENT: Phase.GRADIENT,
-    UPDATE: Phase.UPDATE,
+    START: Stage.START,
+    GRADIENT: Stage.GRADIENT,
+    UPDATE: Stage.UPDATE,
 }
+
+
+def decide(
+    a: Recording,
+    b: Recording,
+    again: Callable[[Recording, float], Recording],
+    *,
+    repeats_a: bool = True,
+) -> Answer:
+    """Return the answer for two recorded trainings, by a perturbation run unless they are equal.
+
+    ``again`` records a side once more, with a quarter of its parameters' elements moved by a
+    relative size; that is B where A cannot run again, or computes in a finer type.
+    """
+    answer = compare(Bounds(a, b))
+    if answer.kind is Kind.NOT_COMPARABLE:
+        return answer
+    if answer.kind is Kind.SAME and identical(a, b):
+        return replace(answer, difference=DiffClass.IDENTICAL)
+    original = b if not repeats_a or b.roundoff > a.roundoff else a
+    moved = again(original, 2 * original.roundoff)
+    why = _why_not_repeatable(original, moved)
+    if why:
+        return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
+    return compare(Bounds(a, b, original, moved))
+
+
+def _why_not_repeatable(side: Recording, again: Recording) -> str:
+    """Return why a training cannot be compared with any other; empty if it does the same again."""
+    steps = sorted(set(side.steps) & set(again.steps))
+    pairs = [(side.steps[number], again.steps[number]) for number in steps]
+    if any(not _same_samples(*pair) for pair in pairs):
+        return f"{side.name} draws other samples each time it runs: give its data loader a seed"
+    from_the_start = steps[:1] == [min(again.steps)]  # not of a resumption
+    if from_the_start and not all(
+        distance(own, other) <= _SAME_START * max(own.norm, other.norm)
+        for _, own, other in _both(*pairs[0], START)
+    ):
+        return (
+            f"{side.name} begins with other parameters each time it runs: give it a seed, or use "
+            "--same-start"
+        )
+    return ""
+
+
+def _same_samples(a: SideStep, b: SideStep) -> bool:
+    return Counter(a.samples.tolist()) == Counter(b.samples.tolist())
 
 
 def compare(bounds: Bounds) -> Answer:
@@ -83,6 +133,7 @@ class _Comparison:
         self._sides = (self._a, self._b)
         self._notes: list[str] = []
         self._compared = 0
+        self._other_settings = False
 
     def answer(self) -> Answer:
         """Return the answer."""
@@ -90,8 +141,6 @@ class _Comparison:
         if why:
             return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
         steps = sorted(set(self._a.steps) & set(self._b.steps))
-        if any(step.facts.get("others") for side in self._sides for step in side.steps.values()):
-            self._note("Another model is trained beside this one, and was not compared.")
         for number in steps:
             pair = self._a.steps[number], self._b.steps[number]
             found = self._step(number, *pair, first=number == steps[0])
@@ -102,8 +151,19 @@ class _Comparison:
             if missing:
                 what = f"no {' and no '.join(missing)} of {side.name} was recorded in step {number}"
                 return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", number)
-        drawn = [side.name for side in self._sides if side.drawn]
-        if drawn:
+        others = {
+            str(name)
+            for side in self._sides
+            for step in side.steps.values()
+            for name in step.facts.get("others", ())
+        }
+        if others:
+            what = (
+                "another model is trained beside the one that was compared, which is the same; "
+                f"its optimizer is {' and '.join(sorted(others))}"
+            )
+            return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", steps[-1])
+        if any(side.drawn for side in self._sides):
             self._notes.append(self._drew())
         plural = "s" if len(steps) != 1 else ""
         headline = f"The same within rounding, over {len(steps)} step{plural}."
@@ -131,7 +191,7 @@ class _Comparison:
             inside = self._inside(number, a, b)
             gradient = gradient and replace(gradient, notes=(*inside, *gradient.notes))
         if loss:
-            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
+            found = self._made(Kind.DIFFERENT, f"{loss}.", number, Stage.LOSS)
             return replace(found, notes=(*inside, *found.notes))
         if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
             return replace(gradient, notes=(unequal.headline, *gradient.notes))
@@ -148,7 +208,7 @@ class _Comparison:
             self._compared = num_parameters if found else self._compared
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
-            return self._different(number, Phase.START, found or buffers, words, what)
+            return self._different(number, Stage.START, found or buffers, words, what)
         return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
 
     def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -159,7 +219,7 @@ class _Comparison:
             return None
         self._compared = len(self._a.shapes.keys() - trained)
         return self._different(
-            number, Phase.START, found, "the start differs in what is not trained"
+            number, Stage.START, found, "the start differs in what is not trained"
         )
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -183,7 +243,7 @@ class _Comparison:
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
         text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
         if any(side.drawn for side in self._sides):
-            return self._made(Kind.DIFFERENT, text, number, Phase.RANDOM)
+            return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
         return None
 
@@ -197,13 +257,13 @@ class _Comparison:
                 words = (
                     f"the optimizer holds another {kind.removeprefix(HELD)} before its first call"
                 )
-                return self._different(number, Phase.STATE, found, words)
+                return self._different(number, Stage.STATE, found, words)
         counters = [dict(s.facts.get("held counters", {})) for s in (a, b)]
         words = _counters_apart(counters[0], counters[1])
         if words:
             words = f"before its first call {words}"
             return self._made(
-                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Phase.STATE
+                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Stage.STATE
             )
         return None
 
@@ -236,7 +296,7 @@ class _Comparison:
             Kind.DIFFERENT,
             f"Other samples in step {number}: {text}.",
             number,
-            Phase.SAMPLES,
+            Stage.SAMPLES,
         )
 
     def _labels(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -254,7 +314,7 @@ class _Comparison:
             Kind.DIFFERENT,
             f"Other label tokens in step {number}: {words}.",
             number,
-            Phase.LABELS,
+            Stage.LABELS,
         )
 
     def _loss(self, number: int, a: SideStep, b: SideStep) -> str:
@@ -278,7 +338,7 @@ class _Comparison:
             if seen and before:
                 self._note("Clipping hides it from the optimizer.")
                 return self._different(
-                    number, Phase.GRADIENT, before, "the gradient before clipping differs"
+                    number, Stage.GRADIENT, before, "the gradient before clipping differs"
                 )
             return None
         names = {each.name for each in found}
@@ -289,7 +349,7 @@ class _Comparison:
                 self._note(_clipping_words(side.name, step))
             return self._different(
                 number,
-                Phase.CLIPPING,
+                Stage.CLIPPING,
                 found,
                 "the clipped gradient differs, and the gradient before clipping does not",
             )
@@ -302,7 +362,7 @@ class _Comparison:
                 )
         if equal_before:
             self._note("It changes between the backward pass and the optimizer's call.")
-        return self._different(number, Phase.GRADIENT, found, "the gradient differs")
+        return self._different(number, Stage.GRADIENT, found, "the gradient differs")
 
     def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         found = self._apart(number, UPDATE, a, b)
@@ -314,9 +374,10 @@ class _Comparison:
             self._note(f"{words[0].upper()}{words[1:]}.")
         settings = _settings_apart(a, b)
         if settings:
+            self._other_settings = True
             self._note(settings)
         return self._different(
-            number, Phase.UPDATE, found, "the update differs, and the gradient does not"
+            number, Stage.UPDATE, found, "the update differs, and the gradient does not"
         )
 
     def _note_lost(self, a: SideStep, b: SideStep) -> None:
@@ -340,13 +401,13 @@ class _Comparison:
                 name = kind.removeprefix(MOMENT)
                 return self._different(
                     number,
-                    Phase.STATE,
+                    Stage.STATE,
                     found,
                     f"the optimizer's {name} differs, and the update does not",
                 )
         words = _counters_apart(a.counters, b.counters)
         if words:
-            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Phase.STATE)
+            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
         return None
 
     def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
@@ -472,7 +533,7 @@ class _Comparison:
     def _different(
         self,
         number: int,
-        stage: Phase,
+        stage: Stage,
         found: Sequence[Difference],
         words: str,
         what: str = "parameter",
@@ -495,14 +556,14 @@ class _Comparison:
         kind: Kind,
         headline: str,
         step: int,
-        stage: Phase | None = None,
+        stage: Stage | None = None,
         differences: tuple[Difference, ...] = (),
         compared: int = 0,
     ) -> Answer:
         steps = sorted(set(self._a.steps) & set(self._b.steps))
         number = step if stage is not None else -1
         through = [s for s in steps if stage is None or s <= step]
-        skip = stage in (Phase.START, Phase.SAMPLES, Phase.LABELS)
+        skip = stage in (Stage.START, Stage.SAMPLES, Stage.LABELS)
         return Answer(
             kind,
             headline,
@@ -514,7 +575,17 @@ class _Comparison:
             {} if skip else self._could_miss(steps[0]),
             {} if skip else self._curves(through),
             len(through),
+            self._class_of(kind, stage),
         )
+
+    def _class_of(self, kind: Kind, stage: Stage | None) -> DiffClass | None:
+        if kind is Kind.NOT_COMPARABLE:
+            return None
+        if stage is None:
+            return DiffClass.ROUNDING
+        if self._other_settings:
+            return DiffClass.CONFIGURATION
+        return CLASS_OF.get(stage, DiffClass.JUMP)
 
     def _could_miss(self, number: int) -> dict[str, tuple[float, float]]:
         a, b = self._a.steps[number], self._b.steps[number]

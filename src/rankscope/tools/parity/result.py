@@ -12,20 +12,7 @@ from rankscope.bus.parity import QUARTERS
 from rankscope.bus.words import listed
 from rankscope.stats.arrays import Floats
 from rankscope.tools.parity.reading import Recording, Whole
-
-
-class Phase(StrEnum):
-    """Where two trainings can differ first, in the order of causes."""
-
-    START = "start"
-    SAMPLES = "samples"
-    LABELS = "label tokens"
-    LOSS = "loss"
-    GRADIENT = "gradient"
-    CLIPPING = "clipping"
-    UPDATE = "update"
-    STATE = "optimizer state"
-    RANDOM = "random state"
+from rankscope.tools.stages import DiffClass, Stage
 
 
 class Kind(StrEnum):
@@ -37,15 +24,15 @@ class Kind(StrEnum):
 
 
 ADVICE = {
-    Phase.START: "Begin both with the same parameters, or use --same-start.",
-    Phase.SAMPLES: "Compare the seeds, the shuffling and the sharding of the two data loaders.",
-    Phase.LABELS: "Compare how labels are made, shifted, masked and cut off.",
-    Phase.LOSS: "Compare the forward passes: masks, precision, and what the loss is divided by.",
-    Phase.GRADIENT: "Compare what the loss is divided by, and how gradients are added up.",
-    Phase.CLIPPING: "Clip by the norm of the whole model, each parameter counted once.",
-    Phase.UPDATE: "Compare the optimizers: settings, groups, and which parameters they were given.",
-    Phase.STATE: "Compare how the optimizer's moments and step counters are made and restored.",
-    Phase.RANDOM: "Save and restore the random state of every rank.",
+    Stage.START: "Begin both with the same parameters, or use --same-start.",
+    Stage.SAMPLES: "Compare the seeds, the shuffling and the sharding of the two data loaders.",
+    Stage.LABELS: "Compare how labels are made, shifted, masked and cut off.",
+    Stage.LOSS: "Compare the forward passes: masks, precision, and what the loss is divided by.",
+    Stage.GRADIENT: "Compare what the loss is divided by, and how gradients are added up.",
+    Stage.CLIPPING: "Clip by the norm of the whole model, each parameter counted once.",
+    Stage.UPDATE: "Compare the optimizers: settings, groups, and which parameters they were given.",
+    Stage.STATE: "Compare how the optimizer's moments and step counters are made and restored.",
+    Stage.RANDOM: "Save and restore the random state of every rank.",
 }
 """What to do, by the stage in which two trainings differ."""
 
@@ -74,12 +61,13 @@ class Answer:
     ``differences`` are those of ``num_tensors`` that differ there, farthest beyond their bound
     first; ``could_miss`` is by stage the relative size of the largest fault that could be missed,
     of the median tensor and of the worst; ``curves`` are distance over bound of each tensor and
-    step, the larger one of gradient and update.
+    step, the larger one of gradient and update; ``difference`` is the class that ``diff`` has for
+    such runs, None where they are not comparable.
     """
 
     kind: Kind
     headline: str
-    stage: Phase | None = None
+    stage: Stage | None = None
     step: int = -1
     differences: tuple[Difference, ...] = ()
     num_tensors: int = 0
@@ -87,18 +75,12 @@ class Answer:
     could_miss: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     num_steps: int = 0
+    difference: DiffClass | None = None
 
     @property
     def advice(self) -> str:
         """What to do, empty where nothing differs."""
         return "" if self.stage is None else ADVICE[self.stage]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it holds whatever rounding may explain: what differs comes before any update."""
-        if self.kind is Kind.NOT_COMPARABLE or self.stage in (Phase.SAMPLES, Phase.LABELS):
-            return True
-        return self.stage is Phase.START and self.num_steps == 1
 
     @property
     def limits(self) -> str:
@@ -118,6 +100,7 @@ class Answer:
         """Return it as JSON can hold it."""
         return {
             "answer": str(self.kind),
+            "class": None if self.difference is None else str(self.difference),
             "headline": self.headline,
             "advice": self.advice,
             "stage": None if self.stage is None else str(self.stage),
