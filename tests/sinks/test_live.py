@@ -19,7 +19,7 @@ from rankscope.errors import install_command
 from rankscope.sinks import specs
 from rankscope.sinks.grafana import dashboard
 from rankscope.sinks.prometheus import PrometheusSink
-from support.loops import Loop
+from support.loops import Loop, wait_for
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -82,10 +82,8 @@ def problems_of(rank, ddp, run_dir):
 
 def wait_until_served(loop, port):
     """Return what Prometheus gets once the last step has come back from the root."""
+    wait_for(loop.scope, loop.scope._collector.step - 1)
     until = time.monotonic() + 60
-    while loop.scope.latest is None or loop.scope.latest.step < loop.scope._collector.step - 1:
-        assert time.monotonic() < until
-        time.sleep(0.01)
     while "rankscope_loss_mean" not in (text := scraped(port)):
         assert time.monotonic() < until
         time.sleep(0.01)
