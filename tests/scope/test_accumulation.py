@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope import Finding, Run, Severity
+from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.verdict.diagnosis import diagnose_run
+from support.findings import told
 from support.ranks import run_ranks
 
 STEPS, MICRO = 13, 3
@@ -171,13 +171,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name: Run.open(folder / name) for name in cases(Case)}
 
 
-def told(run: Run) -> dict[str, Finding]:
-    """Return what was said of gradients, live and from the record alone."""
-    findings = {f.id: f for f in run.findings() if f.cause.startswith("sync.")}
-    assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
-    return findings
-
-
 HEALTHY = (
     *("InBuckets", "ShorterWindows", "AlwaysOne"),
     *("ScaleOutsideOfTheModel", "SharpnessAware"),
@@ -186,7 +179,7 @@ HEALTHY = (
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_trainings_raise_nothing(runs, name):
-    assert told(runs[name]) == {}
+    assert told(runs[name], "sync.") == {}
 
 
 def test_what_a_pass_finds_is_what_the_one_before_has_left(runs):
@@ -212,7 +205,7 @@ def test_what_cannot_be_told_is_not_said(runs, name):
     ],
 )
 def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name, kind, factor, micro):
-    [found] = told(runs[name]).values()
+    [found] = told(runs[name], "sync.").values()
     assert (found.id, found.severity, found.ranks) == (
         "sync.accumulation",
         Severity.ERROR,
@@ -226,7 +219,7 @@ def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name, kind, fact
 
 
 def test_a_single_layer_is_named(runs):
-    [found] = told(runs["OneLayerChanged"]).values()
+    [found] = told(runs["OneLayerChanged"], "sync.").values()
     assert (found.id, found.severity, found.first_step) == (
         "sync.accumulation",
         Severity.WARNING,
@@ -238,7 +231,7 @@ def test_a_single_layer_is_named(runs):
 
 
 def test_a_gradient_that_was_not_zeroed_is_told(runs):
-    [found] = told(runs["LeftOver"]).values()
+    [found] = told(runs["LeftOver"], "sync.").values()
     assert (found.id, found.cause, found.severity) == (
         "gradient-left-over",
         "sync.accumulation",
@@ -248,7 +241,7 @@ def test_a_gradient_that_was_not_zeroed_is_told(runs):
 
 
 def test_a_layer_that_is_changed_after_the_reduction_is_named(runs):
-    [found] = told(runs["LayerChangedAfterwards"]).values()
+    [found] = told(runs["LayerChangedAfterwards"], "sync.").values()
     assert (found.id, found.severity) == ("sync.changed_later", Severity.WARNING)
     assert set(found.evidence["names"]) == {"layers.2.weight", "layers.2.bias"}
     assert found.evidence["factor"] == pytest.approx(3, rel=1e-5)

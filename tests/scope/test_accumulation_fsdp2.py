@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rankscope import Finding, Run, Severity
+from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
-from rankscope.verdict.diagnosis import diagnose_run
+from support.findings import told
 from support.fsdp2_accumulating import COMPARED, HEALTHY, LATE, STEPS, Waits, cases
 from support.ranks import run_ranks
 
@@ -32,16 +32,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name: Run.open(folder / name) for name in cases(Waits)}
 
 
-def told(run: Run) -> dict[str, Finding]:
-    """Return what was said of gradients, live and from the record alone."""
-    findings = {f.id: f for f in run.findings() if f.cause.startswith("sync.")}
-    assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
-    return findings
-
-
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_trainings_raise_nothing(runs, name):
-    assert told(runs[name]) == {}
+    assert told(runs[name], "sync.") == {}
 
 
 UNKNOWN = (
@@ -78,7 +71,7 @@ def test_what_cannot_be_told_is_not_said_and_one_micro_batch_is_not_read_again(r
 def test_the_kind_of_change_its_micro_batch_and_its_workers_are_named(
     runs, name, kind, factor, micro
 ):
-    found = told(runs[name])["sync.accumulation"]
+    found = told(runs[name], "sync.")["sync.accumulation"]
     ranks = (1,) if name.endswith("ByOne") else (0, 1)
     assert (found.severity, found.ranks, found.groups) == (Severity.ERROR, ranks, ())
     assert (found.first_step, found.evidence["steps"]) == (LATE, STEPS - LATE)
@@ -87,14 +80,14 @@ def test_the_kind_of_change_its_micro_batch_and_its_workers_are_named(
 
 
 def test_a_single_layer_is_named(runs):
-    found = told(runs["ReducesOneLayer"])["sync.accumulation"]
+    found = told(runs["ReducesOneLayer"], "sync.")["sync.accumulation"]
     assert (found.severity, found.first_step) == (Severity.WARNING, LATE)
     assert (found.evidence["kind"], found.evidence["micro_batch"]) == ("changed in part", 2)
     assert found.groups == ("layers.0",)
 
 
 def test_a_worker_that_changes_its_shard_of_a_clipped_gradient_is_named(runs):
-    [found] = told(runs["ReducesChangedAfterwards"]).values()
+    [found] = told(runs["ReducesChangedAfterwards"], "sync.").values()
     assert (found.id, found.severity, found.ranks) == ("sync.changed_later", WARNING, (1,))
     assert set(found.evidence["names"]) == {"layers.0.bias"}
     assert (found.first_step, found.evidence["factor"]) == (LATE, pytest.approx(3, rel=1e-5))
