@@ -158,18 +158,6 @@ def test_the_files_hold_what_the_run_tables_hold(ranks):
         assert math.isclose(line["rankscope_workers/loss/mean"], sum(losses) / 2, rel_tol=1e-12)
 
 
-def test_tensorboard_shows_every_step(ranks):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder, _ = ranks
-    events = EventAccumulator(str(folder / "run" / "tensorboard"))
-    events.Reload()
-    read = [(event.step, event.value) for event in events.Scalars("rankscope/loss_mean")]
-    losses = Run.open(folder / "run").columns(Table.STEPS, "loss_mean")["loss_mean"]
-    assert [step for step, _ in read] == list(range(NUM_STEPS))
-    assert [value for _, value in read] == pytest.approx(losses.tolist(), rel=1e-6)
-
-
 def test_everything_that_the_dashboard_asks_for_is_served(ranks):
     _, [(_, _, _, served), _] = ranks
     families = text_string_to_metric_families(served)

@@ -5,7 +5,6 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.samples.overlap import OverlappingShards
-from rankscope.evidence.samples.repeats import KEY
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of
 from support.streams import replicated, reports, shard, sharded, with_replacement
@@ -67,14 +66,6 @@ def test_sampling_with_replacement_is_no_error_in_a_share_either():
     assert found
     assert {one.severity for one in found} <= {Severity.NOTE, Severity.WARNING}
     assert found[-1].severity is Severity.NOTE
-
-
-@pytest.mark.parametrize(("size", "repeats"), [(1001, 7), (1000, 0)])
-def test_padding_is_a_note_that_counts_the_samples(size, repeats):
-    found = watch(sharded(size, W, 4), 80, capacity=1 << 20)
-    assert [(one.key, one.severity, one.numbers["repeated"]) for one in found] == (
-        [(KEY, Severity.NOTE, repeats)] if repeats else []
-    )
 
 
 def observed(stream, num_steps, num_workers):
