@@ -3,15 +3,11 @@
 import numpy as np
 import pytest
 
-from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import undo_common_scale
-from rankscope.evidence import columns_of
+from support.streams import worker_columns
 
 W, K, G, NARROW = 4, 50, 3, 7
-LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
-MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
-NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 FLOAT32 = 2.0**-22
 
 
@@ -29,8 +25,7 @@ def seen_by_hooks(factors_WM):
     local_WK = np.einsum("wm,wmk->wk", factors_WM, micro_WMK)
     narrow_WGN = rng.standard_normal((W, G, NARROW))
     scales_W = factors_WM.sum(axis=1)
-    workers = {s.name: np.full(W, MISSING[s.dtype], NUMPY[s.dtype]) for s in LOCAL}
-    workers |= {
+    workers = worker_columns(W) | {
         "loss": np.arange(1.0, 1 + W),
         "loss_weight": np.full(W, 9.0),
         "grad_scale": scales_W,

@@ -9,25 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.agent.assembly import summarize
-from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.evidence import columns_of
-
-LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
-MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
-NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
+from rankscope.bus.step import GatheredStep
+from support.streams import worker_columns
 
 
 def gathered(num_workers, sketches_WK=None, samples=None, measured=None, **columns):
     """Return a step; ``measured`` are fields that tell of gradients, ``columns`` of workers."""
-    workers = {s.name: np.full(num_workers, MISSING[s.dtype], NUMPY[s.dtype]) for s in LOCAL}
-    workers.update({name: np.asarray(values) for name, values in columns.items()})
     samples = samples or [[] for _ in range(num_workers)]
     return GatheredStep(
         step=3,
         time=1.0,
         observed=sketches_WK is not None or measured is not None,
-        workers=workers,
+        workers=worker_columns(num_workers, **columns),
         sketches_WK=sketches_WK,
         samples=tuple(np.array(batch, np.int64) for batch in samples),
         **(measured or {}),

@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from benchmarks.diff_training import Flip, Variant, train_variants
 
+from cli.test_main import call
 from numerics.diff_runs import Training, write_training
-from rankscope.cli import main
 from support.ranks import run_ranks
 
 STEPS = 7
@@ -39,15 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run the command in this process; returns its exit code, output and errors."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rankscope", "diff", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main.run()
-        assert isinstance(ended.value.code, int)
-        return (ended.value.code, *capsys.readouterr())
-
-    return call
+    return lambda *words: call(monkeypatch, capsys, "diff", *map(str, words))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,11 @@
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from rankscope.cli import main
+from cli.test_main import call
 from rankscope.lab.numerics.gradients import read
 from rankscope.lab.study import rounding, rounding_result
 
@@ -17,19 +16,8 @@ Monkey = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
 
 
-def call(
-    monkeypatch: Monkey, capsys: Capture, *words: str, columns: str = "120"
-) -> tuple[int, str, str]:
-    """Run the command in this process; its exit code, output and errors."""
-    monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(sys, "argv", ["rankscope", *words])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    assert isinstance(ended.value.code, int)
-    return (ended.value.code, *capsys.readouterr())
-
-
 def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     code, out, err = call(monkeypatch, capsys, *QUICK)
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]

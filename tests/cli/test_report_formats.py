@@ -2,10 +2,8 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner, Result
 
-from rankscope.cli.report import report
+from cli.test_report import call
 from rankscope.errors import UsageError
 from report.recorded_runs import record_run, with_everything
 
@@ -14,12 +12,6 @@ from report.recorded_runs import record_run, with_everything
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("formats") / "run"
     return record_run(place, num_workers=4, num_steps=16, change=with_everything).path
-
-
-def call(*arguments: str | Path) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(report)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_all_formats_of_a_run_and_where_they_go(run_dir: Path, tmp_path: Path):

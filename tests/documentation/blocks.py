@@ -16,6 +16,7 @@ PAGES = sorted(
 )
 PROGRAMS = ("rankscope", "torchrun", "make", "pip", "python", "python3", "duckdb")
 SHELLS = ("sh", "bash", "console", "shell")
+_ENVIRONMENT = re.compile(r"^([A-Z_]+=\S+ +)+")
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^`\n]*)$")
 
 
@@ -46,7 +47,8 @@ class Block:
         if self.language in SHELLS:
             return "commands"
         if not self.language:
-            known = program(self.first.split(maxsplit=1)[0]) in PROGRAMS
+            word = _ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]
+            known = program(word) in PROGRAMS
             return "commands" if known else "unknown"
         return self.language
 
@@ -116,6 +118,6 @@ def commands() -> list[Command]:
 def _command_lines(code: str) -> Iterator[str]:
     for line in code.replace("\\\n", " ").splitlines():
         text = re.sub(r"(^|\s+)#.*$", "", line.removeprefix("$ ")).strip()
-        text = re.sub(r"^([A-Z_]+=\S+ +)+", "", text)
+        text = _ENVIRONMENT.sub("", text)
         if text:
             yield " ".join(text.split())

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from cli.test_replay import make_bundle
 from documentation.blocks import PAGES, ROOT, blocks, commands
-from documentation.framework_examples import examples
-from documentation.tables import ADAPTERS, IN_RANKS, NOT_RUN
+from documentation.tables import NOT_RUN, PROGRAMS
 from rankscope.bus.bundles import save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.main import NAME, app
@@ -29,11 +28,10 @@ A_RUN = r"\b(?:RUN\w*|runs/[\w/-]+)"
 RUN = {
     re.sub(A_RUN, "RUN", " ".join(command.words)): command
     for command in reversed(COMMANDS)
-    if (command.page, command.text) not in NOT_RUN
+    if command.words[0] not in PROGRAMS and (command.page, command.text) not in NOT_RUN
 }.values()
 """Each command once, whatever run it is about."""
 
-RUN_IN_RANKS = ADAPTERS.keys() - {"docs/integrations/ray.md"}
 DATA = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
 ELSEWHERE = {"python": "test_python_blocks.py", "sql": "tests/test_docs.py"}
 MODEL = "from cli.test_replay import model as make\n"
@@ -84,7 +82,7 @@ def save_parameters(path):
 
 @pytest.mark.parametrize("command", RUN, ids=str)
 def test_a_command_runs(command, recorded, place):
-    assert command.words[0] == "rankscope", "add it to NOT_RUN, with the reason"
+    assert command.words[0] == "rankscope", "add it to PROGRAMS, with the reason"
     make_arguments(command, recorded, place)
     words = command.words[1:]
     words = words[: words.index("|")] if "|" in words else words
@@ -173,26 +171,14 @@ CHECKS = {
     "python": check_script,
     "python3": check_script,
     "pip": check_pip,
-    **dict.fromkeys(
-        (
-            "duckdb",
-            "tensorboard",
-            "ssh",
-            "accelerate",
-            "deepspeed",
-            "wandb",
-            "mlflow",
-            "curl",
-            "jq",
-        ),
-        no_check,
-    ),
+    **dict.fromkeys(("curl", "duckdb", "jq", "ssh"), no_check),
 }
 
 
 def test_whatever_is_not_run_is_named_with_its_reason():
-    """No block is skipped silently: ``NOT_RUN`` has all of them, and no other."""
-    found = {(command.page, command.text) for command in COMMANDS}
+    """No block is skipped silently: the tables have all of them, and no other."""
+    assert {command.words[0] for command in COMMANDS} - {"rankscope"} == PROGRAMS.keys()
+    found = {(c.page, c.text) for c in COMMANDS if c.words[0] == "rankscope"}
     found |= {
         (block.page, block.first)
         for block in blocks()
@@ -204,8 +190,6 @@ def test_whatever_is_not_run_is_named_with_its_reason():
     kinds = {block.kind for block in blocks()} - DATA.keys() - ELSEWHERE.keys()
     assert kinds <= {"commands", "text", "unknown"}, "teach the runner this language"
     assert all(NOT_RUN.values())
-    in_ranks = {(c.page, c.text) for page in RUN_IN_RANKS for c in examples(page)}
-    assert in_ranks == {key for key, reason in NOT_RUN.items() if reason == IN_RANKS}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

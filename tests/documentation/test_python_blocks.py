@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from documentation.blocks import ROOT, blocks
-from documentation.framework_blocks import USES, train_under_ray
+from documentation.framework_blocks import RAY, USES, train_under_ray
 from documentation.framework_pages import python_blocks
 from documentation.prepared import run_blocks
 from documentation.tables import ADAPTERS, AFTERWARDS
@@ -43,6 +43,7 @@ def test_blocks_of_a_framework_are_run_in_the_ranks_that_its_tests_start(page):
     test = ast.parse((ROOT / ADAPTERS[page]).read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}
     assert {"python_blocks", "assert_block_ran"} <= calls
+    assert {"examples", "assert_example_ran"} <= calls or page == RAY
 
 
 def test_the_tables_speak_of_blocks_that_exist():

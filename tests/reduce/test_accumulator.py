@@ -185,10 +185,9 @@ def test_sixteen_bits_are_not_rounded_twice(dtype):
         ([2.0**40] * 65, math.inf),
     ],
 )
-@pytest.mark.parametrize("place", [700])
-def test_what_leaves_the_range_marks_the_whole_tensor(summands, expected, place):
+def test_what_leaves_the_range_marks_the_whole_tensor(summands, expected):
     rows = torch.ones(len(summands), 1000)
-    rows[:, place] = torch.tensor(summands)
+    rows[:, 700] = torch.tensor(summands)
     forward, backward = sum_of(rows).value(), sum_of(rows.flip(0)).value()
     assert torch.equal(forward.nan_to_num(7.0), backward.nan_to_num(7.0))
     assert torch.equal(forward.nan_to_num(7.0), torch.full((1000,), expected).nan_to_num(7.0))

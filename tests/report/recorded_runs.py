@@ -15,19 +15,16 @@ import numpy as np
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
-from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.evidence import columns_of
+from rankscope.bus.step import GatheredStep
 from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import events_of
+from support.streams import worker_columns
 
 BATCH = 4
 DATASET = 6000
 WIDTH = 257
-NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
-MISSING = {DType.INT: MISSING_INT, DType.FLOAT: np.nan, DType.BOOL: False}
 
 Draw = Callable[[int, int], np.ndarray]
 """The samples that a rank draws in a step."""
@@ -66,19 +63,16 @@ def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> Gather
     offsets, gradients = data_set()
     sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
     base = 1.1 + 1.9 * np.exp(-4 * step / max(num_steps, 1))
-    known = {
-        "loss": [base + offsets[batch].mean() for batch in batches],
-        "loss_weight": [40.0 * BATCH] * num_workers,
-        "loss_sem": [offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
-        "grad_norm": np.linalg.norm(sketches_WK, axis=1),
-        "num_samples": [len(batch) for batch in batches],
-        "step_seconds": [0.4] * num_workers,
-        "overhead_seconds": [0.004] * num_workers,
-    }
-    workers = {
-        s.name: np.array(known.get(s.name, [MISSING[s.dtype]] * num_workers), NUMPY[s.dtype])
-        for s in columns_of(Table.WORKERS, Source.LOCAL)
-    }
+    workers = worker_columns(
+        num_workers,
+        loss=[base + offsets[batch].mean() for batch in batches],
+        loss_weight=[40.0 * BATCH] * num_workers,
+        loss_sem=[offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
+        grad_norm=np.linalg.norm(sketches_WK, axis=1),
+        num_samples=[len(batch) for batch in batches],
+        step_seconds=[0.4] * num_workers,
+        overhead_seconds=[0.004] * num_workers,
+    )
     return GatheredStep(
         step=step,
         time=1.7e9 + 0.4 * step,

@@ -1,7 +1,5 @@
 """Parameters that are averaged now and then, by no plan: recognised, and until then an error."""
 
-import time
-
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
@@ -12,7 +10,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
-from support.loops import Loop
+from support.loops import Loop, wait_for
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -21,20 +19,15 @@ pytestmark = pytest.mark.ranks
 STEPS = 60
 
 
-def wait_for(scope, step):
-    """Let the monitor, which may lag behind so small a model, catch up.
-
-    A step without reduction ends when the next one has begun.
-    """
-    while step > 1 and (scope.latest is None or scope.latest.step < step - 2):
-        time.sleep(0.001)
+LAG = 3
+"""Steps until one can be judged: without reduction, it ends when the next one has begun."""
 
 
 def train(rank, folder, every):
     """Train alone, with an average of the parameters after every so many steps; 0 for never."""
     loop = Loop(rank, folder)
     for step in range(STEPS):
-        wait_for(loop.scope, step - 1)
+        wait_for(loop.scope, step - LAG)
         with loop.ddp.no_sync():
             loop.ddp(**make_batch(rank, step))["loss"].backward()
         loop.optimizer.step()
@@ -71,7 +64,7 @@ def train_by_torch(rank, folder):
     loop.ddp.register_comm_hook(state, post_localSGD_hook)
     averager = PeriodicModelAverager(period=5, warmup_steps=8)
     for step in range(STEPS):
-        wait_for(loop.scope, step - 1)
+        wait_for(loop.scope, step - LAG)
         loop.ddp(**make_batch(rank, step))["loss"].backward()
         loop.optimizer.step()
         averager.average_parameters(loop.ddp.parameters())

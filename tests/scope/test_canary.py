@@ -2,7 +2,6 @@
 
 import random
 import shlex
-import time
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import Loop, collect_warnings
+from support.loops import Loop, collect_warnings, wait_for
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -78,14 +77,6 @@ def _in_training() -> bool:
     return torch.initial_seed() < 1000
 
 
-def wait_for(scope: Any, step: int, warnings: list[str]) -> None:
-    """Let the monitor, which may lag behind so small a model, catch up."""
-    deadline = time.monotonic() + 30
-    while step and (scope.latest is None or scope.latest.step < step - 1):
-        assert time.monotonic() < deadline, warnings
-        time.sleep(0.0005)
-
-
 def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
     warnings = collect_warnings()
     torch.manual_seed(0)
@@ -113,8 +104,7 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
         output["loss"].backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-        if scope is not None:
-            wait_for(scope, step, warnings)
+        wait_for(scope, step - 1)
     if scope is not None:
         scope.close()
     momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
@@ -213,7 +203,7 @@ def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str
         if step == 5 and (what != "one asks" or rank == 1):
             loop.scope.canary()
         loop.step(step)
-        wait_for(loop.scope, step, loop.warnings)
+        wait_for(loop.scope, step - 1)
     loop.close()
     return loop.warnings, [finding.to_json() for finding in loop.scope.findings]
 
@@ -285,7 +275,7 @@ def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, 
         loop.ddp(**batch)["loss"].backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        wait_for(loop.scope, step, loop.warnings)
+        wait_for(loop.scope, step - 1)
         if seen is None and any(finding.severity >= Severity.WARNING for finding in told):
             seen = step
     loop.close()

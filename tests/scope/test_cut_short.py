@@ -7,8 +7,8 @@ import pytest
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Severity
 from support.cut import Cut
+from support.findings import faults
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -61,10 +61,6 @@ def rows(run: Run) -> dict[tuple[Any, ...], dict[str, Any]]:
     return found
 
 
-def alarms(run: Run) -> list[str]:
-    return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
-
-
 def test_a_step_is_recorded_whole_or_not_at_all(tmp_path):
     (names,) = run_ranks(cut_everywhere, 1, str(tmp_path), timeout=240)
     assert len(names) > 8
@@ -73,7 +69,7 @@ def test_a_step_is_recorded_whole_or_not_at_all(tmp_path):
     for name in names:
         run = Run.open(tmp_path / name)
         assert run.status == "incomplete", name
-        assert alarms(run) == []
+        assert faults(run) == {}
         found = rows(run)
         last = max(step for _, step, *_ in found)
         lasts.add(last)
@@ -119,7 +115,7 @@ def test_the_others_count_a_step_that_was_cut_short_here(cut, function):
     """Else this worker's steps would be held against other ones of the others from then on."""
     run = Run.open(cut / function)
     assert run.status == "complete"
-    assert alarms(run) == []
+    assert faults(run) == {}
     steps, norms_TW = run.per_worker("grad_norm")
     assert steps.tolist() == list(range(NUM_STEPS))
     _, losses_TW = run.per_worker("loss")

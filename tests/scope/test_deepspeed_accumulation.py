@@ -1,6 +1,5 @@
 """What happens to what DeepSpeed has summed up between micro-batches, on real ranks."""
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 from torch import Tensor
 
 import rankscope
-from rankscope import Finding, Run, Severity
+from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.verdict.diagnosis import diagnose_run
 from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch
+from support.findings import told
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -109,6 +108,7 @@ CASES = (
         "ZeRO 2, in part": Case(Mode("", 2, MICRO), change_one),
     }
 )
+KINDS = ("sync.", "numerics.", "loss.scale")
 HARMLESS = ["ZeRO 0, manual", "ZeRO 3, manual", "ZeRO 2, zero_grad"]
 FACTORS = {"reset": 0.0, "doubled": 2.0, "divided": 1 / MICRO}
 
@@ -125,18 +125,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {name: Run.open(folder / name) for name in CASES}
 
 
-@functools.cache
-def told(run: Run) -> dict[str, Finding]:
-    """Return what was said of gradients, live and from the record alone."""
-    kinds = ("sync.", "numerics.", "loss.scale")
-    findings = {f.id: f for f in run.findings() if f.cause.startswith(kinds)}
-    assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
-    return findings
-
-
 @pytest.mark.parametrize("name", [*(f"{mode}, healthy" for mode in MODES), *HARMLESS])
 def test_sums_that_stay_raise_nothing(runs, name):
-    assert told(runs[name]) == {}
+    assert told(runs[name], *KINDS) == {}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -154,7 +145,7 @@ def test_what_is_known_is_said_of_each_step(runs, name):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition(", ")[2] in FACTORS])
 def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name):
-    found = told(runs[name])["sync.accumulation"]
+    found = told(runs[name], *KINDS)["sync.accumulation"]
     kind = name.partition(", ")[2]
     assert (found.severity, found.ranks, found.groups) == (Severity.ERROR, (0, 1), ())
     assert (found.first_step, found.evidence["steps"]) == (0, STEPS)
@@ -164,13 +155,13 @@ def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name):
 
 def test_an_engine_that_begins_anew_with_each_micro_batch_is_found(runs):
     name = "ZeRO 1, manual"
-    found = told(runs[name])["sync.accumulation"]
+    found = told(runs[name], *KINDS)["sync.accumulation"]
     assert (found.severity, found.evidence["kind"]) == (Severity.ERROR, "reset")
     assert found.evidence["micro_batch"] == 1
     assert runs[name].per_worker("accumulator_scale")[1].max() == 0
 
 
 def test_a_single_parameter_is_named(runs):
-    found = told(runs["ZeRO 2, in part"])["sync.accumulation"]
+    found = told(runs["ZeRO 2, in part"], *KINDS)["sync.accumulation"]
     assert (found.severity, found.evidence["kind"]) == (Severity.WARNING, "changed in part")
     assert (found.groups, found.evidence["micro_batch"]) == (("hidden",), CHANGED_BEFORE)

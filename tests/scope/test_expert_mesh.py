@@ -19,6 +19,7 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
+from support.findings import faults
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -195,10 +196,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     return run_ranks(train_all, RANKS, str(folder), timeout=400)
-
-
-def faults(run: Run) -> dict[str, Any]:
-    return {each.id: each for each in run.findings() if str(each.severity) != "note"}
 
 
 def test_the_training_computes_the_same_bits(results):

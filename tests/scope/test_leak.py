@@ -1,7 +1,6 @@
 """Hundreds of watched steps leave no object, no tensor and no memory behind."""
 
 import gc
-import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.loops import collect_warnings
+from support.loops import collect_warnings, wait_for
 from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -45,11 +44,6 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
                     scope._handle.agent.agent.root._record.flush()
                 counts.append(count())
     return {"warnings": warnings, "counts": counts}
-
-
-def wait_for(scope: rankscope.Scope, step: int) -> None:
-    while scope.latest is None or scope.latest.step < step:
-        time.sleep(0.001)
 
 
 def count() -> dict[str, Any]:

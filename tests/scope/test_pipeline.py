@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from support.findings import faults
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -174,10 +175,6 @@ def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "observed")["observed"].tolist() == [True] * STEPS
     return run
-
-
-def faults(run: Run) -> dict[str, Any]:
-    return {each.id: each for each in run.findings() if str(each.severity) != "note"}
 
 
 def oracle(num_blocks: int, worker: int) -> tuple[float, list[float]]:

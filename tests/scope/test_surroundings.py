@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import logging
-import time
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from rankscope import Run
 from rankscope.bus.messages import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
-from support.loops import PLAN, collect_warnings
+from support.loops import PLAN, collect_warnings, wait_for
 from support.ranks import run_ranks
 from support.surrounded_training import WRAPPERS, Training
 from support.surroundings import SURROUNDINGS
@@ -68,7 +67,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
         training.begin()
         root = None if canary_of(scope) is None else Root(scope, rank)
         first = -1 if scope is None else scope._collector.step
-        wait_for(scope)
+        wait_for(scope, first - 1)
         seen, raised = [], []
         for step in range(STEPS):
             if root is not None:
@@ -128,15 +127,6 @@ def _lines() -> list[str]:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     return lines
-
-
-def wait_for(scope: Any) -> None:
-    """Let the monitor, which may lag behind so small a model, catch up."""
-    deadline = time.monotonic() + 60
-    last = -1 if scope is None else scope._collector.step - 1
-    while last >= 0 and (scope.latest is None or scope.latest.step < last):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def left() -> list[Any]:

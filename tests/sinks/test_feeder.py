@@ -79,17 +79,16 @@ def hub_values(tmp_path):
     return lambda step: step_values(make_report(step))
 
 
-@pytest.mark.parametrize("error", [SystemExit(3)])
 @pytest.mark.parametrize("place", ["open", "step", "finding"])
-def test_a_sink_that_fails_is_closed_and_said_once_and_others_go_on(tmp_path, told, place, error):
-    bad, good = Gated(fails_at=place, error=error, open_gate=True), Gated(open_gate=True)
+def test_a_sink_that_fails_is_closed_and_said_once_and_others_go_on(tmp_path, told, place):
+    bad, good = Gated(fails_at=place, error=SystemExit(3), open_gate=True), Gated(open_gate=True)
     sinks = hub(tmp_path, bad=bad, good=good)
     for step in range(5):
         sinks.step(make_report(step), [FINDING])
     sinks.close(LONG)
     [message] = told()
     assert message.startswith("sink bad has failed")
-    assert str(error) in message
+    assert "SystemExit: 3" in message
     assert bad.got[-1] == ("close", None)
     assert (place, 1) not in bad.got
     assert [value for what, value in good.got if what == "step"] == list(range(5))

@@ -101,8 +101,7 @@ def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
     assert kept.startswith(TEXTS[1])
 
 
-@pytest.mark.parametrize("explicit", [False])
-def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline, explicit):
+def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline):
     from rankscope.sinks.wandb import WandbSink
     from sinks import wandb_files
 
@@ -112,7 +111,7 @@ def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline
     for step in STEPS:
         sink.step(step)
         if step.step != 1:
-            run.log({"train/loss": 0.5}, **({"step": 10 * step.step} if explicit else {}))
+            run.log({"train/loss": 0.5})
     run.finish()
     sink.step(STEPS[0])
     sink.finding(FINDING)
@@ -122,8 +121,7 @@ def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline
     steps = [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
     first, second = steps[0], steps[1] | steps[2]
     assert wandb_files.summary(tmp_path)["rankscope/run_dir"] == str(tmp_path / "run")
-    # With explicit steps a row stays open until the training begins the next one.
-    assert rows == ([first | second, steps[3], {}] if explicit else [first, second, steps[3]])
+    assert rows == [first, second, steps[3]]
 
 
 def test_wandb_finishes_its_run_while_another_process_still_holds_the_pipe(tmp_path, offline):

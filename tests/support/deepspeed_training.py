@@ -23,7 +23,6 @@ from support.deepspeed_modes import (
 )
 
 WIDTH = 1021
-STEPS = 3
 _INTERCEPTED = (
     "_backward_prologue", "_backward_epilogue", "allreduce_gradients", "_take_model_step",
 )  # fmt: skip
@@ -80,13 +79,43 @@ def sketch_of(gradients: dict[str, np.ndarray]) -> GradientTotals:
     return totals
 
 
-def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
-    """Train without dropout, tapped, and compute each step's gradient on a copy as well."""
+@dataclass(frozen=True)
+class Ended:
+    """What a training has left at its end.
+
+    Attributes:
+        state: Every byte of its state.
+        hooked: Hooks and replaced functions of the engine.
+    """
+
+    state: dict[str, np.ndarray]
+    hooked: int
+
+    @classmethod
+    def of(cls, engine: Any) -> "Ended":
+        """Look at an engine, and destroy it."""
+        hooked = sum(len(p._backward_hooks or ()) for p in engine.module.parameters())
+        hooked += sum(name in vars(engine) for name in _INTERCEPTED)
+        ended = cls(state_of(engine), hooked)
+        engine.destroy()
+        return ended
+
+
+def train_untapped(rank: int, mode: Mode, steps: int) -> Ended:
+    engine = make_engine(rank, mode, dropout=0.0)
+    for step in range(steps):
+        train_step(rank, mode, step, engine)
+    return Ended.of(engine)
+
+
+def observe(rank: int, mode: Mode, steps: int) -> tuple[list[Observation], Ended]:
+    """Train tapped, and compute each step's gradient on a copy as well; the last step untapped."""
     engine = make_engine(rank, mode, dropout=0.0)
     tap = make_tap(engine)
     seen = []
-    for step in range(steps):
-        micro = micro_gradients(rank, mode, step, engine)
+    for step in range(steps - 1):
+        with torch.random.fork_rng(devices=[]):
+            micro = micro_gradients(rank, mode, step, engine)
         tap.begin_forward(measure=True)
         assert not tap.complete
         train_step(rank, mode, step, engine)
@@ -105,8 +134,9 @@ def observe(rank: int, mode: Mode, steps: int) -> list[Observation]:
                 reduced_copies=tap.reduced_copies,
             )
         )
-    engine.destroy()
-    return seen
+    tap.remove()
+    train_step(rank, mode, steps - 1, engine)
+    return seen, Ended.of(engine)
 
 
 def to_numpy(gradient: LocalGradient) -> dict[str, Any]:
@@ -131,25 +161,3 @@ def _arrays(totals: GradientTotals) -> dict[str, np.ndarray]:
 
 def _norm(gradients: dict[str, Tensor]) -> float:
     return float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
-
-
-def train(rank: int, mode: Mode, tapped: range, **options: Any) -> dict[str, Any]:
-    """Train with dropout, tapped in some of the steps; return every byte of the state."""
-    engine = make_engine(rank, mode, dropout=0.1)
-    tap: DeepSpeedTap | None = None
-    for step in range(STEPS):
-        if tap is None and step in tapped:
-            tap = make_tap(engine, **options)
-        if tap is not None and step not in tapped:
-            tap.remove()
-            tap = None
-        if tap is not None:
-            tap.begin_forward(measure=True)
-        train_step(rank, mode, step, engine)
-        if tap is not None:
-            assert tap.collect() is not None or options  # some options break it
-    hooks = sum(len(p._backward_hooks or ()) for p in engine.module.parameters())
-    calls = sum(name in vars(engine) for name in _INTERCEPTED)
-    state = state_of(engine)
-    engine.destroy()
-    return {"state": state, "left": hooks + calls}

@@ -26,10 +26,10 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 24)
         self.down = nn.Linear(24, width, bias=False)
-        self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.dropout(self.down(self.up(self.norm(hidden)).relu()))
+        added: Tensor = hidden + self.down(self.up(self.norm(hidden)).relu())
+        return added
 
 
 class Net(nn.Module):

@@ -42,7 +42,7 @@ class Session:
     num_workers: int
 
 
-def start(mode: Mode, *, dropout: float = 0.0) -> Session:
+def start(mode: Mode) -> Session:
     """Shard a model, on every rank alike."""
     world = dist.get_world_size()
     shape, names = {
@@ -53,8 +53,6 @@ def start(mode: Mode, *, dropout: float = 0.0) -> Session:
     }[mode.mesh]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     net = make_net()
-    for block in net.blocks:
-        block.dropout.p = dropout
     oracle = copy.deepcopy(net)
     root = mode.prepare(net)
     for parameter, exact in zip(root.parameters(), oracle.parameters(), strict=True):

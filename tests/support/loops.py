@@ -43,6 +43,17 @@ def root_of(loop: "Loop") -> Any:
     return agent.root
 
 
+def wait_for(scope: Any, step: int) -> None:
+    """Let the monitor, which may lag behind so small a model, judge a step; none before the first.
+
+    Without a scope, there is nothing to wait for.
+    """
+    deadline = time.monotonic() + 60
+    while scope is not None and step >= 0 and (scope.latest is None or scope.latest.step < step):
+        assert time.monotonic() < deadline, f"step {step} was not judged within a minute"
+        time.sleep(0.0005)
+
+
 class Loop:
     """A small training on one rank, watched from its first step on if ``run_dir`` is given."""
 

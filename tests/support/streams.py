@@ -19,16 +19,21 @@ _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 Batches = list[np.ndarray]
 
 
-def gathered(step: int, samples: Batches, sketches_WK=None, **columns) -> GatheredStep:
-    """Return a step in which workers drew these samples and report these columns."""
-    width = len(samples)
-    workers = {
-        s.name: np.full(width, _MISSING[s.dtype], _NUMPY[s.dtype])
+def worker_columns(num_workers: int, **known) -> dict[str, np.ndarray]:
+    """Return all columns that workers send, without a value where none is known."""
+    columns = {
+        s.name: np.full(num_workers, _MISSING[s.dtype], _NUMPY[s.dtype])
         for s in columns_of(Table.WORKERS, Source.LOCAL)
     }
-    workers["num_samples"] = np.array([len(batch) for batch in samples], np.int64)
-    for name, values in columns.items():
-        workers[name] = np.asarray(values, workers[name].dtype)
+    return columns | {
+        name: np.asarray(values, columns[name].dtype) for name, values in known.items()
+    }
+
+
+def gathered(step: int, samples: Batches, sketches_WK=None, **columns) -> GatheredStep:
+    """Return a step in which workers drew these samples and report these columns."""
+    num_samples = [len(batch) for batch in samples]
+    workers = worker_columns(len(samples), **{"num_samples": num_samples, **columns})
     return GatheredStep(
         step=step,
         time=float(step),

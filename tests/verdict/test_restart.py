@@ -12,7 +12,7 @@ from rankscope.bus.detector import RunFacts
 from rankscope.errors import RunError
 from rankscope.files import to_plain
 from rankscope.record import Run, RunWriter
-from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, unpack_state
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
 from support.streams import gathered, replicated, sharded
 
@@ -129,25 +129,6 @@ class Job:
         self.writer.save_state(self.diagnosis.state, at_end=True)
         self.writer.close()
         return Run.open(self.writer.path)
-
-
-def test_a_killed_run_goes_on_from_the_last_row_on_disk(tmp_path):
-    reports = stream(120)
-    Job(tmp_path / "sft").run(reports[:50], flush_at=(20, 45), save_at=(20,))  # and is killed
-    assert read_state(tmp_path / "sft" / STATE_FILE)["step"] == 20
-    job = Job(tmp_path / "sft-2", continues=tmp_path / "sft")
-    assert job.diagnosis.next_step == job.diagnosis.num_steps == 46
-    assert {f.cause for f in job.diagnosis.findings} >= {"numerics.nonfinite"}
-    job.run(reports[46:])
-    run = job.close()
-    assert plain(run.findings()) == plain(diagnose_run(run)) == plain(job.diagnosis.findings)
-    whole = Diagnosis(RunFacts(W, HOSTS))
-    for report in reports:
-        whole.observe(report)
-    whole.close()
-    assert spoken(whole.findings) == spoken(job.diagnosis.findings)
-    assert job.diagnosis.num_steps == 120
-    assert (run.info["continues"], run.info["first_step"]) == ("sft", 46)
 
 
 def test_what_a_killed_run_wrote_last_is_held_against_its_own_plan(tmp_path):

@@ -1,4 +1,4 @@
-"""What the tap reads under FSDP2, against an unsharded copy of the model on the same batches."""
+"""What the tap reads under FSDP2, against an unsharded copy of the model; and the same bits."""
 
 from typing import Any
 
@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 from rankscope.wrappers.fsdp2_model import fsdp2_process_group, managed_parameters
 from support.fsdp2_modes import MODES, Mode
-from support.fsdp2_training import WIDTH, local_gradient, make_tap, optimize, start, train_step
+from support.fsdp2_training import (
+    WIDTH,
+    Session,
+    local_gradient,
+    make_tap,
+    optimize,
+    start,
+    state_of,
+    train_step,
+)
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -18,12 +27,27 @@ SKETCH_NORM_ERROR = (2 / WIDTH) ** 0.5
 """Standard deviation of a squared norm that comes from a sketch, relative."""
 
 
+ATTACHED_LATE = ("accumulated", "shard size 1")
+"""Modes in which the tap comes when the training has begun."""
+
+
+def train_untapped(session: Session, steps: range) -> None:
+    for step in steps:
+        train_step(session, step, None)
+        optimize(session)
+
+
 def train_mode(mode: Mode) -> dict[str, Any]:
-    """Train watched; return for each step what was read and what is exact."""
+    """Train tapped, but for the last step, and untapped.
+
+    Returns for each tapped step what was read and what is exact, and all bits of both trainings.
+    """
     session = start(mode)
+    first = 1 if mode.name in ATTACHED_LATE else 0
+    train_untapped(session, range(first))
     tap = make_tap(session)
     steps = []
-    for step in range(STEPS):
+    for step in range(first, STEPS):
         gradient, micro = local_gradient(session, step)
         assert not tap.complete
         train_step(session, step, tap)
@@ -32,9 +56,13 @@ def train_mode(mode: Mode) -> dict[str, Any]:
         steps.append({**exact(tap, gradient, micro), **read(tap)})
         optimize(session)
     tap.remove()
+    train_untapped(session, range(STEPS, STEPS + 1))
+    alone = start(mode)
+    train_untapped(alone, range(STEPS + 1))
+    bits = state_of(session), state_of(alone)
     ranks = list(managed_parameters(session.model)[0].group.ranks)
     assert dist.get_process_group_ranks(fsdp2_process_group(session.model)) == ranks
-    return {"ranks": ranks, "copies": tap.reduced_copies, "steps": steps}
+    return {"ranks": ranks, "copies": tap.reduced_copies, "steps": steps, "bits": bits}
 
 
 def exact(tap: Any, gradient: dict[str, torch.Tensor], micro: list[float]) -> dict[str, Any]:
@@ -153,10 +181,18 @@ def check_norms_of_micro_batches(ranks, mode):
             np.testing.assert_allclose(others, 1, atol=tolerance)
 
 
+def check_bits(ranks, mode):
+    for by_mode in ranks:
+        tapped, alone = by_mode[mode.name]["bits"]
+        assert len(alone) > 20
+        assert tapped == alone
+
+
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_what_is_read_is_the_gradient_of_the_unsharded_model(by_number, mode):
+def test_what_is_read_is_the_gradient_of_the_unsharded_model_and_no_bit_changes(by_number, mode):
     ranks = by_number[num_ranks_of(mode)]
     check_norms_of_all_groups(ranks, mode)
     check_sketches_and_cosines(ranks, mode)
     check_the_reduced_gradient(ranks, mode)
     check_norms_of_micro_batches(ranks, mode)
+    check_bits(ranks, mode)

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,23 @@ _STARTING_SECONDS = 30.0  # that the agent of a new run may take to start
 _PREVIOUS_SECONDS = 30.0  # that the agent of the run before may take to write its data
 
 
+class HeldParameters(StrEnum):
+    """The parameters in the ranks' optimizers."""
+
+    ALL = "all"  # or it is not known
+    SHARES = "shares"  # each parameter is in the optimizer of one rank
+    PART = "part"  # the same ones on all ranks, without others
+
+    @classmethod
+    def of(cls, held_W: list[str]) -> "HeldParameters":
+        """Return what the ranks' :func:`held_bits` have in common."""
+        if not all(held_W):
+            return cls.ALL
+        if len(set(held_W)) == 1:
+            return cls.PART
+        return cls.SHARES if are_shares([int(held, 16) for held in held_W]) else cls.ALL
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunHandle:
     """A run that has begun, as one rank sees it."""
@@ -70,10 +88,7 @@ class RunHandle:
     # sinks that live in the training's process, on rank 0
     local_sinks: tuple[PlannedSink, ...] = ()
     problem: str = ""  # why nothing is watched, where some rank did not come; else empty
-    # whether the ranks' optimizers hold parts of the parameters, and each parameter is in one; or
-    # all of them the same ones, without others
-    in_shares: bool = False
-    in_part: bool = False
+    held: HeldParameters = HeldParameters.ALL
     store: str = ""  # the run's address in an object store; empty without
 
     def connect(
@@ -201,9 +216,8 @@ def _answer(
         if "problem" in hello:
             return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
     place = info.pop("run_dir")
-    held_W = [hello["held"] for hello in hellos]
-    in_part = all(held_W) and len(set(held_W)) == 1
-    if not in_part:
+    held = HeldParameters.of([hello["held"] for hello in hellos])
+    if held is not HeldParameters.PART:
         info.get("training", {}).pop("unheld", None)
     try:
         _check_agreement(hellos)
@@ -215,8 +229,7 @@ def _answer(
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
-        "in_shares": all(held_W) and are_shares([int(held, 16) for held in held_W]),
-        "in_part": in_part,
+        "held": held,
         "ranks_of": Counter(hello["host"] for hello in hellos),
     }, root_run
 
@@ -349,8 +362,7 @@ def _connect(
         hello=hello,
         meeting=meeting,
         awaits_invitation="forward" in hello,
-        in_shares=answer["in_shares"],
-        in_part=answer["in_part"],
+        held=HeldParameters(answer["held"]),
         agent=agent,
         info=root_run.info,
         local_sinks=root_run.local_sinks,

@@ -32,7 +32,7 @@ from rankscope.session.meetings import (
     meet_mesh,
     meet_stages,
 )
-from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
+from rankscope.session.opening import HeldParameters, RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
@@ -201,9 +201,11 @@ def watch(
             share=options.share,
         ),
     )
-    if handle.in_shares or handle.in_part:
+    if handle.held is not HeldParameters.ALL:
         held = frozenset(held_names(optimizer, wrapped.parameters))
-        wrapped = dataclasses.replace(wrapped, held=held, in_shares=handle.in_shares)
+        wrapped = dataclasses.replace(
+            wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES
+        )
         instruments = dataclasses.replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper)
     mesh: JoinedMesh | None = None

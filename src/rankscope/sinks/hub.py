@@ -40,7 +40,6 @@ class Feeder:
         run: RunInfo,
         *,
         max_steps: int = MAX_STEPS,
-        max_findings: int = MAX_FINDINGS,
     ) -> None:
         self.name = name
         self.lost_steps = 0
@@ -48,7 +47,6 @@ class Feeder:
         self._info = run
         self._takes_steps = bool(getattr(sink, "takes_steps", True))
         self._max_steps = max_steps
-        self._max_findings = max_findings
         self._numbers = itertools.count()
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()
@@ -86,7 +84,7 @@ class Feeder:
             if self.off or self._ending:
                 return
             self._findings.append((next(self._numbers), finding))
-            if len(self._findings) > self._max_findings:
+            if len(self._findings) > MAX_FINDINGS:
                 self._leave_out_a_finding()
             self._changed.notify()
 

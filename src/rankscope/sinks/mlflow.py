@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mlflow
@@ -27,22 +26,18 @@ class MlflowSink(NewsSink):
 
     Args:
         experiment: The experiment of a new run; MLflow's own choice, if None.
-        clock: Seconds that only go forward.
     """
 
     takes_steps = True
 
-    def __init__(
-        self, experiment: str | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, experiment: str | None = None) -> None:
         super().__init__()
         self._experiment = experiment
-        self._clock = clock
         self._client: Any = None
         self._run_id = ""
         self._owns = False
         self._waiting: list[Any] = []
-        self._sent = clock()
+        self._sent = time.monotonic()
         self._found = mlflow.active_run()  # runs are active per thread: this is the caller's
 
     def step(self, step: StepValues) -> None:
@@ -50,7 +45,7 @@ class MlflowSink(NewsSink):
         stamp = round(1000 * step.time)
         values = step.flat().items()
         self._waiting += [Metric(name, value, stamp, step.step) for name, value in values]
-        if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
+        if len(self._waiting) >= BATCH or time.monotonic() - self._sent >= SECONDS:
             self._send()
 
     def notify(self, finding: Finding, event: FindingEvent) -> None:
@@ -70,7 +65,7 @@ class MlflowSink(NewsSink):
         self._attach()
         waiting = self._waiting
         self._waiting = []
-        self._sent = self._clock()
+        self._sent = time.monotonic()
         for first in range(0, len(waiting), BATCH):
             batch = waiting[first : first + BATCH]
             self._client.log_batch(self._run_id, metrics=batch, synchronous=True)

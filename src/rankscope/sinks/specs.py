@@ -8,6 +8,7 @@ an import.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -50,7 +51,8 @@ class PlannedSink:
     spec: str = ""
 
 
-ALERT_FORMS = FORMS[6:9]
+_ALERTS = ("webhook", "slack", "mailto")
+ALERT_FORMS = tuple(form for form in FORMS if form.partition(":")[0] in _ALERTS)
 
 _ADDRESS = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+")
 _PORT = re.compile(r":[0-9]+$")
@@ -90,7 +92,7 @@ def _plan_alert(place: str) -> PlannedSink:
     if kind not in _ALERTS:
         known = ", ".join(ALERT_FORMS)
         raise UsageError(f"an alert must be one of {known}, got one that begins with another word")
-    return replace(_ALERTS[kind](rest, alerts=True), spec=f"{_ALERT}{place}")
+    return replace(_KINDS[kind](rest, alerts=True), spec=f"{_ALERT}{place}")
 
 
 def _plan(sink: Any) -> PlannedSink:
@@ -154,10 +156,6 @@ def _plan_webhook(rest: str, *, slack: bool = False, alerts: bool = False) -> Pl
     options = {"severity": severity, "slack": slack, "alerts": alerts}
     make = _made_by("webhook", "WebhookSink", url, **options)
     return PlannedSink(f"{kind} to {parts.hostname}", make)
-
-
-def _plan_slack(rest: str, *, alerts: bool = False) -> PlannedSink:
-    return _plan_webhook(rest, slack=True, alerts=alerts)
 
 
 def _plan_mail(rest: str, *, alerts: bool = False) -> PlannedSink:
@@ -240,7 +238,7 @@ _PACKAGES = {
     "prometheus": "prometheus_client",
 }
 """The package that a sink needs."""
-_KINDS: dict[str, Callable[[str], PlannedSink]] = {
+_KINDS: dict[str, Callable[..., PlannedSink]] = {
     "tensorboard": _plan_optional("tensorboard", "TensorBoardSink"),
     "wandb": _plan_optional("wandb", "WandbSink"),
     "mlflow": _plan_optional("mlflow", "MlflowSink"),
@@ -248,12 +246,7 @@ _KINDS: dict[str, Callable[[str], PlannedSink]] = {
     "prometheus": _plan_prometheus,
     "jsonl": _plan_optional("jsonl", "JsonLinesSink"),
     "webhook": _plan_webhook,
-    "slack": _plan_slack,
+    "slack": partial(_plan_webhook, slack=True),
     "mailto": _plan_mail,
     "command": _plan_command,
-}
-_ALERTS: dict[str, Callable[..., PlannedSink]] = {
-    "webhook": _plan_webhook,
-    "slack": _plan_slack,
-    "mailto": _plan_mail,
 }

@@ -42,9 +42,8 @@ def test_a_wrong_section_stays_wrong_and_changes_no_other(local_WSK):
     np.testing.assert_allclose(found.parts_W[1].reduced_SK, given_SK / 4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("factors_W", [[0.1, 0.5, 2, 1]])
-def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK, factors_W):
-    given_WSK = local_WSK * np.array(factors_W, np.float32)[:, None, None]
+def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK):
+    given_WSK = local_WSK * np.array([0.1, 0.5, 2, 1], np.float32)[:, None, None]
     found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
     assert found.unreduced_W.all()
     assert all(np.isnan(part.reduced_SK).all() for part in found.parts_W)

@@ -111,12 +111,11 @@ def test_what_is_meant_is_silent():
     assert watch(TokenWeighting(W, "token"), steps)
 
 
-@pytest.mark.parametrize("epoch", [33])
-def test_one_short_batch_at_an_epochs_end_is_silent(epoch):
+def test_one_short_batch_at_an_epochs_end_is_silent():
     steps = []
     for step in range(200):
         tokens = np.full((W, 1), 64.0)
-        tokens[1] = 4 if step % epoch == epoch - 1 else 64
+        tokens[1] = 4 if step % 33 == 32 else 64
         steps.append((tokens, np.ones((W, 1))))
     assert watch(TokenWeighting(W, None), steps) == {}
     assert watch(LossScale(W), steps) == {}

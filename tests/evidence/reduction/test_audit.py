@@ -84,16 +84,15 @@ def test_a_reduction_that_is_wrong_in_all_groups_for_a_moment(at, steps, told_at
     assert evidence.groups == tuple(sorted(SIZES))
 
 
-@pytest.mark.parametrize("num_workers", [3])
-def test_one_worker_that_gets_another_result(num_workers):
+def test_one_worker_that_gets_another_result():
     def make(t, rng):
-        local, results_W = healthy(num_workers)(t, rng)
+        local, results_W = healthy(3)(t, rng)
         if t in (0, 11):
             results_W = [dict(result) for result in results_W]
             results_W[1]["norm"] = results_W[1]["norm"] * np.float32(1.0001)
         return local, results_W
 
-    told = watch(40, make, num_workers)
+    told = watch(40, make, 3)
     assert list(told) == ["reduction-one-worker"]
     assert [step for step, _ in told["reduction-one-worker"]] == [0, 11]
     _, evidence = told["reduction-one-worker"][1]

@@ -113,13 +113,11 @@ def test_an_older_checkpoint_is_a_note(at, back):
     assert f"steps {at - back} to {at - 1} came again" in words
 
 
-@pytest.mark.parametrize("epoch", [0])
-def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells_nothing(epoch):
-    start = 32 * epoch
-    batches = list(islice(epochs(512), start + 100))
-    (found,) = restart(batches[: start + 20], batches[start:])
+def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells_nothing():
+    batches = list(islice(epochs(512), 100))
+    (found,) = restart(batches[:20], batches)
     assert (found.severity, found.key) == (Severity.WARNING, "epoch-begun-again")
-    assert found.numbers["repeats_steps_from"] == start
+    assert found.numbers["repeats_steps_from"] == 0
 
 
 def falls(back=0):
@@ -144,10 +142,9 @@ def test_sampling_with_replacement_is_silent(seed, at):
     assert restart(islice(stream, at), islice(stream, 150)) == []
 
 
-@pytest.mark.parametrize("at", [20])
-def test_workers_that_each_shuffle_everything_are_silent(at):
+def test_workers_that_each_shuffle_everything_are_silent():
     stream = replicated(600, BATCH, range(W))
-    assert restart(islice(stream, at), islice(stream, 150)) == []
+    assert restart(islice(stream, 20), islice(stream, 150)) == []
 
 
 def test_samples_that_are_known_from_the_restart_on_are_silent():
@@ -163,13 +160,11 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
     assert "one in 8" in describe(found[0])[0]
 
 
-@pytest.mark.parametrize("at", [630])
-def test_a_large_epoch_that_goes_on_is_silent(at):
+def test_a_large_epoch_that_goes_on_is_silent():
     stream = epochs(10_000)
-    assert restart(islice(stream, at), islice(stream, 1000), capacity=1 << 10) == []
+    assert restart(islice(stream, 630), islice(stream, 1000), capacity=1 << 10) == []
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_more_and_more_samples_drawn_with_replacement_are_silent(seed):
-    stream = with_replacement(600_000, W, 64, seed)
+def test_more_and_more_samples_drawn_with_replacement_are_silent():
+    stream = with_replacement(600_000, W, 64, 2)
     assert restart(islice(stream, 80), islice(stream, 300), capacity=1 << 14) == []

@@ -169,10 +169,9 @@ def test_print_has_every_figure(page: Page, site: Site):
     assert pdf.count(b"/Type /Page\n") > 1
 
 
-@pytest.mark.parametrize("path", ["run/sft/forgotten-sampler"])
-def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, path: str):
+def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site):
     page.set_viewport_size({"width": 400, "height": 800})
-    opened(page, site, path)
+    opened(page, site, "run/sft/forgotten-sampler")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     for place in page.locator("[data-figure]").all():
         box = place.bounding_box()

@@ -1,7 +1,7 @@
-"""Trainings that accumulate under FSDP2, healthy ones and such that change what they accumulate.
+"""Trainings that accumulate, healthy ones and such that change what they accumulate.
 
-Gradients wait whole for their reduction (``Waits``), or each pass reduces and shards add up
-(``Reduces``).
+Under FSDP2, gradients wait whole for their reduction (``Waits``), or each pass reduces and shards
+add up (``Reduces``). Under DDP (``UnderDDP``) they wait.
 """
 
 from collections.abc import Iterator
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 
-STEPS, MICRO, LATE = 6, 3, 3
-"""``LATE`` is the first step in which something goes wrong."""
+MICRO = 3
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
         self.gate = nn.Linear(8, 1)  # one row: most ranks hold none of it
         self.scale = nn.Parameter(torch.ones(8))
 
@@ -34,27 +35,40 @@ class Net(nn.Module):
 
 
 class Waits:
-    """A healthy training whose last micro-batch alone reduces."""
+    """A healthy training whose last micro-batch alone reduces.
 
+    Attributes:
+        steps: T.
+        late: The first step in which something goes wrong.
+        learnt: The step from which on it is known how gradients are read.
+    """
+
+    steps, late, learnt = 6, 3, 0
+    num_layers = 2
     reduces = False
     options: dict[str, Any] = {}  # noqa: RUF012
     replicas = False
+    model: Any
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
-        self.rank, self.net = rank, Net()
+        self.rank, self.net = rank, Net(self.num_layers)
+        self.wrap()
+        torch.manual_seed(1 + rank)
+
+    def wrap(self) -> None:
         world = torch.distributed.get_world_size()
         mesh = init_device_mesh("cpu", (world,))
         if self.replicas:
             mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
         for layer in self.net.layers:
             fully_shard(layer, mesh=mesh, **self.options)
-        self.model: Any = fully_shard(self.net, mesh=mesh, **self.options)
+        self.model = fully_shard(self.net, mesh=mesh, **self.options)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-        self.prepare()
-        torch.manual_seed(1 + rank)
 
-    def prepare(self) -> None: ...
+    def synchronise(self, *, on: bool) -> None:
+        self.model.set_requires_gradient_sync(on)
 
     def num_micro(self, step: int) -> int:
         return MICRO
@@ -88,20 +102,21 @@ class Waits:
         if run_dir is not None:
             watched = rankscope.watch(self.model, self.optimizer, run_dir=run_dir, **options)
         with watched:
-            for step in range(STEPS):
+            for step in range(self.steps):
                 count = self.num_micro(step)
                 for micro in range(count):
-                    self.model.set_requires_gradient_sync(self.reduces or micro == count - 1)
+                    self.synchronise(on=self.reduces or micro == count - 1)
                     loss = self.loss(step, micro)
-                    if micro and step >= LATE:
+                    if micro and step >= self.late:
                         self.before_pass(step, micro)
                     loss.backward()
-                    if micro < count - 1 and step >= LATE:
+                    if micro < count - 1 and step >= self.late:
                         self.after_pass(step, micro + 1)
                 self.reduced(step)
                 self.optimizer.step()
                 self.zero(step)
-        return [p.to_local().detach().numpy().tobytes() for p in self.sharded]  # type: ignore[attr-defined]
+        own = [p.to_local() if isinstance(p, DTensor) else p for p in self.sharded]
+        return [p.detach().numpy().tobytes() for p in own]
 
 
 class Reduces(Waits):
@@ -129,7 +144,8 @@ class ReducesInReplicas(Reduces):
 
 
 class WaitsUnsharded(Waits):
-    def prepare(self) -> None:
+    def wrap(self) -> None:
+        super().wrap()
         self.model.set_reshard_after_backward(False)
 
 
@@ -178,20 +194,25 @@ class ReducesWithDecayInTheLoss(Reduces):
         return super().loss(step, micro) + 1e-3 * decay
 
 
-class ReducesSharpnessAware(Reduces):
+class SharpnessAware(Waits):
     """The first pass only tells where the second one computes its gradient."""
 
     def num_micro(self, step: int) -> int:
         return 2
 
+    def climb(self) -> None:
+        with torch.no_grad():
+            for parameter in self.sharded:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=1e-3)
+        self.optimizer.zero_grad()
+
+
+class ReducesSharpnessAware(SharpnessAware, Reduces):
     def loss(self, step: int, micro: int) -> Tensor:
         loss = super().loss(step, micro)
         if micro:
-            with torch.no_grad():
-                for parameter in self.sharded:
-                    if parameter.grad is not None:
-                        parameter.add_(parameter.grad, alpha=1e-3)
-            self.optimizer.zero_grad()
+            self.climb()
         return loss
 
 
@@ -229,13 +250,92 @@ class ReducesDoubledByOne(Reduces):
 class ReducesChangedAfterwards(ReducesClipped):
     def reduced(self, step: int) -> None:
         super().reduced(step)
-        if self.rank and step >= LATE:
+        if self.rank and step >= self.late:
             gradient = self.sharded[2].grad
             assert gradient is not None
             gradient.mul_(3)
 
 
-ABSTRACT = ("Waits", "WaitsClipped", "AlwaysOne", "ReducesDivided")
+class UnderDDP(Waits):
+    """Has so many layers that most hooks can be spared."""
+
+    steps, late, learnt = 13, 4, 4
+    num_layers = 9
+
+    def wrap(self) -> None:
+        self.model = DistributedDataParallel(self.net, **self.options)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def synchronise(self, *, on: bool) -> None:
+        self.model.require_backward_grad_sync = on
+
+
+class DDPInBuckets(UnderDDP):
+    options = {"gradient_as_bucket_view": True}  # noqa: RUF012
+
+    def zero(self, step: int) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+
+class DDPInShorterWindows(UnderDDP, WaitsInShorterWindows):
+    pass
+
+
+class DDPAlwaysOne(UnderDDP, AlwaysOne):
+    pass
+
+
+class DDPWithAScaleOutside(UnderDDP):
+    """The backward pass reaches a parameter before it reaches what the model returned."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        output = self.model(torch.randn(4, 8), scaled=False)
+        return (output * self.net.scale).square().mean()  # type: ignore[no-any-return]
+
+
+class DDPSharpnessAware(UnderDDP, SharpnessAware):
+    def loss(self, step: int, micro: int) -> Tensor:
+        if micro:
+            self.climb()
+        return super().loss(step, micro)
+
+
+class DDPResetInPlace(DDPInBuckets):
+    def before_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            self.optimizer.zero_grad(set_to_none=False)
+
+
+class DDPDoubledBehindAutograd(UnderDDP):
+    def before_pass(self, step: int, micro: int) -> None:
+        for gradient in self.gradients():
+            gradient.data.mul_(2)  # its version stays
+
+
+class DDPOneLayer(UnderDDP):
+    def before_pass(self, step: int, micro: int) -> None:
+        if micro == 2:
+            gradient = self.net.layers[5].weight.grad
+            assert gradient is not None
+            gradient.zero_()
+
+
+class DDPLeftOver(DDPAlwaysOne):
+    def zero(self, step: int) -> None:
+        if step % 4 != 3:
+            self.optimizer.zero_grad()
+
+
+class DDPLayerChangedAfterwards(DDPAlwaysOne):
+    def reduced(self, step: int) -> None:
+        for parameter in self.net.layers[2].parameters() if step >= self.late else ():
+            assert parameter.grad is not None
+            parameter.grad.mul_(3)
+
+
+ABSTRACT = (
+    *("Waits", "WaitsClipped", "AlwaysOne", "SharpnessAware", "ReducesDivided", "UnderDDP"),
+)
 """Those of which only a derived one is trained."""
 
 
@@ -250,6 +350,8 @@ HEALTHY = (
     *("WaitsInBF16", "WaitsUnsharded", "WaitsInShorterWindows", "WaitsWithAPenalty"),
     *("WaitsWithAScaleOutsideLater", "Reduces", "ReducesClipped", "ReducesInReplicas"),
     *("ReducesOffloaded", "ReducesWithDecayInTheLoss", "ReducesSharpnessAware", "ZeroedInPlace"),
+    *("DDPInBuckets", "DDPInShorterWindows", "DDPAlwaysOne"),
+    *("DDPWithAScaleOutside", "DDPSharpnessAware"),
 )
 
 COMPARED = (
