@@ -1,5 +1,5 @@
 # ruff: noqa: D102
-"""R59, verl#1440: values come in the order of packed micro-batches, their masks in that of the batch.
+"""R59, verl#1440: values are in the order of micro-batches, their masks in that of the batch.
 
 verl-project/verl#1440: with dynamic micro-batches, sequences are ordered by their lengths. The
 critic's values are multiplied with the masks before they are put back: values of some answers are

@@ -29,7 +29,7 @@ for _ in range(chosen.steps):
         (loss / ACCUMULATED).backward()  # type: ignore[no-untyped-call]
         for weight, total in zip(weights, sums, strict=True):
             assert weight.grad is not None
-            total += weight.grad
+            total.add_(weight.grad)
             if number == ACCUMULATED - 1:
                 reduced = total if chosen.right else weight.grad
                 dist.all_reduce(reduced)

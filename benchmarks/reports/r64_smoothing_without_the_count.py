@@ -1,4 +1,4 @@
-# ruff: noqa: D101, D102
+# ruff: noqa: D102
 """R64, transformers#46731: the smoothed loss is a mean over a micro-batch, and nobody divides it.
 
 huggingface/transformers#46731: where a model takes num_items_in_batch, the Trainer leaves the
