@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """R53, Megatron-LM#7236: an orthogonal update is scaled by the rows of the padded matrix.
 
 NVIDIA/Megatron-LM#7236: Muon's momentum is sharded by rows, and padded so that each rank has a

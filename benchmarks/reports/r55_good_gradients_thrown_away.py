@@ -71,7 +71,7 @@ while updates < chosen.steps:
     if micro % ACCUMULATED == 0 and gradients:
         for gradient in gradients:
             dist.all_reduce(gradient)
-            gradient /= world
+            gradient.div_(world)
         optimizer.step()
         optimizer.zero_grad()
         updates += 1

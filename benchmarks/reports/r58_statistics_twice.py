@@ -9,6 +9,7 @@ The loss that is printed is that of the model in evaluation mode.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ rank, world = begin()
 @contextmanager
 def statistics_kept(module: nn.Module) -> Iterator[None]:
     before = [buffer.clone() for buffer in module.buffers()]
-    yield
-    for buffer, old in zip(module.buffers(), before, strict=True):
-        buffer.copy_(old)
+    try:
+        yield
+    finally:  # recomputation ends with an exception, as soon as it has what it needs
+        for buffer, old in zip(module.buffers(), before, strict=True):
+            buffer.copy_(old)
 
 
 class Detector(nn.Module):
@@ -42,7 +45,7 @@ class Detector(nn.Module):
                 nn.BatchNorm2d(out, momentum=0.03),
                 nn.SiLU(),
             )
-            for into, out in zip(channels, channels[1:], strict=False)
+            for into, out in pairwise(channels)
         )
         self.head = nn.Linear(16, 4)
 
@@ -67,7 +70,7 @@ def pictures(samples: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     columns = torch.arange(16.0)
     kinds = torch.stack([rows + 0 * columns, columns + 0 * rows, rows + columns, rows - columns])
     images = torch.sin(kinds[labels] * 1.5)[:, None].expand(-1, 3, -1, -1)
-    return images + 0.5 + 0.8 * torch.randn(images.shape, generator=draw), labels
+    return images + 0.5 + 2.0 * torch.randn(images.shape, generator=draw), labels
 
 
 model = Detector()
