@@ -1,8 +1,7 @@
-"""R63, sd_dreambooth_extension#1417: the average of the weights is bfloat16, and stays where it is.
+"""R63, sd_dreambooth_extension#1417: the average of the weights is bfloat16, and stays behind.
 
 d8ahazard/sd_dreambooth_extension#1417: with bfloat16 as type of the weights, the averaged copy has
-it, too. A thousandth of a difference is rounded away in nearly all of its numbers: the average
-keeps the initial weights.
+it, too. A hundredth of a difference is rounded away in many of its numbers.
 With --right, the copy is float32.
 The loss that is printed is that of the averaged model.
 """
