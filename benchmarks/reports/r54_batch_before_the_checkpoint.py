@@ -44,7 +44,7 @@ class AheadLoader:
         order = list(self.sampler)[begin_at * BATCH :]
         self.fetched = begin_at
         ahead = None
-        for batch in DataLoader(Subset(self.data, order), BATCH, drop_last=True):  # type: ignore[arg-type, var-annotated]
+        for batch in DataLoader(Subset(self.data, order), BATCH, drop_last=True):  # type: ignore[arg-type]
             self.fetched += 1
             if ahead is not None:
                 yield ahead

@@ -63,7 +63,7 @@ while updates < chosen.steps:
     good = finite_everywhere(loss)
     if good:
         last = loss.detach()
-        (loss / ACCUMULATED).backward()  # type: ignore[no-untyped-call]
+        (loss / ACCUMULATED).backward()
     elif not chosen.right:
         optimizer.zero_grad()
         continue

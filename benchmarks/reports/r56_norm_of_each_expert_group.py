@@ -48,12 +48,12 @@ def clip() -> None:
 model = Mixture(all_tokens)
 different_experts(model)
 experts = model.of_experts()
-sharded = fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(experts))
+fully_shard(model, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(experts))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 data = text(4096)
 for step in range(chosen.steps):
     tokens = data[(step * world + rank) * 8 % 4096 :][:8]
-    loss = next_token_loss(sharded(tokens), tokens)
+    loss = next_token_loss(model(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     for expert in experts:
         if expert.grad is not None:

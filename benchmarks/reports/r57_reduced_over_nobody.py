@@ -36,7 +36,8 @@ class Attention(nn.Module):
         query, key, value = whole.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         parts = gather(mixed.transpose(1, 2), 2, dist.group.WORLD).chunk(world, 1)[rank]
-        return hidden + self.out(parts.flatten(2))
+        out: Tensor = self.out(parts.flatten(2))
+        return hidden + out
 
 
 class Model(nn.Module):

@@ -56,7 +56,7 @@ class Detector(nn.Module):
                 return nullcontext(), statistics_kept(stage) if chosen.right else nullcontext()
 
             if self.training:
-                images = checkpoint(stage, images, use_reentrant=False, context_fn=contexts)  # type: ignore[assignment]
+                images = checkpoint(stage, images, use_reentrant=False, context_fn=contexts)
             else:
                 images = stage(images)
         logits: Tensor = self.head(images.mean((2, 3)))

@@ -106,7 +106,7 @@ for _ in range(chosen.steps // 2):
         gain = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
         near = (values - returns[part]).square()
         loss = ((0.5 * near - gain) * mask[part]).sum() / mask[part].sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

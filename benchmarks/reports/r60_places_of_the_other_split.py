@@ -61,7 +61,8 @@ class Attention(nn.Module):
         own = torch.arange(LENGTH).chunk(world)[rank]
         mask = own[:, None] >= torch.arange(LENGTH)
         mixed = F.scaled_dot_product_attention(query.transpose(1, 2), key, value, mask)
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + out
 
 
 class Model(nn.Module):
@@ -86,14 +87,14 @@ model = Model()
 mesh = init_device_mesh("cpu", (world,))
 for layer in model.layers:
     fully_shard(layer, mesh=mesh)
-sharded = fully_shard(model, mesh=mesh)
+fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = text(4096, LENGTH + 1)
 for step in range(chosen.steps):
     batch = data[step * 16 % 4096 :][:16]
     tokens = batch[:, :-1].chunk(world, 1)[rank]
     labels = batch[:, 1:].chunk(world, 1)[rank]
-    loss = F.cross_entropy(sharded(tokens).flatten(0, 1), labels.flatten())
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()

@@ -26,7 +26,8 @@ draw = torch.Generator().manual_seed(100 + rank)
 
 def log_probabilities(policy: nn.Module, tokens: Tensor) -> Tensor:
     chances = policy(tokens)[:, PROMPT - 1 : -1].log_softmax(-1)
-    return chances.gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
+    log_p: Tensor = chances.gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
+    return log_p
 
 
 @torch.no_grad()
