@@ -19,7 +19,7 @@ from torch import Tensor
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import first_of, name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
 
 NAME = "collectives"
 REPEATED = "repeatability"
@@ -273,14 +273,14 @@ def ill_conditioned(num_ranks: int, dtype: torch.dtype) -> Tensor:
     return terms.to(dtype)
 
 
-STAGE = Stage(
+STAGE = PreflightStage(
     NAME,
     look,
     judge,
     together=True,
     advice="The backend failed in a plain collective: see its message and the rank's log.",
 )
-REPEATED_STAGE = Stage(REPEATED, repeat, judge_repeats, together=True)
+REPEATED_STAGE = PreflightStage(REPEATED, repeat, judge_repeats, together=True)
 
 
 BANDWIDTH = "bandwidth"
@@ -443,4 +443,4 @@ def _rate(bytes_per_second: float) -> str:
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
-SPEED_STAGE = Stage("speed", look_at_speed, judge_speed, together=True)
+SPEED_STAGE = PreflightStage("speed", look_at_speed, judge_speed, together=True)

@@ -23,7 +23,7 @@ from rankscope.tools.doctor.stage import (
     Bench,
     CheckResult,
     Facts,
-    Stage,
+    PreflightStage,
     Status,
 )
 from rankscope.tools.replay import as_inputs, digest_of_run
@@ -329,4 +329,4 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in _tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
-STAGE = Stage(NAME, look, judge, needs_group=False)
+STAGE = PreflightStage(NAME, look, judge, needs_group=False)

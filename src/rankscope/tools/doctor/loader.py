@@ -13,7 +13,7 @@ from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.stats.samples import LIKELY, SURE
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
 from rankscope.wrappers.facts import draws_with_replacement
 from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.samples import digest_inputs
@@ -491,7 +491,7 @@ def _same_batches(samples: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[int
     return tuple(tuple(group) for group in groups if len(group) > 1)
 
 
-STAGE = Stage(
+STAGE = PreflightStage(
     "loader",
     look,
     judge,

@@ -17,7 +17,7 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import numpy_state, python_state, torch_state
 from rankscope.private import find
 from rankscope.stats.arrays import digest_of
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
 
 PARAMETERS = "parameters"
 BUFFERS = "buffers"
@@ -365,7 +365,7 @@ def _values_in_words(name: str, values: Sequence[Any]) -> str:
     return f"{name}: {', '.join(parts[:3])}"
 
 
-STAGE = Stage(
+STAGE = PreflightStage(
     "model",
     look,
     judge,

@@ -29,7 +29,7 @@ from rankscope.tools.doctor.stage import (
     CheckResult,
     Meeting,
     Options,
-    Stage,
+    PreflightStage,
     Status,
     c10d,
     choose_device,
@@ -76,7 +76,7 @@ def run_preflight(options: Options, report: Callable[[Sequence[CheckResult]], in
         quiet.restore()
 
 
-def stages(options: Options) -> list[Stage]:
+def stages(options: Options) -> list[PreflightStage]:
     """Return the stages in order: the user's own functions last, since they may hang."""
     return [
         topology.STAGE,
@@ -242,12 +242,12 @@ Post = Mapping[str, Any]
 """A worker's result of a stage: ``facts``, ``error`` or ``usage``."""
 
 
-def skipped(stage: Stage, why: str) -> CheckResult:
+def skipped(stage: PreflightStage, why: str) -> CheckResult:
     """Return the result of a stage that was left out."""
     return CheckResult(stage.topic, Status.SKIPPED, why)
 
 
-def failed_somewhere(stage: Stage, posts: Sequence[Post]) -> tuple[CheckResult, str]:
+def failed_somewhere(stage: PreflightStage, posts: Sequence[Post]) -> tuple[CheckResult, str]:
     """Return the result of a stage that raised on some workers, and why others are skipped."""
     by_error = ranks_by([str(post.get("error") or post.get("usage") or "") for post in posts])
     by_error.pop("", None)
@@ -262,7 +262,7 @@ def failed_somewhere(stage: Stage, posts: Sequence[Post]) -> tuple[CheckResult, 
 
 
 def unfinished(
-    stage: Stage, posts: Mapping[int, Post], meeting: Meeting, seconds: float
+    stage: PreflightStage, posts: Mapping[int, Post], meeting: Meeting, seconds: float
 ) -> CheckResult:
     """Return the result of a stage that some workers did not finish within ``seconds``."""
     missing = [rank for rank in range(meeting.num_ranks) if rank not in posts]
@@ -303,7 +303,7 @@ def unfinished(
     )
 
 
-def gone_while_working(stage: Stage, gone: Sequence[int]) -> CheckResult:
+def gone_while_working(stage: PreflightStage, gone: Sequence[int]) -> CheckResult:
     """Return the result of a stage in which the launcher ended all workers, ``gone`` first."""
     if not gone:
         found = "the launcher or a scheduler asked all ranks to end"
@@ -350,7 +350,7 @@ class Examination:
 
     def __init__(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[PreflightStage],
         bench: Bench,
         meetings: tuple[Meeting, Meeting],
         report: Report,
@@ -362,7 +362,7 @@ class Examination:
         self._seconds = bench.options.seconds
         self._results: list[CheckResult] = []
         self._why_skipped: dict[str, str] = {}
-        self._at: Stage = stages[0]
+        self._at: PreflightStage = stages[0]
         self._began = time.monotonic()
         self._concluding = threading.Lock()
 
@@ -392,7 +392,7 @@ class Examination:
                 self._meeting.wait((FINISHED,), time.monotonic() + self._seconds)
         return 0
 
-    def _go_through(self, stage: Stage, watcher: Watcher) -> bool:
+    def _go_through(self, stage: PreflightStage, watcher: Watcher) -> bool:
         """Run one stage; return whether there are more."""
         self._at = stage
         self._began = time.monotonic()
@@ -411,14 +411,14 @@ class Examination:
             return True
         return self._await_rank_0(stage)
 
-    def _look(self, stage: Stage) -> dict[str, Any]:
+    def _look(self, stage: PreflightStage) -> dict[str, Any]:
         try:
             return {"facts": to_plain(stage.look(self._bench))}
         except (Exception, SystemExit) as error:
             kind = "usage" if isinstance(error, UsageError) else "error"
             return {kind: in_one_line(error), "ours": isinstance(error, RankscopeError)}
 
-    def _judge(self, stage: Stage) -> None:
+    def _judge(self, stage: PreflightStage) -> None:
         until = self._began + self._seconds + GRACE
         posts = self._meeting.collect(stage.topic, until)
         if len(posts) < self._meeting.num_ranks:
@@ -441,7 +441,7 @@ class Examination:
         self._why_skipped |= skips
         self._meeting.announce(f"go/{stage.topic}", skips)
 
-    def _await_rank_0(self, stage: Stage) -> bool:
+    def _await_rank_0(self, stage: PreflightStage) -> bool:
         """Wait until rank 0 has judged a stage; return whether there are more."""
         until = time.monotonic() + 2 * self._seconds + 10
         topic = f"go/{stage.topic}"
@@ -456,7 +456,7 @@ class Examination:
         self._why_skipped |= skips
         return True
 
-    def _rank_0_is_gone(self, stage: Stage) -> None:
+    def _rank_0_is_gone(self, stage: PreflightStage) -> None:
         """Report, from one of the other ranks, which ranks are missing."""
         if self._meeting.count_in("reporter") > 1:
             raise SystemExit(1)

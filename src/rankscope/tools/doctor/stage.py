@@ -301,7 +301,7 @@ class Bench:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PreflightStage:
     """A part of the preflight; ``topic`` is one of ``TITLES``, that of its result when unfinished.
 
     ``look`` measures on one worker; ``judge`` turns the facts of all workers, in rank order, into
@@ -332,7 +332,7 @@ BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
 """The stage that each function is for."""
 
 
-def not_given(topic: str, options: str = "") -> Stage:
+def not_given(topic: str, options: str = "") -> PreflightStage:
     """Return a stage that is skipped since its options (in words) were not given."""
     options = options or f"--{topic} MODULE:FUNCTION"
 
@@ -340,10 +340,10 @@ def not_given(topic: str, options: str = "") -> Stage:
         found = f"not asked for: give {options}"
         return [CheckResult(topic, Status.SKIPPED, found)]
 
-    return Stage(topic, lambda bench: {}, judge, needs_group=False)
+    return PreflightStage(topic, lambda bench: {}, judge, needs_group=False)
 
 
-def function_stage(option: str) -> Stage:
+def function_stage(option: str) -> PreflightStage:
     """Return the stage of a function that is named; it has no result when all is well."""
 
     def look(bench: Bench) -> Facts:
@@ -351,7 +351,7 @@ def function_stage(option: str) -> Stage:
         bench.functions[option] = find_function(f"--{option}", name)
         return {}
 
-    return Stage(
+    return PreflightStage(
         topic=f"{option}_function",
         look=look,
         judge=lambda facts: [],

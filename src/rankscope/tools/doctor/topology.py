@@ -18,7 +18,7 @@ from rankscope.tools.doctor.stage import (
     Bench,
     CheckResult,
     Facts,
-    Stage,
+    PreflightStage,
     Status,
     choose_backend,
 )
@@ -228,8 +228,8 @@ def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
     return [CheckResult(GROUP, Status.OK, found, numbers=numbers)]
 
 
-STAGE = Stage(NAME, look, judge, needs_group=False)
-GROUP_STAGE = Stage(
+STAGE = PreflightStage(NAME, look, judge, needs_group=False)
+GROUP_STAGE = PreflightStage(
     GROUP,
     join,
     judge_group,
@@ -273,4 +273,6 @@ _ADVICE = {
 }
 
 
-ENVIRONMENT_STAGE = Stage(ENVIRONMENT, look_at_environment, judge_environment, needs_group=False)
+ENVIRONMENT_STAGE = PreflightStage(
+    ENVIRONMENT, look_at_environment, judge_environment, needs_group=False
+)
