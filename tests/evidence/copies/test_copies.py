@@ -54,6 +54,7 @@ class Case:
         torch.manual_seed(0)
         self.task = Task()
         self.wrapped = DistributedDataParallel(self.task)
+        self.holder = nn.ModuleList([self.wrapped])  # leads to the same modules
         self.optimizer = torch.optim.SGD(self.task.model.parameters(), lr=0.05)
         self.prepare()
         torch.manual_seed(1 + rank)

@@ -201,9 +201,13 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def _averages(
     waiting: list[nn.Module], parts: dict[Shapes, nn.Module], trained: set[int]
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield the outermost modules that are copies of a part, each with this part."""
+    """Yield the outermost modules that are copies of a part, each once and with this part."""
+    seen: set[int] = set()  # a wrapper leads to the watched model's parts again
     while waiting:
         module = waiting.pop(0)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         held = list(module.parameters())
         source = parts.get(_shapes(module)) if held else None
         if source is not None and not any(id(parameter) in trained for parameter in held):
