@@ -66,10 +66,9 @@ class RecomputedProbe(Probe):
             self._pending = _Moved([name for name, _ in self._norms], before, after)
 
     def _counts(self) -> HostCopy | None:
-        counts = [module.num_batches_tracked for _, module in self._norms]
-        if not all(isinstance(each, Tensor) for each in counts):
-            return None
-        return HostCopy(torch.stack([each.detach().reshape(()) for each in counts]), own=True)
+        buffers = [module._buffers.get("num_batches_tracked") for _, module in self._norms]
+        counts = [buffer.detach().reshape(()) for buffer in buffers if buffer is not None]
+        return HostCopy(torch.stack(counts), own=True) if len(counts) == len(buffers) else None
 
     def collect(self, end: StepEnd) -> _Moved | None:
         """Return what was read in this step."""
