@@ -54,6 +54,8 @@ class StateKind(StrEnum):
     """A parameter that has a gradient and does not change, while others do."""
     PASSES = "passes"
     """State that changes between the forward passes of a step; its digest counts the changes."""
+    RECOMPUTED = "recomputed"
+    """Running statistics that a backward pass moves; 1 on workers where it does."""
     COUNTS = "counts"
     """A buffer of 16 bits that counts tokens; the largest value."""
     MODE = "mode"

@@ -105,7 +105,27 @@ def origin_of(loss: Tensor) -> Any:
 def is_mean_node(node: Any) -> bool:
     """Return whether an operator takes a mean."""
     kind = type(node).__name__
+    if kind.startswith("AddBackward0"):
+        return _smoothed(node) is not None
     return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def _smoothed(node: Any) -> Any:
+    """Return the cross entropy in one with smoothed labels, a mean; None if an operator adds other.
+
+    With C classes it is ``(1 - s) * mean + s / C * sum``, the sum over classes and labels divided
+    by the number of labels.
+    """
+    terms = [before for before, _ in node.next_functions if before is not None]
+    if len(terms) != 2 or not all(type(one).__name__ == "MulBackward1" for one in terms):
+        return None  # MulBackward1 multiplies by a number of Python's
+    mean, spread = (one.next_functions[0][0] for one in terms)
+    logits = _saved(mean, "_saved_self")
+    if getattr(mean, "_saved_reduction", None) != _MEAN or logits is None or logits.dim() < 2:
+        return None
+    share, each = (float(one._saved_other) for one in terms)
+    divided = type(spread).__name__.startswith("DivBackward")
+    return mean if divided and _is(share + logits.shape[1] * each, 1.0) else None
 
 
 def summed_tokens(node: Any) -> Tensor | float | None:
@@ -129,6 +149,8 @@ def averaged_tokens(node: Any) -> Tensor | float | None:
 
     They are those of a cross entropy or of a selection.
     """
+    if type(node).__name__.startswith("AddBackward0"):
+        node = _smoothed(node)
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return _cross_entropy_tokens(node)
     if not type(node).__name__.startswith("MeanBackward0"):

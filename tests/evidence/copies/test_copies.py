@@ -54,6 +54,7 @@ class Case:
         torch.manual_seed(0)
         self.task = Task()
         self.wrapped = DistributedDataParallel(self.task)
+        self.holder = nn.ModuleList([self.wrapped])  # leads to the same modules
         self.optimizer = torch.optim.SGD(self.task.model.parameters(), lr=0.05)
         self.prepare()
         torch.manual_seed(1 + rank)
@@ -107,6 +108,27 @@ class EngineOfBase(Engine):
         return list(self.base.parameters())
 
 
+class Narrow(Case):
+    """The average is in bfloat16."""
+
+    def prepare(self):
+        self.own = copy.deepcopy(self.task.model).requires_grad_(False).bfloat16()
+
+    @torch.no_grad()
+    def after_update(self):
+        for mean, new in zip(self.own.parameters(), self.task.model.parameters(), strict=True):
+            mean.lerp_(new.to(mean.dtype), 0.01)
+
+
+class NarrowCopy(Narrow):
+    """Plain copies in bfloat16."""
+
+    @torch.no_grad()
+    def after_update(self):
+        for own, new in zip(self.own.parameters(), self.task.model.parameters(), strict=True):
+            own.copy_(new)
+
+
 class Averaged(Case):
     """torch's own average, whose parameters are not frozen."""
 
@@ -124,7 +146,7 @@ def train_all(rank, folder):
         second = case(rank)
         second.load(first)
         second.train(f"{folder}/{case.__name__}")
-    for case in (Engine, EngineOfBase, Averaged):
+    for case in (Engine, EngineOfBase, Narrow, NarrowCopy, Averaged):
         case(rank).train(f"{folder}/{case.__name__}", steps=2 * STEPS)
 
 
@@ -137,11 +159,13 @@ def folder(tmp_path_factory):
 
 def found_in(folder, case, restarted=False):
     run = Run.open(folder / f"{case.__name__}{'-2' if restarted else ''}")
-    causes = ("state.average_jumps", "state.copy_never_changes")
+    causes = ("state.average_jumps", "state.average_rounded", "state.copy_never_changes")
     return [finding for finding in run.findings() if finding.cause in causes]
 
 
-@pytest.mark.parametrize(("case", "restarted"), [(Case, True), (Engine, False), (Averaged, False)])
+@pytest.mark.parametrize(
+    ("case", "restarted"), [(Case, True), (Engine, False), (NarrowCopy, False), (Averaged, False)]
+)
 def test_copies_that_follow_the_model_are_healthy(folder, case, restarted):
     assert found_in(folder, case, restarted) == []
 
@@ -158,6 +182,12 @@ def test_a_copy_that_is_written_and_never_changes_is_named(folder):
     [found] = found_in(folder, EngineOfBase)
     assert (found.cause, found.severity) == ("state.copy_never_changes", Severity.WARNING)
     assert "ModuleList (84 elements) is written" in found.explanation
+
+
+def test_an_average_that_rounding_keeps_is_named(folder):
+    [found] = found_in(folder, Narrow)
+    assert (found.cause, found.severity) == ("state.average_rounded", Severity.WARNING)
+    assert "Sequential (84 elements) is kept in 16 bits" in found.explanation
 
 
 def test_the_share_of_torch_s_average_is_recorded(folder):

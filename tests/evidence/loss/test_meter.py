@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from rankscope.errors import UsageError
 from rankscope.evidence.loss.probe import LossMeter, PendingLosses
@@ -197,6 +198,17 @@ def test_what_a_schedule_divides_by_afterwards_is_in_the_loss(scheduled, value):
     parts = PendingLosses(*meter.collect(), 1.0, scheduled).read().arrays
     assert np.frombuffer(parts["losses_U"]).tolist() == [value] * 2
     assert np.frombuffer(parts["multipliers_M"]).sum() * scheduled == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, -100, 2, 3]])
+def test_a_cross_entropy_with_smoothed_labels_is_a_mean_over_its_labels(labels):
+    logits = torch.ones(4, 5, requires_grad=True).exp()
+    loss = F.cross_entropy(logits, torch.tensor(labels), label_smoothing=0.1)
+    found = unscaled(loss * 2, {})
+    assert (found.constant, found.factor) == (None, 2.0)
+    assert float(found.tokens) == len([each for each in labels if each >= 0])
+    other = unscaled(0.9 * F.cross_entropy(logits, torch.tensor(labels)) + 0.3 * logits.sum(), {})
+    assert other.tokens is None
 
 
 KEPT = torch.tensor([1.0, 0.0, 1.0, 1.0])

@@ -9,7 +9,13 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import as_recorded
 from rankscope.evidence.loss.judge import MICRO, STARVED, TokenWeighting
-from rankscope.evidence.loss.scale import LONG_WINDOW, ONE_WORKER, SHORT_WINDOW, LossScale
+from rankscope.evidence.loss.scale import (
+    LONG_WINDOW,
+    ONE_WORKER,
+    SHORT_WINDOW,
+    LossScale,
+    UnevenWindows,
+)
 from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
@@ -274,6 +280,15 @@ def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_
     assert often[SHORT_WINDOW].severity is Severity.WARNING
     right = constant(0.5, micro=2, steps=1)
     assert watch(LossScale(W), (full + right + uneven) * 10) == {}
+
+
+@pytest.mark.parametrize(("idle", "severity"), [(0, Severity.WARNING), (1, None)])
+def test_a_micro_batch_that_is_left_out_on_purpose_makes_no_short_window(idle, severity):
+    windows = UnevenWindows()
+    found = list(windows.observe(0, 1.0, 4, 0, W))
+    for step in range(1, 17):
+        found += windows.observe(step, 0.75, 3, idle, W)
+    assert (found[-1].severity if found else None) == severity
 
 
 def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():

@@ -15,8 +15,11 @@ from rankscope.evidence.copies import KEY
 
 JUMPS = "state.average_jumps"
 KEPT = "state.copy_never_changes"
+ROUNDED = "state.average_rounded"
 
 _TIMES = 8  # the share of an average over that before a restart
+_REST = 0.25  # of the elements that rounding keeps, in a reading
+_RESTS = 3  # such readings
 _READINGS = 4  # in a row, in which a copy was written and has kept its bits
 
 
@@ -25,12 +28,15 @@ class CopiesOfModel(Detector):
 
     - An average that a restarted job takes up where it is, and whose share (one minus the decay) is
       many times what it was: its warm-up begins anew, and the model overwrites the average.
+    - An average of 16 bits, many of whose elements stay where they are while others move: a small
+      share of the way is less than half of the distance to the next value.
     - A module that is written from step to step and keeps its bits, while the model is trained.
     """
 
     def __init__(self) -> None:
         self._ended = False
         self._shares: dict[str, float] = {}  # the last one of each average
+        self._rests: dict[str, int] = {}  # readings in which rounding kept many elements
         self._awaited: set[str] = set()  # averages that a session has taken up
         self._writes: dict[str, tuple[int, int]] = {}  # at the last reading, with its bits
         self._kept: dict[str, int] = {}  # readings in a row
@@ -51,6 +57,7 @@ class CopiesOfModel(Detector):
         self._ended = self._ended and not begins
         for label, values in by_label.items():
             yield from self._follow_share(label, values, number, begins=begins)
+            yield from self._follow_rest(label, values, number)
             yield from self._follow_writes(label, values, number, begins=begins)
 
     def close(self) -> Iterable[FaultEvidence]:
@@ -79,6 +86,23 @@ class CopiesOfModel(Detector):
                     *(JUMPS, Severity.WARNING, (), step - 1, step - 1, 1, fields, numbers),
                     key=f"{JUMPS}:{label}",
                 )
+
+    def _follow_rest(
+        self, label: str, values: dict[str, int], step: int
+    ) -> Iterator[FaultEvidence]:
+        rest = float(np.int64(values["rest"]).view(np.float64)) if "rest" in values else math.nan
+        if not rest >= _REST:
+            return
+        self._first.setdefault(f"{ROUNDED}:{label}", step - 1)
+        count = self._rests[label] = self._rests.get(label, 0) + 1
+        if count >= _RESTS:
+            fields = {"name": label, "rest": f"{100 * rest:.0f} %"}
+            numbers = {"name": label, "rest": rest, "readings": count}
+            first = self._first[f"{ROUNDED}:{label}"]
+            yield FaultEvidence(
+                *(ROUNDED, Severity.WARNING, (), first, step, count, fields, numbers),
+                key=f"{ROUNDED}:{label}",
+            )
 
     def _follow_writes(
         self, label: str, values: dict[str, int], step: int, *, begins: bool

@@ -40,6 +40,8 @@ _MOST_PARAMETERS = 64
 _MOST_COPIES = 8
 _STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
 
+_FEWEST_APART = 16  # elements
+
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -59,6 +61,7 @@ class _Reading:
     elements: HostCopy
     source: HostCopy | None
     writes: int  # of its tensors, so far
+    narrow: torch.dtype | None  # its type, where that has 16 bits
 
 
 class PendingCopies:
@@ -79,7 +82,8 @@ class PendingCopies:
         """Wait for the device; return integers by name, a share by its bits.
 
         The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
-        writes, ``equal`` whether it is the model's present value, ``share`` as above.
+        writes, ``equal`` whether it is the model's present value, ``share`` as above, ``rest`` the
+        share of elements that rounding may have kept, see :func:`rest_of`.
         """
         held: dict[str, int] = {}
         for label, one in self._now.items():
@@ -92,6 +96,9 @@ class PendingCopies:
                 if before is not None:
                     share = share_of(before.elements.numpy(), elements_E, source_E)
                     values["share"] = int(np.float64(share).view(np.int64))
+                if before is not None and one.narrow is not None:
+                    rest = rest_of(before.elements.numpy(), elements_E, source_E, one.narrow)
+                    values["rest"] = int(np.float64(rest).view(np.int64))
             held |= {f"{label}|{what}": value for what, value in values.items()}
         return MessagePart(names={KEY: {str(StateKind.FOLLOWS): held}})
 
@@ -114,6 +121,26 @@ def share_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats) -> float:
         return math.nan
     share = float(way_E @ gone_E) / square
     return share if float(np.linalg.norm(gone_E - share * way_E)) <= _STRAY * size else math.nan
+
+
+def rest_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats, dtype: torch.dtype) -> float:
+    """Return how many elements of an average stay, of those that are not where the model is.
+
+    NaN while none moves, and where too few are elsewhere: a plain copy is the model's value in the
+    type of the copy.
+
+    Example:
+        >>> model, before = np.linspace(1, 2, 32) + 0.1, np.linspace(1, 2, 32)
+        >>> after = np.where(np.arange(32) < 8, before + 0.01, before)
+        >>> rest_of(before, after, model, torch.bfloat16)
+        0.75
+    """
+    copied_E = torch.from_numpy(model_E).to(dtype).double().numpy()
+    apart_E = copied_E != after_E
+    kept_E = before_E.astype(np.float64) == after_E
+    if kept_E.all() or np.count_nonzero(apart_E) < _FEWEST_APART:
+        return math.nan
+    return float(kept_E[apart_E].mean())
 
 
 class CopiesProbe(Probe):
@@ -154,6 +181,7 @@ class CopiesProbe(Probe):
                 _elements(tensors),
                 None if source is None else _elements(_readable(source)),
                 sum(tensor._version for tensor in tensors),
+                _narrow_type(tensors),
             )
         before_age, before = self._last
         self._last = age, now
@@ -201,9 +229,13 @@ def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 def _averages(
     waiting: list[nn.Module], parts: dict[Shapes, nn.Module], trained: set[int]
 ) -> Iterator[tuple[nn.Module, nn.Module | None]]:
-    """Yield the outermost modules that are copies of a part, each with this part."""
+    """Yield the outermost modules that are copies of a part, each once and with this part."""
+    seen: set[int] = set()  # a wrapper leads to the watched model's parts again
     while waiting:
         module = waiting.pop(0)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
         held = list(module.parameters())
         source = parts.get(_shapes(module)) if held else None
         if source is not None and not any(id(parameter) in trained for parameter in held):
@@ -227,6 +259,11 @@ def _elements(tensors: Sequence[Tensor]) -> HostCopy:
     """Begin to read the first elements of some tensors, float32 ``[E]``."""
     starts = [tensor.view(-1)[:ELEMENTS].float() for tensor in tensors]
     return HostCopy(torch.cat(starts) if starts else torch.empty(0), own=True)
+
+
+def _narrow_type(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    types = {tensor.dtype for tensor in tensors}
+    return types.pop() if len(types) == 1 and types <= {torch.bfloat16, torch.float16} else None
 
 
 def _is_power(age: int) -> bool:

@@ -127,7 +127,7 @@ class LossScale(Detector):
         self._summed = math.nan if by_loop else 1.0  # workers' gradients that are added up
         self._schedule = math.nan  # factor of a pipeline schedule after the backward passes
         self._differing = _DifferingWorkers()
-        self._windows = _UnevenWindows()
+        self._windows = UnevenWindows()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's multipliers; report wrong ones."""
@@ -166,7 +166,8 @@ class LossScale(Detector):
             return
         whole = not workers["grad_carried_over"].any()  # else the update took more micro-batches
         if whole and not self._scaler and not self._sums.found:
-            yield from self._windows.observe(gathered.step, scale, micro, self._num_workers)
+            idle = int(workers["idle_passes"].max())
+            yield from self._windows.observe(gathered.step, scale, micro, idle, self._num_workers)
         if step.alike("schedule_scale"):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
@@ -291,8 +292,11 @@ def _mean(step: Step, scales_W: Floats) -> float:
     return float(scales_W.mean())
 
 
-class _UnevenWindows(Stateful):
-    """Updates with other numbers of micro-batches, whose losses are divided by one number."""
+class UnevenWindows(Stateful):
+    """Updates with other numbers of micro-batches, whose losses are divided by one number.
+
+    Where forward passes without a backward pass fill a window, the training has left these out.
+    """
 
     def __init__(self) -> None:
         self._full = 0  # micro-batches of the longest window, whose multipliers add up to 1
@@ -301,13 +305,13 @@ class _UnevenWindows(Stateful):
         self._long = PersistentFault()
 
     def observe(
-        self, step: int, scale: float, micro: int, num_workers: int
+        self, step: int, scale: float, micro: int, idle: int, num_workers: int
     ) -> Iterable[FaultEvidence]:
-        """Process the sum of a step's multipliers, and its number of micro-batches."""
+        """Process the sum of a step's multipliers, and its number of passes with a gradient."""
         self._num_steps += 1
         if math.isclose(scale, 1, rel_tol=_CLOSE):
             self._full = max(self._full, micro)
-        uneven = micro != self._full > 0
+        uneven = micro != self._full > 0 and micro + max(idle, 0) != self._full
         if not (uneven and math.isclose(scale * self._full, micro, rel_tol=_CLOSE)):
             return
         is_short = micro < self._full

@@ -16,8 +16,8 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Severity
-from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages
-from rankscope.bus.replicas import minority_ranks, name_values
+from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, held_values
+from rankscope.bus.replicas import StateKind, minority_ranks, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks
@@ -487,8 +487,11 @@ class RestartWatch(Stateful):
         self.again_W //= 2
 
 
+_OPTIMIZER, _BITS = "optimizer", "parameters: bits"  # of what sessions begin and end with
+
 FROM_START = "epoch-begun-again"
 DONE_TWICE = "steps-done-twice"
+LOADER_BEHIND = "loader-behind-model"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
@@ -502,7 +505,7 @@ class ResumeMismatch(Detector):
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
       back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
-      That is a note.
+      That is a note; a warning where the parameters are those after the last step, bit for bit.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
@@ -511,6 +514,9 @@ class ResumeMismatch(Detector):
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
+        self._saved: tuple[int, Ints] | None = None  # the last step with parameters that are known
+        self._last_step = -1
+        self._at_end = False  # whether a restarted job began with the last step's parameters
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield how a restarted job went on, once that shows."""
@@ -523,6 +529,7 @@ class ResumeMismatch(Detector):
                 self._lr_after = lr
             verdict = next(verdicts)
             self._remember(step.gathered.step, lr)
+            self._compare_parameters(step.gathered)
             yield () if verdict is None else (self._evidence(verdict, step.gathered),)
 
     def close(self) -> Iterable[FaultEvidence]:
@@ -537,6 +544,19 @@ class ResumeMismatch(Detector):
         self._lr_at_start = self._lr_by_step.get(self._watch.interrupted, math.nan)
         self._lr_before = self._lr_last
 
+    def _compare_parameters(self, gathered: GatheredStep) -> None:
+        rows = gathered.differences
+        started, saved = (
+            held_values(rows, kind, _OPTIMIZER).get(_BITS) if rows else None
+            for kind in (StateKind.STARTED, StateKind.SAVED)
+        )
+        if started is not None:
+            known = self._saved if self._saved and self._saved[0] == self._last_step else None
+            self._at_end = known is not None and np.array_equal(known[1], started)
+        if saved is not None:
+            self._saved = gathered.step, saved
+        self._last_step = gathered.step
+
     def _remember(self, step: int, lr: float) -> None:
         """Keep the learning rate of the epoch's first step, which arrives a little later."""
         self._lr_last = lr
@@ -549,7 +569,7 @@ class ResumeMismatch(Detector):
         if verdict is Resumption.MIXED:
             return Severity.ERROR
         if verdict is Resumption.FROM_CHECKPOINT:
-            return Severity.NOTE
+            return Severity.WARNING if self._at_end else Severity.NOTE
         back = abs(self._lr_after - self._lr_at_start)
         on = abs(self._lr_after - self._lr_before)
         if not math.isfinite(back + on) or math.isclose(self._lr_at_start, self._lr_before):
@@ -565,6 +585,9 @@ class ResumeMismatch(Detector):
         of = f" among the one in {one_in:,} that are followed" if one_in > 1 else ""
         mixed = verdict is Resumption.MIXED
         twice = not mixed and severity is Severity.NOTE
+        key = "" if mixed else DONE_TWICE if twice else FROM_START
+        if verdict is Resumption.FROM_CHECKPOINT and not twice:
+            key = LOADER_BEHIND
         return FaultEvidence(
             cause="data.resume_mismatch",
             severity=severity,
@@ -587,7 +610,7 @@ class ResumeMismatch(Detector):
                 "follows_one_sample_in": one_in,
                 **({} if mixed else {"repeats_steps_from": watch.replayed_from}),
             },
-            key="" if mixed else DONE_TWICE if twice else FROM_START,
+            key=key,
         )
 
 

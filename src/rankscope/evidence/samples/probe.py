@@ -219,7 +219,11 @@ class SampleProbe(Probe):
 
     def collect(self, end: StepEnd) -> PendingSamples:
         """Return the samples of the step's forward passes that had a backward pass."""
-        values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
+        values = {
+            "samples_named": self._samples.named,
+            "micro_batches": end.num_passes or math.nan,
+            "idle_passes": len(end.idle),
+        }
         again = self._rows.collect()
         if again is not None:
             values["loader_repeats"] = again

@@ -53,8 +53,9 @@ class _Counted:
         """Wait for the device; return each count: name, largest value, whether it began at 0."""
         found = []
         for one in self._changes:
-            before, after = one.before.numpy(), one.after.numpy()
-            added = (after - before).astype(np.float64)
+            before = one.before.numpy().astype(np.float64)
+            after = one.after.numpy().astype(np.float64)
+            added = after - before
             each = float(added.sum()) / self._num_tokens if (added >= 0).all() else math.nan
             self._known.setdefault(one.name, []).append(each)
             largest = float(abs(after).max())

@@ -41,6 +41,7 @@ from rankscope.evidence.state.roles import (
     counts_of,
     moved_in_passes,
     owned_names,
+    recomputed_by,
     replaced_differences,
     role_differences,
     unchanged_differences,
@@ -67,6 +68,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         NotUpdated(),
         MovesInPasses(),
         RoundedCounts(),
+        CountedTwice(),
         FrozenDiffer(),
     )
 
@@ -233,6 +235,28 @@ class RoundedCounts(Detector):
         yield self._span.evidence(ROUNDED_COUNTS, Severity.WARNING, (), fields, numbers)
 
 
+COUNTED_TWICE = "state.statistics_twice"
+
+
+class CountedTwice(Detector):
+    """Running statistics that move in the backward pass, in two readings at least."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, bool] = {}
+        self._span = PersistentFault(2)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report what moves in its backward pass."""
+        found = [d.name for d in step.gathered.differences if d.kind is StateKind.RECOMPUTED]
+        if not found:
+            return
+        self._names |= dict.fromkeys(found, True)
+        if self._span.observe(step.gathered.step, [0]):
+            names = list(self._names)
+            fields = {"names": shortened(names, _NAMED)}
+            yield self._span.evidence(COUNTED_TWICE, Severity.WARNING, (), fields, named(names))
+
+
 FROZEN_DIFFER = "state.frozen_differ"
 
 
@@ -349,6 +373,7 @@ class ComparedState(Combiner):
         moved = (
             *moved_in_passes([names.get("passes", ()) for names in names_W]),
             *counts_of([names.get("counts", ()) for names in names_W]),
+            *recomputed_by([names.get("recomputed", ()) for names in names_W]),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):

@@ -19,6 +19,7 @@ from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.counts import make_counts_probe
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.recomputed import make_recomputed_probe
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
@@ -54,7 +55,8 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
         frozen = FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
         probes += [_meter(job), PassMeter(wrapped.module), frozen]
         counts = make_counts_probe(wrapped.module, job.first_step)
-        probes += [] if counts is None else [counts]
+        recomputed = make_recomputed_probe(wrapped.module, job.first_step)
+        probes += [each for each in (counts, recomputed) if each is not None]
     if job.trace:
         probes.append(
             TraceMeter(

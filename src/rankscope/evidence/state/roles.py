@@ -286,6 +286,17 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
 
 
+def recomputed_by(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
+    """Return the running statistics that backward passes move, for the record."""
+    none_W = np.zeros(len(names_W), bool)
+    return tuple(
+        StateDifference(
+            StateKind.RECOMPUTED, name, np.array([name in own for own in names_W], np.int64), none_W
+        )
+        for name in dict.fromkeys(name for own in names_W for name in own)
+    )
+
+
 def counts_of(
     counts_W: Sequence[Sequence[tuple[str, int, bool]]],
 ) -> tuple[StateDifference, ...]:

@@ -37,9 +37,6 @@ _AVERAGED = frozenset(
 )
 """What differs from average to average of the parameters, where each worker trains alone."""
 
-_CYCLE = 64  # steps, in which all state is read once
-_MOST_RESTING = 64  # names
-_MOST_READINGS = 4  # of a tensor that is read in pieces
 _SCALED = 1e-3
 _SAME_NORM = 1e-4
 _NORM_DIFFERS = 1e-6
@@ -68,9 +65,10 @@ _SCRATCH = "scratch-buffers"
 class UnequalState(Detector):
     """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
 
-    - A parameter, buffer or optimizer state whose digests differ. Running statistics that DDP
-      broadcasts before each step are buffers right after that; until then, they may differ. Buffers
-      that no checkpoint holds and that keep changing are a note: each worker may count for itself.
+    - A parameter or buffer whose digests differ, and the optimizer's state of such a parameter.
+      Running statistics that DDP broadcasts before each step are buffers right after that; until
+      then, they may differ. Buffers that no checkpoint holds and that keep changing are a note:
+      each worker may count for itself.
     - A reduced gradient that differs: not reduced, if the reduction left the local bits as they
       were, or if the norms of what should be reduced are those of the local gradients.
     - A gradient that was equal after the reduction and differs when the optimizer is called:
@@ -104,7 +102,6 @@ class UnequalState(Detector):
         self._num_workers = num_workers
         self._unsaved = frozenset(unsaved)
         self._unsaved_before: dict[str, list[int]] = {}
-        self._states_before: dict[str, tuple[int, list[list[int]]]] = {}
         self._by_loop = by_loop
         self._replicated = replicated
         self._local_buffers = local_buffers or local_steps > 0
@@ -184,39 +181,22 @@ class UnequalState(Detector):
         yield from self._by_cause(gathered, replicas_W)
 
     def _by_cause(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
-        """Yield the differences of parameters, buffers and optimizer state."""
+        """Yield the differences of parameters, buffers and optimizer state.
+
+        Where the parameter is equal all the same, an optimizer keeps a part of the state, or does
+        not use it.
+        """
         differ = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
         for kind, cause in _CAUSES.items():
             by_key: dict[str, list[StateDifference]] = {}
             for each in gathered.differences:
                 own_key = self._own_key(each) if each.kind is kind else None
-                optimizer = kind is StateKind.OPTIMIZER and each.name not in differ
-                if optimizer and self._may_rest(gathered.step, each):
-                    continue
-                if own_key is not None:
+                kept_apart = kind is StateKind.OPTIMIZER and each.name not in differ
+                if own_key is not None and not kept_apart:
                     by_key.setdefault(own_key, []).append(each)
             for own_key, found in by_key.items():
                 ranks = _odd(found, replicas_W)
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
-
-    def _may_rest(self, step: int, difference: StateDifference) -> bool:
-        """Return whether state may rest on all workers but one, while the parameter is equal.
-
-        That worker updates the parameter for all. The others may hold what a checkpoint or the
-        start has left there, and never use it. A cycle of the digests shows whether it rests.
-        """
-        now = difference.digests_W.tolist()
-        known = difference.name in self._states_before
-        if not known and len(self._states_before) >= _MOST_RESTING:
-            return False
-        first, before = self._states_before.setdefault(difference.name, (step, []))
-        resting = any(
-            sum(a == b for a, b in zip(now, earlier, strict=True)) >= len(now) - 1
-            for earlier in before
-        )
-        before.append(now)
-        del before[:-_MOST_READINGS]
-        return resting or step - first < _CYCLE
 
     def _own_key(self, difference: StateDifference) -> str | None:
         """Return the key of a difference's own finding, empty without; None until that is known."""

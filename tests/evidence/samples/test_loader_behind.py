@@ -1,0 +1,53 @@
+"""Restarted jobs: a loader that went back while its model did not, and one that went back too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run, Severity
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, BACK = 20, 2
+
+
+def train(rank, run_dir, model, begin):
+    """Train from a step on; return the model ``BACK`` steps before the end, and at the end."""
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    older = None
+    options = {"canary": False, "announce": False, "agent": "thread"}
+    with rankscope.watch(wrapped, optimizer, run_dir=run_dir, **options):
+        for step in range(begin, begin + STEPS):
+            if step == begin + STEPS - BACK:
+                older = copy.deepcopy(model)
+            draw = torch.Generator().manual_seed(2 * step + rank)
+            wrapped(torch.randn(4, 6, generator=draw)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return older, model
+
+
+def train_all(rank, folder):
+    for name in ("behind", "whole"):
+        torch.manual_seed(0)
+        older, last = train(rank, f"{folder}/{name}", nn.Linear(6, 6), 0)
+        restored = copy.deepcopy(last if name == "behind" else older)
+        train(rank, f"{folder}/{name}", restored, STEPS - BACK)
+
+
+def test_a_loader_that_is_behind_the_model_is_a_warning(tmp_path):
+    run_ranks(train_all, 2, str(tmp_path))
+    found = {}
+    for name in ("behind", "whole"):
+        run = Run.open(tmp_path / f"{name}-2")
+        [found[name]] = [one for one in run.findings() if one.cause == "data.resume_mismatch"]
+    assert (found["whole"].id, found["whole"].severity) == ("steps-done-twice", Severity.NOTE)
+    behind = found["behind"]
+    assert (behind.id, behind.severity) == ("loader-behind-model", Severity.WARNING)
+    assert f"those after step {STEPS - 1}, bit for bit" in behind.explanation
