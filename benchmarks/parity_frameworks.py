@@ -194,16 +194,7 @@ PAIRS = (
         "2 megatron_loop.py --batch 2 --accumulate 2 --clip 0 --fault not_divided",
         "gradient",
     ),
-    Pair(
-        "torchtitan, FSDP2 and HSDP",
-        _titan(4, data_parallel_shard_degree=4, data_parallel_replicate_degree=1),
-        _titan(4, data_parallel_shard_degree=2, data_parallel_replicate_degree=2),
-    ),
-    Pair(
-        "torchtitan, FSDP2 × TP",
-        _titan(2, **_SHARDED),
-        _titan(4, **_SHARDED, tensor_parallel_degree=2),
-    ),
+    Pair("torchtitan, tensor parallelism", _titan(1), _titan(2, tensor_parallel_degree=2)),
     Pair("torchtitan, pipeline", _titan(1), _titan(2, pipeline_parallel_degree=2)),
     Pair("torchtitan, interleaved stages", _titan(1, batch=4), _titan(2, batch=4, **_INTERLEAVED)),
     Pair(
