@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tools.parity.reading import distance, read_side
+from rankscope.tools.parity.compare import decide
+from rankscope.tools.parity.reading import distance, joined, read_side
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
 from support.megatron_training import MISSING
@@ -208,6 +209,19 @@ def test_zero_3_trains_as_zero_0_does(recordings):
     figures = recordings.side(sides[1], "B", 2).steps[0].figures
     kinds = ("start", "gradient", "update", "moment exp_avg")
     assert [len(figures[kind]) for kind in kinds] == [6] * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("forget", ["", "optimizer"])
+def test_a_resumption_is_compared_with_what_went_on(recordings, tmp_path, forget):
+    saved = ("--checkpoint", str(tmp_path / "saved"))
+    assert record(tmp_path / "b", layout(1, *saved, "--save-at", "2"), 2)[0] == 0
+    words = (*saved, "--forget", forget) if forget else saved
+    later = recordings.side(layout(1, *words), "B", 2, first_step=2)
+    whole = recordings.side(layout(1), "A", 4)
+    moved = recordings.side(layout(1), "moved", 4, eps=2 * whole.roundoff)
+    answer = decide(*joined(whole, later, 2), lambda side, eps: moved)
+    assert answer.stage is (Stage.STATE if forget else None), answer.headline
 
 
 @pytest.mark.ranks
