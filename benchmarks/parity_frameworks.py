@@ -183,9 +183,9 @@ PAIRS = (
         "2 megatron_loop.py --bf16 --batch 4 --distributed",
     ),
     Pair(
-        "Megatron-core, a bucket that is reduced twice",
+        "Megatron-core, a layer's gradient halved",
         "1 megatron_loop.py",
-        "2 megatron_loop.py --batch 4 --distributed --overlap --fault bucket_twice",
+        "2 megatron_loop.py --batch 4 --distributed --fault layer_halved",
         "gradient",
     ),
     Pair(
