@@ -50,6 +50,7 @@ class Pair:
         b: The other.
         stage: The stage that must be named; empty where both are the same.
         resume: B's resumption after three steps; empty without.
+        same_start: Whether B begins with A's parameters, which it would draw otherwise.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Pair:
     b: str
     stage: str = ""
     resume: str = ""
+    same_start: bool = False
 
 
 def _titan(ranks: int, *, batch: int = 2, **parallelism: int | str) -> str:
@@ -183,9 +185,9 @@ PAIRS = (
         "2 megatron_loop.py --bf16 --batch 4 --distributed",
     ),
     Pair(
-        "Megatron-core, a bucket that is reduced twice",
+        "Megatron-core, a layer's gradient halved",
         "1 megatron_loop.py",
-        "2 megatron_loop.py --batch 4 --distributed --overlap --fault bucket_twice",
+        "2 megatron_loop.py --batch 4 --distributed --fault layer_halved",
         "gradient",
     ),
     Pair(
@@ -195,17 +197,23 @@ PAIRS = (
         "gradient",
     ),
     Pair(
-        "torchtitan, FSDP2 and HSDP",
-        _titan(4, data_parallel_shard_degree=4, data_parallel_replicate_degree=1),
-        _titan(4, data_parallel_shard_degree=2, data_parallel_replicate_degree=2),
+        "torchtitan, tensor parallelism",
+        _titan(1),
+        _titan(2, tensor_parallel_degree=2),
+        same_start=True,
     ),
     Pair(
-        "torchtitan, FSDP2 × TP",
-        _titan(2, **_SHARDED),
-        _titan(4, **_SHARDED, tensor_parallel_degree=2),
+        "torchtitan, pipeline",
+        _titan(1),
+        _titan(2, pipeline_parallel_degree=2),
+        same_start=True,
     ),
-    Pair("torchtitan, pipeline", _titan(1), _titan(2, pipeline_parallel_degree=2)),
-    Pair("torchtitan, interleaved stages", _titan(1, batch=4), _titan(2, batch=4, **_INTERLEAVED)),
+    Pair(
+        "torchtitan, interleaved stages",
+        _titan(1, batch=4),
+        _titan(2, batch=4, **_INTERLEAVED),
+        same_start=True,
+    ),
     Pair(
         "torchtitan, replicated",  # pytorch/torchtitan#2323
         _titan(2, **_SHARDED),
@@ -240,6 +248,7 @@ def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
         resumed = layout_of(pair.resume, folder / "b", assets)
         words += ["-b2", command_of(resumed), "--resume-at", "3"]
         steps = 6
+    words += ["--same-start"] * pair.same_start
     command = [sys.executable, "-m", "rankscope", "parity", *words, "--steps", str(steps), "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     try:
@@ -272,7 +281,7 @@ def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
             assets.mkdir()
             importlib.import_module("field").make_assets(assets)
         begun = time.perf_counter()
-        if command or pair.resume:
+        if command or pair.resume or pair.same_start:
             found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
         else:
             found = forked(pair, kept, folder / "output", assets)

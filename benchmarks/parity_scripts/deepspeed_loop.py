@@ -13,6 +13,7 @@ parser.add_argument("--batch", type=int, default=8)
 parser.add_argument("--accumulate", type=int, default=1)
 parser.add_argument("--stage", type=int, default=0)
 parser.add_argument("--clip", type=float, default=0.1)
+parser.add_argument("--seed", type=int, default=0, help="of the initialisation")
 chosen = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -21,7 +22,7 @@ deepspeed.init_distributed("gloo", verbose=False)
 draw = torch.Generator().manual_seed(0)
 inputs = torch.randn(512, 16, generator=draw)
 labels = torch.randint(8, (512,), generator=draw)
-torch.manual_seed(0)
+torch.manual_seed(chosen.seed)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
 engine, *_ = deepspeed.initialize(
     model=model,

@@ -18,7 +18,7 @@ parser.add_argument("--distributed", action="store_true", help="the distributed 
 parser.add_argument("--overlap", action="store_true", help="reduces during the backward pass")
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--clip", type=float, default=0.5)
-parser.add_argument("--fault", choices=("", "not_divided", "bucket_twice"), default="")
+parser.add_argument("--fault", choices=("", "not_divided", "layer_halved"), default="")
 chosen = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -94,8 +94,8 @@ for step in range(20):
             rows = slice(first, first + chosen.batch)
             loss = F.cross_entropy(ddp(inputs[rows]).float(), labels[rows])
             (loss if chosen.fault == "not_divided" else loss / chosen.accumulate).backward()
+    if chosen.fault == "layer_halved":
+        model[0].weight.main_grad.mul_(0.5)
     ddp.finish_grad_sync()
-    if chosen.fault == "bucket_twice":
-        next(iter(ddp.bucket_groups)).buckets[0].grad_data.mul_(2)
     optimizer.step()
 torch.distributed.destroy_process_group()

@@ -62,7 +62,7 @@ def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expecte
 
 
 def test_a_command_that_fails_is_named_with_its_last_words(monkeypatch, capsys, tmp_path):
-    bad = script(tmp_path, "bad.py", "raise ValueError('no such corpus')")
+    bad = script(tmp_path, "bad.py", "if True: raise ValueError('no such corpus')")
     code, out, _ = call(monkeypatch, capsys, "parity", "-a", bad, "-b", bad, "--json")
     answer = json.loads(out)
     assert code == 2

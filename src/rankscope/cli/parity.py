@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -372,6 +373,8 @@ GRACE_SECONDS = 10.0
 
 _LOG = "output.txt"
 _MOST_WORDS = 200
+_RAISED = re.compile(r"(\[\w+\]: *)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
+"""The line of a traceback that names the exception, under ``torchrun`` behind the rank."""
 
 
 class CommandError(RunError):
@@ -465,14 +468,13 @@ class Command:
         return found
 
     def _last_words(self) -> str:
-        """Return the last lines that name an error, or the last one at all."""
+        """Return the line that names the first error, or the last one at all."""
         with contextlib.suppress(OSError):
             text = (self.directory / _LOG).read_text("utf-8", "replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            errors = [line for line in lines if "Error" in line and "elastic" not in line]
-            own = [line for line in errors if not line.startswith("raise")] or lines
-            if own:
-                return own[-1 if not errors else 0][:_MOST_WORDS]
+            lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+            errors = [line for line in lines if _RAISED.match(line) and "elastic" not in line]
+            if lines:
+                return (errors[0] if errors else lines[-1].strip())[:_MOST_WORDS]
         return "it printed nothing"
 
 

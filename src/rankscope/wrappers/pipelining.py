@@ -82,15 +82,15 @@ class JoinedStages(nn.Module):
     """The stages of a pipeline on one rank as one model, whose parts keep their names.
 
     Raises:
-        UnsupportedError: Two stages call different tensors by one name.
+        UnsupportedError: Two stages call different parameters by one name.
     """
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
         self._stages = tuple(stages)
-        known: dict[str, Tensor] = {}
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            if known.setdefault(name, tensor) is not tensor:
+        known: dict[str, nn.Parameter] = {}
+        for name, parameter in self.named_parameters():
+            if known.setdefault(name, parameter) is not parameter:
                 raise UnsupportedError(f"two stages of a pipeline on one rank have a {name}")
 
     def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -100,10 +100,12 @@ class JoinedStages(nn.Module):
         )
 
     def named_buffers(self, *args: Any, **more: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers of all stages."""
-        return itertools.chain.from_iterable(
-            each.named_buffers(*args, **more) for each in self._stages
-        )
+        """Yield the buffers of all stages; of copies in several, the first one."""
+        found: dict[str, Tensor] = {}
+        for each in self._stages:
+            for name, buffer in each.named_buffers(*args, **more):
+                found.setdefault(name, buffer)
+        return iter(found.items())
 
     def named_modules(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules of all stages."""

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tools.parity.reading import distance, read_side
+from rankscope.tools.parity.compare import decide
+from rankscope.tools.parity.reading import distance, joined, read_side
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
 from support.megatron_training import MISSING
@@ -211,15 +212,29 @@ def test_zero_3_trains_as_zero_0_does(recordings):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("forget", ["", "optimizer"])
+def test_a_resumption_is_compared_with_what_went_on(recordings, tmp_path, forget):
+    saved = ("--checkpoint", str(tmp_path / "saved"))
+    assert record(tmp_path / "b", layout(1, *saved, "--save-at", "2"), 2)[0] == 0
+    words = (*saved, "--forget", forget) if forget else saved
+    later = recordings.side(layout(1, *words), "B", 2, first_step=2)
+    whole = recordings.side(layout(1), "A", 4)
+    moved = recordings.side(layout(1), "moved", 4, eps=2 * whole.roundoff)
+    answer = decide(*joined(whole, later, 2), lambda side, eps: moved)
+    assert answer.stage is (Stage.STATE if forget else None), answer.headline
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.skipif(MISSING, reason="megatron-core is not installed")
 def test_megatron_cores_distributed_optimizer_trains_as_its_plain_one_does(recordings):
     alone = layout(1, script=MEGATRON)
-    words = ("--batch", "4", "--distributed", "--overlap")
+    words = ("--batch", "4", "--distributed")
     assert answer_of(recordings, alone, layout(2, *words, script=MEGATRON), 2).kind is Kind.SAME
-    wrong = layout(2, *words, "--fault", "bucket_twice", script=MEGATRON)
+    wrong = layout(2, *words, "--fault", "layer_halved", script=MEGATRON)
     answer = answer_of(recordings, alone, wrong, 2)
     assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
+    assert "0.weight" in [each.name for each in answer.differences]
 
 
 @pytest.mark.ranks

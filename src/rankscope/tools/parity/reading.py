@@ -190,7 +190,8 @@ def _together(parts: Iterable[RankStep]) -> SideStep:
     if any(part.facts.get("fed") for part in ranks):
         workers = _workers_of([part for part in ranks if not part.facts.get("fed")] or ranks)
         with_loss = _workers_of([part for part in ranks if len(part.losses)] or ranks)
-    found = SideStep(facts={**ranks[0].facts, "trained": list(trained)}, workers=len(workers))
+    of_all = {"trained": list(trained)} if trained else {}  # of the first step alone
+    found = SideStep(facts={**ranks[0].facts, **of_all}, workers=len(workers))
     kinds = dict.fromkeys(kind for part in ranks for kind in part.figures)
     for kind in kinds:
         if kind not in (OUTPUT, OUTPUT_GRADIENT):
