@@ -110,6 +110,3 @@ def test_a_run_that_is_not_closed_is_told_to_its_last_flush(tmp_path, monkeypatc
             view = Run.open(run.path).overview("loss", max_bins=6)
             assert view.last_B[-1] == number - 1
             assert_is(view, by_hand(run.path, "loss", 64 if number > 6 else 1))
-
-
-# The mathematics ---------------------------------------------------------------------------------
