@@ -70,19 +70,18 @@ class Worker:
         for message in come:
             self.canary.on_request(message.step, message.content)
 
-    def compute(self, step: int, *, micro: int = 1) -> dict[str, float]:
+    def compute(self, step: int) -> dict[str, float]:
         """Run forward and backward; return what the step says of canaries."""
         torch.set_rng_state(self.generator)
-        for index in range(micro):
-            batch = make_batch(self.rank, step + 10_000 * index)
-            if self.canary is not None:
-                self.read(step)
-                self.canary.before_pass(step, (), batch)
-                if self.canary.turn_due:
-                    self.canary.on_turn(step, early=False)
-            self.model(**batch)["loss"].backward()
+        batch = make_batch(self.rank, step)
+        if self.canary is not None:
+            self.read(step)
+            self.canary.before_pass(step, (), batch)
+            if self.canary.turn_due:
+                self.canary.on_turn(step, early=False)
+        self.model(**batch)["loss"].backward()
         self.generator = torch.get_rng_state()
-        end = StepEnd(step, comparable=True, idle=frozenset(), num_passes=micro)
+        end = StepEnd(step, comparable=True, idle=frozenset(), num_passes=1)
         pending = None if self.canary is None else self.canary.collect(end)
         return {} if pending is None else dict(pending.read().values)
 
@@ -103,7 +102,7 @@ class Job:
         ]
         self.lag, self.step = lag, 0
         self.begins = self.shown = 0
-        self.set_to_none, self.micro = True, 1
+        self.set_to_none = True
         self.seen: list[GatheredStep] = []
         self.late: dict[int, int] = {}
         self.known: list[Finding] = []
@@ -121,7 +120,7 @@ class Job:
         return self
 
     def one_step(self) -> None:
-        said = [worker.compute(self.step, micro=self.micro) for worker in self.workers]
+        said = [worker.compute(self.step) for worker in self.workers]
         for gradients in zip(*([p.grad for p in w.model.parameters()] for w in self.workers)):  # noqa: B905
             mean = torch.stack(gradients).mean(0)
             for gradient in gradients:
@@ -179,11 +178,9 @@ class Job:
 
 
 @functools.cache
-def bits_unwatched(num_workers: int, steps: int, micro: int = 1) -> list[Any]:
+def bits_unwatched(num_workers: int, steps: int) -> list[Any]:
     """Return what a training without canaries ends with."""
-    job = Job(num_workers, watched=False)
-    job.micro = micro
-    return job.run(steps).bits()
+    return Job(num_workers, watched=False).run(steps).bits()
 
 
 @pytest.mark.parametrize(("num_workers", "lag"), [(2, 0), (3, 7)])

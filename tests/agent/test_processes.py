@@ -92,9 +92,6 @@ def test_a_process_that_runs_is_stopped_goes_on_and_is_killed(start, watch):
     assert seen.state() == ProcessState.ENDED
 
 
-# Progress -------------------------------------------------------------------------------------
-
-
 # Stacks ---------------------------------------------------------------------------------------
 
 

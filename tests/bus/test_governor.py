@@ -13,10 +13,8 @@ WORKERS = 4
 class Job:
     """A training of 1-second steps that asks its governor which ones to measure."""
 
-    def __init__(
-        self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0, always=0
-    ):
-        self.governor = Governor(budget, every, always)
+    def __init__(self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0):
+        self.governor = Governor(budget, every, always=0)
         self.base, self.observed, self.noise = base, observed, noise
         self.rng = np.random.default_rng(seed)
         self.step = 0
@@ -40,9 +38,9 @@ class Job:
         return float(np.mean(self.overheads[-last:]))
 
 
-def right_interval(base, observed, budget, every=1):
+def right_interval(base, observed, budget):
     """Search without the model's formula: count the cost of 1,024 steps."""
-    interval = every
+    interval = 1
     while 2 * interval <= MAX_INTERVAL:
         costs = [base if step % interval else observed for step in range(MAX_INTERVAL)]
         if np.mean(costs) <= budget * (1 + 1e-9):
@@ -130,9 +128,9 @@ def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
     assert "cannot meet" in str(job.governor.decisions[-1])
 
 
-def short_steps(plain, fixed, budget=0.01, always=0):
+def short_steps(plain, fixed, always=0):
     """Return the lines of 400 steps that read the gradient for half a millisecond each."""
-    governor = Governor(budget, 1, always)
+    governor = Governor(0.01, 1, always)
     lines = []
     for step in range(400):
         overhead = np.array([fixed, fixed / 2]) + 0.0005

@@ -87,6 +87,8 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Fini
     [
         ({"settings": "s1-4"}, "--settings expected some of s1-1, s1-2, s1-3, got 's1-4'"),
         ({"workers": 1}, "--workers must be at least 2, got 1"),
+        ({"max_length": 1}, "--max-length must be at least 2 tokens, got 1"),
+        ({"seed": -1}, "--seed must be between 0 and"),
         ({"learning_rate": "nan"}, "--learning-rate must be a positive number, got nan"),
         ({"weights": "w"}, "--weights loads into --model pangu-1b only"),
         ({"resume": True, "overwrite": True}, "give one of them"),

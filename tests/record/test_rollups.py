@@ -90,10 +90,10 @@ def test_each_row_of_a_roll_up_is_a_whole_bin_of_one_worker(finished):
 # Overviews ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_bins", [700, 240, 5])
+@pytest.mark.parametrize("max_bins", [700, 240, 5, 1])
 def test_an_overview_holds_what_the_rows_hold(finished, monkeypatch, max_bins):
     monkeypatch.setattr(rollups, "MAX_ROWS", 0 if max_bins < 700 else rollups.MAX_ROWS)
-    width = {700: 1, 240: 64, 5: 256}[max_bins]
+    width = {700: 1, 240: 64, 5: 256, 1: 2048}[max_bins]
     views = Run.open(finished).overviews("loss", "num_samples", max_bins=max_bins)
     for name, view in views.items():
         assert len(view.first_B) <= max_bins
@@ -110,6 +110,3 @@ def test_a_run_that_is_not_closed_is_told_to_its_last_flush(tmp_path, monkeypatc
             view = Run.open(run.path).overview("loss", max_bins=6)
             assert view.last_B[-1] == number - 1
             assert_is(view, by_hand(run.path, "loss", 64 if number > 6 else 1))
-
-
-# The mathematics ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Rows of traces, and how long they wait in memory."""
+"""How long rows of traces wait in memory."""
 
 import dataclasses
 
@@ -11,39 +11,20 @@ from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
 
 
-def make_trace(step, *names, kind=StateKind.PARAMETER, norm=None, initial=None):
+def make_trace(step, *names):
     count = len(names)
     return TensorTrace(
-        (kind,) * count,
+        (StateKind.PARAMETER,) * count,
         names,
         np.arange(count) + 100 * step,
-        np.full(count, step + 0.5 if norm is None else norm),
+        np.full(count, step + 0.5),
         np.full((count, TRACE_WIDTH), step / 3, np.float32),
-        initial,
     )
 
 
 def traced_report(step, trace):
     report = make_report(step)
     return dataclasses.replace(report, gathered=dataclasses.replace(report.gathered, trace=trace))
-
-
-def test_a_step_has_a_row_for_each_tensor_and_the_first_one_tells_of_the_beginning(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    run.add(traced_report(3, make_trace(3, "a", "b", initial=make_trace(2, "a", "b", "c"))))
-    run.add(traced_report(4, None))
-    run.add(traced_report(5, make_trace(5, "b", kind=StateKind.REDUCED)))
-    run.close()
-    rows = Run.open(run.path).table(Table.TRACES).to_pylist()
-    assert [(r["step"], r["kind"], r["name"], r["digest"], r["norm"]) for r in rows] == [
-        (2, "parameter", "a", 200, 2.5),
-        (2, "parameter", "b", 201, 2.5),
-        (2, "parameter", "c", 202, 2.5),
-        (3, "parameter", "a", 300, 3.5),
-        (3, "parameter", "b", 301, 3.5),
-        (5, "reduced", "b", 500, 5.5),
-    ]
-    assert rows[4]["sketch"] == [1.0] * TRACE_WIDTH
 
 
 def test_a_large_trace_is_written_before_its_time(tmp_path, monkeypatch):

@@ -1,8 +1,3 @@
-from typing import Any
-
-import pytest
-
-from rankscope.errors import UsageError
 from rankscope.lab.study.config import Setting, StudyConfig
 from rankscope.verdict.coverage import checks_of, missing_steps
 
@@ -20,18 +15,3 @@ def test_seeds_of_the_settings() -> None:
     assert odd != 5
     assert set(others) == {5}
     assert len({Setting.S1_3.seed_of(rank, 5) for rank in range(1024)}) == 1024
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 1}, "--workers must be at least 2, got 1"),
-        ({"max_length": 1}, "--max-length must be at least 2 tokens, got 1"),
-        ({"seed": -1}, "--seed must be between 0 and"),
-        ({"learning_rate": -1.0}, "--learning-rate must be a positive number, got -1.0"),
-        ({"weights": "/"}, "--weights loads into --model pangu-1b only, got --model tiny"),
-    ],
-)
-def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        StudyConfig(**options)

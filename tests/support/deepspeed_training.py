@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rankscope.bus.groups import group_parameters
 from rankscope.evidence.reference.models import loss_scale
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.deepspeed import DeepSpeedTap
-from rankscope.wrappers.tap import Guarded, LocalGradient, ReadReduced
+from rankscope.wrappers.tap import LocalGradient, ReadReduced
 from support.deepspeed_modes import (
     Mode,
     accumulated,
@@ -54,20 +54,9 @@ def make_sketcher(names: Any) -> Sketcher:
     return Sketcher(torch.device("cpu"), group_parameters(names), WIDTH, seed=3)
 
 
-def make_tap(
-    engine: Any,
-    *,
-    sketcher: Sketcher | None = None,
-    guarded: Guarded = unguarded,
-    reduced: ReadReduced = ReadReduced.SKETCH,
-) -> DeepSpeedTap:
-    parameters = trained(engine.module)
-    sketcher = sketcher or make_sketcher(parameters)
-    return DeepSpeedTap(engine, parameters, sketcher, guarded, reduced=reduced)
-
-
-def trained(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+def make_tap(engine: Any, *, reduced: ReadReduced = ReadReduced.SKETCH) -> DeepSpeedTap:
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    return DeepSpeedTap(engine, trained, make_sketcher(trained), unguarded, reduced=reduced)
 
 
 def sketch_of(gradients: dict[str, np.ndarray]) -> GradientTotals:

@@ -4,9 +4,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rankscope.bus.detector import finding_of
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts, finding_of
+from rankscope.bus.plan import Plan
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import RecentBatches, batches_of
+from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered
 
 AT_ONCE = 64
@@ -25,6 +28,14 @@ def events_of(diagnosis, reports):
         for events in diagnosis.observe_many(reports[first : first + AT_ONCE])
         for event in events
     ]
+
+
+def findings_of(cause, steps, plan=None):
+    """Return what a diagnosis says of a cause, in order, in steps that come one by one."""
+    steps = list(steps)
+    diagnosis = Diagnosis(RunFacts(steps[0].num_workers, plan=plan or Plan()))
+    told = [finding for step in steps for finding in diagnosis.observe(summarize(step))]
+    return [finding for finding in told if finding.cause == cause]
 
 
 def told_of(detector, reports, memory=None):

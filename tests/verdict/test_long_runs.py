@@ -107,6 +107,3 @@ def test_a_long_run_without_roll_ups_is_read_in_pieces(path, tmp_path, monkeypat
     assert long["overhead_share"] == pytest.approx(exact["overhead_share"], rel=0.03)
     assert long["distinct_samples"] == exact["distinct_samples"]
     assert long["samples_exact"]
-
-
-# The same numbers as before ----------------------------------------------------------------------

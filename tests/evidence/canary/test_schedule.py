@@ -157,6 +157,3 @@ def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_
     assert gaps[0] < 200
     assert (np.diff(gaps) >= 0).all()
     assert 4096 <= gaps[-1] <= 4096 + 2 * 8 * LAG
-
-
-# Batches --------------------------------------------------------------------------------------

@@ -2,21 +2,17 @@
 
 import numpy as np
 
-from rankscope.agent.assembly import summarize
-from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import findings_of
 from support.streams import gathered
 
 NO_SAMPLES = np.empty(0, np.int64)
 
 
 def told_of(counts_of, steps, width=4):
-    diagnosis, told = Diagnosis(RunFacts(width)), []
-    for step in range(steps):
-        one = gathered(step, [NO_SAMPLES] * width, None, micro_batches=counts_of(step))
-        told += diagnosis.observe(summarize(one))
-    return [finding for finding in told if finding.cause == "data.micro_batches"]
+    without = [NO_SAMPLES] * width
+    given = (gathered(t, without, micro_batches=counts_of(t)) for t in range(steps))
+    return findings_of("data.micro_batches", given)
 
 
 def test_one_of_fewer_micro_batches_is_named_since_its_beginning_until_its_end():

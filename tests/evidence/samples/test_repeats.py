@@ -5,23 +5,24 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.assembly import summarize
-from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.evidence.samples.judge import _fill_samples
 from rankscope.stats.arrays import Ragged
-from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import findings_of
 from support.streams import gathered, sharded
 
 
 def told_of(stream, steps, width, plan=None):
-    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
-    for step, batches in enumerate(islice(stream, steps)):
-        one = gathered(step, batches, None, samples_named=[True] * width)
+    given = list(named(stream, steps, width))
+    for one in given:
         _fill_samples(one.workers, Ragged.of(one.samples))
-        told += diagnosis.observe(summarize(one))
-    return [finding for finding in told if finding.cause == "data.repeated_batches"]
+    return findings_of("data.repeated_batches", given, plan)
+
+
+def named(stream, steps, width, **columns):
+    for step, batches in enumerate(islice(stream, steps)):
+        yield gathered(step, batches, samples_named=[True] * width, **columns)
 
 
 def repeating(width, few, begin=10, end=10**6):
@@ -68,12 +69,8 @@ def filled(width, fillers, size=8):
         yield batches
 
 
-def of_filled(stream, steps, width, plan=None, **columns):
-    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
-    for step, batches in enumerate(islice(stream, steps)):
-        one = gathered(step, batches, None, samples_named=[True] * width, **columns)
-        told += diagnosis.observe(summarize(one))
-    return [finding for finding in told if finding.cause == "data.filled_batches"]
+def of_filled(stream, steps, width, **columns):
+    return findings_of("data.filled_batches", named(stream, steps, width, **columns))
 
 
 def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning():
@@ -97,12 +94,11 @@ def test_batches_without_labels_and_small_ones_say_nothing():
 
 
 def test_processes_of_a_loader_that_read_the_whole_stream():
-    diagnosis, told = Diagnosis(RunFacts(2, plan=Plan())), []
-    for step in range(40):
-        repeats = [step % 2, step % 2] if step < 24 else [0, 0]
-        one = gathered(step, [[], []], None, loader_repeats=repeats)
-        told += diagnosis.observe(summarize(one))
-    found = [finding for finding in told if finding.cause == "data.repeated_batches"]
+    given = (
+        gathered(step, [[], []], loader_repeats=[step % 2 if step < 24 else 0] * 2)
+        for step in range(40)
+    )
+    found = findings_of("data.repeated_batches", given)
     assert {(one.id, one.severity, one.ranks) for one in found} == {
         ("loader-processes", Severity.WARNING, (0, 1))
     }

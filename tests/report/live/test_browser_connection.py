@@ -25,8 +25,6 @@ def test_a_link_with_the_token_works_on_another_site(browser: Browser, tmp_path:
         assert page.url == elsewhere  # the address with the token is not in the history
 
 
-"""What a browser with a window does when a tab goes into the background, or comes back."""
-
 LINK, STEPS = "#link", "tbody td:nth-child(7)"
 
 
