@@ -123,8 +123,9 @@ def summed_tokens(node: Any) -> Tensor | float | None:
     before = node.next_functions[0][0]
     if type(before).__name__.startswith(_SELECTING):
         return float(math.prod(node._saved_self_sym_sizes))
-    counts = [_labels_of(each) for each in _joined_in(before)]
-    if counts and all(count is not None for count in counts):
+    parts = _joined_in(before)
+    counts = [count for count in map(_labels_of, parts) if count is not None]
+    if counts and len(counts) == len(parts):
         return torch.stack(counts).sum()
     return _masked_tokens(before, node._saved_self_sym_sizes)
 
@@ -177,7 +178,7 @@ def _labels_of(node: Any) -> Tensor | None:
     ignored = getattr(node, "_saved_ignore_index", None)
     if labels is None or ignored is None or _cross_entropy_is_weighted(node):
         return None
-    return (labels != ignored).sum()
+    return torch.count_nonzero(labels != ignored)
 
 
 def _masked_tokens(node: Any, shape: tuple[int, ...]) -> Tensor | None:
