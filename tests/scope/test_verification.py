@@ -43,6 +43,7 @@ SAYS = {
     "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
     "sharded, mixed": ("verify.agrees", "note", "ulp of bfloat16"),
     "sharded, sums": ("verify.agrees", "note", "is what one process would compute (within"),
+    "sharded, passes an object": ("verify.declined", "note", "tuples and dicts of these can."),
     "sharded, asks on one": ("verify.declined", "note", "1 of 2 ranks had come"),
     "ZeRO 1 bf16 accumulate 2": ("verify.agrees", "note", "ulp of bfloat16"),
     "ZeRO 3 all sharded": ("verify.agrees", "note", "each with 2 micro-batches"),
@@ -56,6 +57,13 @@ class Headless(TinyLM):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         hidden = self.hidden(self.dropout(self.embedding(input_ids)))
         return self.head(self.norm(hidden.flatten(0, 1)).relu())
+
+
+class Off:
+    """An argument that is False, and no value that can be kept."""
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class Loop:
@@ -164,6 +172,8 @@ class Loop:
         if self.kind.startswith("loss outside"):
             logits = self.wrapped(batch["input_ids"])
             found = F.cross_entropy(logits, batch["labels"].flatten())
+        elif self.kind == "sharded, passes an object":
+            found = self.wrapped(**batch, use_branch=Off())["loss"]
         else:
             found = self.wrapped(**batch)["loss"]
         if self.kind in ("divided twice", "sharded, sums", "loss outside, over workers"):

@@ -61,8 +61,8 @@ _ALONE_FROM = 3
 _MOST_RUNS = 32
 
 NOTHING = (
-    "nothing was watched: the script trained no model under DistributedDataParallel, replicate or "
-    "fully_shard, no DeepSpeed engine, and none without wrapper on several ranks"
+    "nothing was watched: several ranks of a process group trained no model together, under "
+    "DistributedDataParallel, replicate, fully_shard or DeepSpeed, or without a wrapper"
 )
 FAILED = "the script failed with exit code {code}, and nothing was watched"
 ALONE = (

@@ -26,13 +26,15 @@ _PACKED = {
     "_saved_self": "_raw_saved_self",
     "_saved_weight": "_raw_saved_weight",
     "_saved_total_weight": "_raw_saved_total_weight",
+    "_saved_target": "_raw_saved_target",
 }
-_SELECTING = ("IndexBackward", "MaskedSelectBackward")
 """Name of the packed tensor in autograd, by the name of the saved tensor."""
+_SELECTING = ("IndexBackward", "MaskedSelectBackward")
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
 """Operators that do not change a number."""
 
-# torch's numbers of its reductions; 0 is none
+# torch's numbers of its reductions
+_NONE = 0
 _MEAN = 1
 _SUM = 2
 
@@ -131,8 +133,8 @@ def _smoothed(node: Any) -> Any:
 def summed_tokens(node: Any) -> Tensor | float | None:
     """Return the number of label tokens that an operator has summed into a loss, or None.
 
-    They are those of a cross entropy, a selection, or a product with a mask of zeros and ones:
-    NaN where that holds other numbers.
+    They are those of a cross entropy, of one per token or several of these, of a selection, or of a
+    product with a mask of zeros and ones: NaN where that holds other numbers.
     """
     if getattr(node, "_saved_reduction", None) == _SUM:
         return _cross_entropy_tokens(node)
@@ -141,6 +143,10 @@ def summed_tokens(node: Any) -> Tensor | float | None:
     before = node.next_functions[0][0]
     if type(before).__name__.startswith(_SELECTING):
         return float(math.prod(node._saved_self_sym_sizes))
+    parts = _joined_in(before)
+    counts = [count for count in map(_labels_of, parts) if count is not None]
+    if counts and len(counts) == len(parts):
+        return torch.stack(counts).sum()
     return _masked_tokens(before, node._saved_self_sym_sizes)
 
 
@@ -165,13 +171,36 @@ def _cross_entropy_tokens(node: Any) -> Tensor | None:
 
     With weights of classes it keeps their sum, which is no count.
     """
-    if is_hooked(node, "_saved_weight"):
-        return None
-    try:
-        weighted = getattr(node, "_saved_weight", None) is not None
-    except RuntimeError:  # changed in place since
-        return None
+    weighted = _cross_entropy_is_weighted(node)
     return None if weighted else _number(node, "_saved_total_weight")
+
+
+def _cross_entropy_is_weighted(node: Any) -> bool:
+    """Return whether a cross entropy has weights of classes, or may have."""
+    try:
+        hooked = is_hooked(node, "_saved_weight")
+        return hooked or getattr(node, "_saved_weight", None) is not None
+    except RuntimeError:  # changed in place since
+        return True
+
+
+def _joined_in(node: Any) -> list[Any]:
+    """Return the operators whose outputs an operator joins; the operator itself if it does not."""
+    joins = type(node).__name__.startswith(_JOINING)
+    return [function for function, _ in node.next_functions] if joins else [node]
+
+
+def _labels_of(node: Any) -> Tensor | None:
+    """Return the number of labels that a cross entropy per token did not ignore, or None."""
+    while node is not None and type(node).__name__.startswith(PASSING):
+        node = node.next_functions[0][0]
+    if getattr(node, "_saved_reduction", None) != _NONE:
+        return None
+    labels = _saved(node, "_saved_target")
+    ignored = getattr(node, "_saved_ignore_index", None)
+    if labels is None or ignored is None or _cross_entropy_is_weighted(node):
+        return None
+    return torch.count_nonzero(labels != ignored)
 
 
 def _masked_tokens(node: Any, shape: tuple[int, ...]) -> Tensor | None:

@@ -254,9 +254,10 @@ def find_batch(
     """Return the inputs that identify samples, and their attention mask if they have one.
 
     That is ``input_ids``, with ``attention_mask`` beside it, in any mapping or dataclass; else the
-    first tensor with a batch dimension, or list with one tensor per sample; else the first list of
-    texts, which also comes before a tensor of one number per sample. Of named parts, those with a
-    label, target or mask in the name come last: many samples share a label. The result is a tensor
+    first tensor with a batch dimension, or list with one tensor or one mapping with an image per
+    sample; else the first list of texts, which also comes before a tensor of one number per sample.
+    Of named parts, those with a label, target or mask in the name come last: many samples share a
+    label. The result is a tensor
     ``[B, ...]``, a list of one tensor or text per sample, or None.
     """
     named = dict(kwargs)
@@ -280,13 +281,30 @@ def find_batch(
 
 
 def items_in(value: object) -> Sequence[Tensor]:
-    """Return the tensors of a list that has one per sample; nothing of other values."""
-    if not isinstance(value, list) or not value or not isinstance(value[0], Tensor):
+    """Return the tensors of a list that has one per sample; nothing of other values.
+
+    A list may hold a mapping per sample, with an image of the same name in each.
+    """
+    if not isinstance(value, list) or not value:
+        return ()
+    if isinstance(value[0], Mapping):
+        return _images_in(value)
+    if not isinstance(value[0], Tensor):
         return ()
     if all(map(_is_image, value)):
         return value
     sequences = all(isinstance(v, Tensor) and is_dense(v) and v.dim() == 1 for v in value)
     return value if sequences and len({len(v) for v in value}) > 1 else ()
+
+
+def _images_in(samples: Sequence[Any]) -> Sequence[Tensor]:
+    """Return the first image of each mapping, of one name."""
+    if all(isinstance(sample, Mapping) for sample in samples):
+        for name in islice(samples[0], _BREADTH):
+            images = [sample.get(name) for sample in samples]
+            if all(map(_is_image, images)):
+                return images
+    return ()
 
 
 def is_dense(tensor: Tensor) -> bool:

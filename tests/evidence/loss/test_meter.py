@@ -229,3 +229,33 @@ def test_label_tokens_of_a_masked_loss_are_counted(make):
     found = unscaled(make(losses), {})
     count = found.tokens if found.summed is None else found.summed[0]
     assert float(count) == 3
+
+
+LABELS = torch.tensor([4, -100, 0, 2])
+
+
+def per_token(logits, **more):
+    return F.cross_entropy(logits, LABELS[: len(logits)], reduction="none", **more)
+
+
+def in_chunks(logits):
+    chunks = zip(logits.split(3), LABELS.split(3), strict=True)
+    return torch.cat([F.cross_entropy(*chunk, reduction="none") for chunk in chunks])
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda logits: per_token(logits).sum() / 3, 3),
+        (lambda logits: per_token(logits).view(2, 2).sum() / (LABELS >= 0).sum() / 2, 3),
+        (lambda logits: in_chunks(logits).sum() / torch.tensor(3), 3),
+        (lambda logits: per_token(logits, weight=torch.ones(5)).sum() / 3, None),
+        (lambda logits: (in_chunks(logits) + 1).sum() / 3, None),
+        (lambda logits: F.mse_loss(logits, logits.detach(), reduction="none").sum() / 3, None),
+    ],
+    ids=["one per token", "viewed", "chunks", "weights of classes", "shifted", "squares"],
+)
+def test_label_tokens_of_losses_per_token_are_counted(make, count):
+    logits = torch.randn(4, 5, requires_grad=True)
+    summed = unscaled(make(logits), {}).summed
+    assert (None if summed is None else float(summed[0])) == count

@@ -193,7 +193,7 @@ class ReferenceProbe(Probe):
             found = self._attempt(self._derive, step, kept=kept, alone=part is not None)
             if found is not None:
                 part = found
-            elif part is None and self._derivative is not None:
+            elif part is None and kept and self._derivative is not None:
                 why_no_copy += f"; and the loss was not moved either, since {self._declined}"
             self._declined = why_no_copy
         self._finish(step, part or ReferenceShare(declined=self._declined))
@@ -233,7 +233,9 @@ class ReferenceProbe(Probe):
         """
         problem = "a rank has computed it alone" if alone else ""
         trained = [micro for micro in self._passes if micro.trained]
-        if not problem and (self._derivative is None or not kept or not trained):
+        if not problem and not (kept and trained):
+            problem = "a batch of the step was not kept"
+        if not problem and self._derivative is None:
             problem = "directional derivatives are measured under DDP, FSDP2 and without a wrapper"
         if not problem and self._clips_value:
             problem = "gradients are clipped by value"
