@@ -15,7 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.parallel import DistributedDataParallel
 
 KIND = sys.argv[-1]
-ROUNDS, SAMPLES = 12, 16
+ROUNDS, SAMPLES = 24, 16  # both updates of a round see one batch, which is evidence once
 dist.init_process_group("gloo")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 
