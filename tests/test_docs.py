@@ -34,7 +34,6 @@ NO_COLUMNS = {
     *("drawn_from_others", "drawn_from_own", "innocent_probability"),
     *("communication_data_type", "found_inf", "fully_shard", "input_ids", "max_norm", "no_sync"),
     *(
-        "context_fn",
         "num_batches_tracked",
         "num_replicas",
         "num_workers",
