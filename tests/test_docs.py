@@ -33,7 +33,14 @@ EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 NO_COLUMNS = {
     *("drawn_from_others", "drawn_from_own", "innocent_probability"),
     *("communication_data_type", "found_inf", "fully_shard", "input_ids", "max_norm", "no_sync"),
-    *("num_replicas", "num_workers", "prepare_data_loader", "split_dataset_by_node", "state_dict"),
+    *(
+        "num_batches_tracked",
+        "num_replicas",
+        "num_workers",
+        "prepare_data_loader",
+        "split_dataset_by_node",
+        "state_dict",
+    ),
     *("overlap_comm", "reduce_dtype", "set_epoch", "set_gradient_divide_factor"),
     *("split_by_node", "split_by_worker", "worker_init_fn", "zero_grad"),
 }

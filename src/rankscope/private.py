@@ -220,8 +220,8 @@ USES = (
         "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
         " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
-        " lab.reductions.order_free",
-        "whether a gradient was written since it was read",
+        " lab.reductions.order_free evidence.copies.probe evidence.state.counts",
+        "whether a gradient, a buffer or a copy was written since it was read",
         _SWITCHES_OFF,
     ),
     Use(
@@ -489,6 +489,7 @@ USES = (
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.plan"
         " evidence.state.probe evidence.optimizer.probe"
+        " evidence.state.counts evidence.state.recomputed"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -496,7 +497,7 @@ USES = (
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.probe tools.doctor.model",
+        "evidence.state.plan evidence.state.probe evidence.state.recomputed tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),

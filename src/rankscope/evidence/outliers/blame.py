@@ -111,7 +111,7 @@ def _trace_from_plain(
 
 
 _MANY = (
-    "Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
+    " Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
     "like this."
 )
 

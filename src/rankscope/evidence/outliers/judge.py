@@ -299,7 +299,7 @@ class WorkerOutliers(OutlierSearch):
 
 
 _PLACES = (
-    "Each is given an input of its own that stays the same from step to step, as positions do "
+    " Each is given an input of its own that stays the same from step to step, as positions do "
     "where workers have parts of the same sequences: they may differ on purpose."
 )
 

@@ -76,20 +76,27 @@ class CountsProbe(Probe):
     def __init__(self, buffers: Mapping[str, tuple[nn.Module, str]], first_step: int) -> None:
         self._buffers = buffers
         self._first_step = first_step
+        self._due = False
         self._num_tokens = 0
         self._before: dict[str, tuple[int, HostCopy]] = {}
         self._known: dict[str, list[float]] = {}
         self._pending: _Counted | None = None
 
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Note whether the step is due."""
+        age = step - self._first_step
+        self._due = age & (age - 1) == 0
+
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
-        """Note the number of tokens in the forward pass."""
+        """Note the number of tokens in the forward pass, where it is due."""
+        if not self._due:
+            return
         tokens = (t for t in tensors_in([args, kwargs]) if not t.is_floating_point())
         self._num_tokens = next((tensor.numel() for tensor in tokens), 0)
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Read the buffers before the step's first forward pass, where it is due."""
-        age = step - self._first_step
-        if first and age & (age - 1) == 0:
+        if first and self._due:
             present = self._present()
             self._before = {name: (buffer._version, _copy(buffer)) for name, buffer in present}
 
