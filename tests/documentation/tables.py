@@ -91,6 +91,7 @@ NOT_RUN = {
     ): PLACEHOLDER,
     ("docs/parity.md", "python benchmarks/parity_frameworks.py"): BENCHMARK,
     ("docs/parity.md", "python benchmarks/parity_cost.py --rounds 1"): BENCHMARK,
+    ("docs/parity.md", "python benchmarks/parity_cost.py --memory"): BENCHMARK,
     ("docs/parity.md", "PYTHONPATH=tests python benchmarks/parity_pairs.py --seeds 3"): BENCHMARK,
     ("docs/doctor.md", "torchrun --nproc-per-node 4 -m rankscope doctor"): TORCHRUN,
     (
