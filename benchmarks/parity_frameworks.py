@@ -219,6 +219,7 @@ PAIRS = (
         _titan(2, **_SHARDED),
         _titan(2, data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
         "gradient",
+        same_start=True,
     ),
 )
 
