@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,12 +21,18 @@ pytestmark = pytest.mark.ranks
 STEPS = 4
 
 
-def train(rank: int, run_dir: str | None) -> dict[str, Any]:
-    """Train two models side by side, one per column of the mesh, on two ranks each."""
+def train(rank: int, run_dir: str | None, *, by_numpy: bool = False) -> dict[str, Any]:
+    """Train two models side by side, one per column of the mesh, on two ranks each.
+
+    ``by_numpy``: whether the groups of the columns are made of numpy's numbers.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     warnings = collect_warnings()
     model = make_model(seed=mesh["tp"].get_local_rank(), dropout=0.0)
-    ddp = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    group = mesh["dp"].get_group()
+    if by_numpy:
+        group = [dist.new_group(column) for column in np.arange(4).reshape(2, 2).T][rank % 2]
+    ddp = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     scope = run_dir and rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None)
     losses, written = [], None
@@ -44,7 +51,8 @@ def train(rank: int, run_dir: str | None) -> dict[str, Any]:
 
 
 def train_twice(rank: int, folder: str) -> list[dict[str, Any]]:
-    return [train(rank, None), train(rank, f"{folder}/run"), train(rank, f"{folder}/other/run")]
+    other = train(rank, f"{folder}/other/run", by_numpy=True)
+    return [train(rank, None), train(rank, f"{folder}/run"), other]
 
 
 def test_each_data_parallel_group_compares_its_own_ranks(tmp_path):

@@ -60,6 +60,7 @@ from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.surroundings import outside
 
 _log = logging.getLogger("rankscope")
@@ -549,7 +550,7 @@ class ParityProbe(Probe):
     """Passes on what happens to a recorder."""
 
     def __init__(self, job: Job) -> None:
-        ranks = dist.get_process_group_ranks(job.wrapped.group)
+        ranks = ranks_of(job.wrapped.group)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
