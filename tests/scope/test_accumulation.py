@@ -85,6 +85,18 @@ class InBuckets(Case):
         self.optimizer.zero_grad(set_to_none=False)
 
 
+class PreparedLate(Case):
+    """All forward passes are inside no_sync; the training prepares the reduction after the last."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        with self.ddp.no_sync():
+            loss = super().loss(step, micro)
+        if micro == MICRO - 1:
+            self.ddp.require_forward_param_sync = True
+            self.ddp.reducer.prepare_for_backward([])
+        return loss
+
+
 class ShorterWindows(Case):
     def num_micro(self, step: int) -> int:
         return (3, 1, 2)[step % 3]
@@ -179,7 +191,7 @@ def told(run: Run) -> dict[str, Finding]:
 
 
 HEALTHY = (
-    *("InBuckets", "ShorterWindows", "AlwaysOne"),
+    *("InBuckets", "PreparedLate", "ShorterWindows", "AlwaysOne"),
     *("ScaleOutsideOfTheModel", "SharpnessAware"),
 )
 
@@ -197,6 +209,16 @@ def test_what_a_pass_finds_is_what_the_one_before_has_left(runs):
         assert np.isfinite(known).all(), name
         assert (known < 1e-6).all(), name
         assert runs[name].columns(Table.STEPS, "observed")["observed"][4:].all(), name
+
+
+def test_a_reduction_that_the_training_prepares_is_measured_as_any_other(runs):
+    late, other = runs["PreparedLate"], runs["InBuckets"]
+    assert late.columns(Table.STEPS, "observed")["observed"].all()
+    both = other.columns(Table.STEPS, "observed")["observed"]
+    assert both[4:].all()
+    for column in ("grad_norm", "reduced_norm", "micro_batches"):
+        late_TW, other_TW = (run.per_worker(column)[1][both] for run in (late, other))
+        np.testing.assert_allclose(late_TW, other_TW, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ScaleOutsideOfTheModel", "SharpnessAware"])

@@ -207,6 +207,7 @@ class DDPTap(HookedTap):
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self._due = self._bypassed = self._unreduced = False
+        self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
 
@@ -304,7 +305,7 @@ class DDPTap(HookedTap):
         """Have as few hooks as the next backward pass needs, unless one runs."""
         if in_backward():
             return
-        several = self._stream is None and self._noticed
+        several = self._stream is None and self._noticed and not self._prepared_late
         hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
         self._hooks.keep(hooked)
         self._noticed = False
@@ -336,6 +337,10 @@ class DDPTap(HookedTap):
         if step.settled:
             self._add_to_reduced()
         self._fresh = False
+        if not step.synchronises and self._is_prepared:
+            step.synchronises = self._prepared_late = True
+            step.spoiled |= not self._hooks.all
+            self._measure = self._due
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._stream is None:
             synchronises = step.synchronises and not self._bypassed
@@ -405,6 +410,18 @@ class DDPTap(HookedTap):
     @property
     def _reduces(self) -> bool:
         return any(model.require_backward_grad_sync for model in self._models)
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether DDP reduces in the backward pass that begins.
+
+        DDP turns the second off in a forward pass inside ``no_sync``. A training that prepares the
+        reduction by itself after that pass, such as nanotron's, turns both on.
+        """
+        return any(
+            model.require_backward_grad_sync and model.require_forward_param_sync
+            for model in self._models
+        )
 
     @property
     def _waits_by_hand(self) -> bool:
