@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,6 +96,25 @@ class PreparedLate(Case):
             self.ddp.require_forward_param_sync = True
             self.ddp.reducer.prepare_for_backward([])
         return loss
+
+
+def leave(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class ReducedElsewhere(PreparedLate):
+    """Its communication hook leaves gradients alone; the training reduces them later."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.ddp.register_comm_hook(None, leave)
+
+    def reduced(self, step: int) -> None:
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient.div_(dist.get_world_size())
 
 
 class ShorterWindows(Case):
@@ -191,7 +211,7 @@ def told(run: Run) -> dict[str, Finding]:
 
 
 HEALTHY = (
-    *("InBuckets", "PreparedLate", "ShorterWindows", "AlwaysOne"),
+    *("InBuckets", "PreparedLate", "ReducedElsewhere", "ShorterWindows", "AlwaysOne"),
     *("ScaleOutsideOfTheModel", "SharpnessAware"),
 )
 

@@ -8,7 +8,8 @@ the accumulated local gradient with bucket views, ``no_sync``, static graphs, un
 compiled models, activation checkpointing and any communication hook.
 
 Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
-gradient is not read: it may be there before the backward pass ends, or after.
+gradient is not read: it may be there before the backward pass ends, or after. Nor is it where a
+training that prepares the reduction has a communication hook, which may keep the result elsewhere.
 
 Without ``no_sync``, each micro-batch's backward pass reduces, and adds to the gradient that the
 last one has reduced. The sketch of that reduced gradient, subtracted from the next local one,
@@ -371,7 +372,7 @@ class DDPTap(HookedTap):
             return
         self._busy.see_gradient()
         self._read_pass()
-        reduces = self._step.synchronises and not self._waits_by_hand
+        reduces = self._step.synchronises and not self._reduced_elsewhere
         if self._product is not None and self._measure and reduces:
             self._product.watch()
 
@@ -382,7 +383,7 @@ class DDPTap(HookedTap):
         step = self._step
         step.settled = step.synchronises
         self._unreduced = self._bypassed or not step.synchronises
-        reduced = step.synchronises and not self._waits_by_hand
+        reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
             self._busy.see_reduced()
         if reduced:
@@ -424,6 +425,9 @@ class DDPTap(HookedTap):
         )
 
     @property
-    def _waits_by_hand(self) -> bool:
+    def _reduced_elsewhere(self) -> bool:
+        """Whether the end of a backward pass may not show the reduced gradient."""
+        if self._prepared_late and any(getattr(m, "_comm_hooks", ()) for m in self._models):
+            return True  # such as nanotron's, which adds up and reduces in float32
         name = "require_manual_backward_finalization"
         return any(vars(model).get(name, False) for model in self._models)
