@@ -57,6 +57,16 @@ def test_what_a_pass_finds_is_what_the_one_before_has_left(runs, name):
     assert known.sum() == len(several) * changes_TW.shape[1]
 
 
+def test_a_reduction_that_the_training_prepares_is_measured_as_any_other(runs):
+    late, other = runs["DDPPreparedLate"], runs["DDPInBuckets"]
+    assert late.columns(Table.STEPS, "observed")["observed"].all()
+    both = other.columns(Table.STEPS, "observed")["observed"]
+    assert both[4:].all()
+    for column in ("grad_norm", "reduced_norm", "micro_batches"):
+        late_TW, other_TW = (run.per_worker(column)[1][both] for run in (late, other))
+        np.testing.assert_allclose(late_TW, other_TW, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_cannot_be_told_is_not_said_and_one_micro_batch_is_not_read_again(runs, name):
     learnt = CASES[name].learnt

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -58,7 +59,7 @@ class Waits:
         torch.manual_seed(1 + rank)
 
     def wrap(self) -> None:
-        world = torch.distributed.get_world_size()
+        world = dist.get_world_size()
         mesh = init_device_mesh("cpu", (world,))
         if self.replicas:
             mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
@@ -277,6 +278,37 @@ class DDPInBuckets(UnderDDP):
         self.optimizer.zero_grad(set_to_none=False)
 
 
+class DDPPreparedLate(UnderDDP):
+    """All forward passes are inside no_sync; the training prepares the reduction after the last."""
+
+    def loss(self, step: int, micro: int) -> Tensor:
+        with self.model.no_sync():
+            loss = super().loss(step, micro)
+        if micro == MICRO - 1:
+            self.model.require_forward_param_sync = True
+            self.model.reducer.prepare_for_backward([])
+        return loss
+
+
+class DDPReducedElsewhere(DDPPreparedLate):
+    """Its communication hook leaves gradients alone; the training reduces them later."""
+
+    def wrap(self) -> None:
+        super().wrap()
+        self.model.register_comm_hook(None, leave)
+
+    def reduced(self, step: int) -> None:
+        for gradient in self.gradients():
+            dist.all_reduce(gradient)
+            gradient.div_(dist.get_world_size())
+
+
+def leave(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 class DDPInShorterWindows(UnderDDP, WaitsInShorterWindows):
     pass
 
@@ -350,7 +382,8 @@ HEALTHY = (
     *("WaitsInBF16", "WaitsUnsharded", "WaitsInShorterWindows", "WaitsWithAPenalty"),
     *("WaitsWithAScaleOutsideLater", "Reduces", "ReducesClipped", "ReducesInReplicas"),
     *("ReducesOffloaded", "ReducesWithDecayInTheLoss", "ReducesSharpnessAware", "ZeroedInPlace"),
-    *("DDPInBuckets", "DDPInShorterWindows", "DDPAlwaysOne"),
+    *("DDPInBuckets", "DDPPreparedLate", "DDPReducedElsewhere"),
+    *("DDPInShorterWindows", "DDPAlwaysOne"),
     *("DDPWithAScaleOutside", "DDPSharpnessAware"),
 )
 

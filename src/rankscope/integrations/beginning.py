@@ -38,6 +38,7 @@ from rankscope.wrappers.find import (
     is_compiled,
 )
 from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 
 _log = logging.getLogger("rankscope")
@@ -126,7 +127,7 @@ def begin(
 
 
 def _agree(group: dist.ProcessGroup, problem: str, patience: float) -> str:
-    ranks = dist.get_process_group_ranks(group)
+    ranks = ranks_of(group)
     c10d: Any = dist.distributed_c10d
     place = f"rankscope-run/{ranks[0]}/{len(ranks)}"
     store = c10d.PrefixStore(f"{place}/{_begun[place]}", default_store())
@@ -209,12 +210,12 @@ class CallerContext:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
-        ranks = dist.get_process_group_ranks(group)
+        ranks = ranks_of(group)
         parts: list[nn.Module] = [
             other
             for other in self.other_models()
             if isinstance(other, DistributedDataParallel)
-            and dist.get_process_group_ranks(other.process_group) == ranks
+            and ranks_of(other.process_group) == ranks
             and any(id(parameter) in updated for parameter in other.parameters())
         ]
         parts.sort(key=_content)
@@ -365,6 +366,6 @@ def parameters_digest(model: nn.Module) -> str:
 def group_of(ranks: list[int]) -> Any:
     """Return the training's process group of exactly these ranks; None if it made none."""
     for group in find("torch.distributed.distributed_c10d._world.pg_map") or ():
-        if isinstance(group, dist.ProcessGroup) and dist.get_process_group_ranks(group) == ranks:
+        if isinstance(group, dist.ProcessGroup) and ranks_of(group) == ranks:
             return group
     return None

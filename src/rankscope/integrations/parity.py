@@ -420,12 +420,13 @@ def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
 
     from rankscope.errors import RankscopeError
     from rankscope.wrappers.find import find_wrapper
+    from rankscope.wrappers.ranks import ranks_of
 
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, [0]
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        return rank, world, dist.get_process_group_ranks(find_wrapper(model).group)
+        return rank, world, ranks_of(find_wrapper(model).group)
     except RankscopeError:
         sharded = any(isinstance(p, DTensor) for p in model.parameters())
         return rank, world, [] if sharded else list(range(world))

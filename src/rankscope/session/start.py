@@ -53,6 +53,7 @@ from rankscope.wrappers.optimizers import (
     held_names,
     plain_optimizers,
 )
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 
 ALERTS = "RANKSCOPE_ALERTS"
@@ -184,7 +185,7 @@ def watch(
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
-            **_own_directory(run_dir, dist.get_process_group_ranks(group)),
+            **_own_directory(run_dir, ranks_of(group)),
         }
 
     handle = open_run(
@@ -213,7 +214,7 @@ def watch(
     stages_later: Callable[[], JoinedMesh | None] | None = None
     if not local_steps and not handle.problem:
         facts = {
-            "run": dist.get_process_group_ranks(group)[0],
+            "run": ranks_of(group)[0],
             "host": host_name(),
             "address": handle.address,
             "secret": handle.hello["secret"],

@@ -8,7 +8,8 @@ the accumulated local gradient with bucket views, ``no_sync``, static graphs, un
 compiled models, activation checkpointing and any communication hook.
 
 Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
-gradient is not read: it may be there before the backward pass ends, or after.
+gradient is not read: it may be there before the backward pass ends, or after. Nor is it where a
+training that prepares the reduction has a communication hook, which may keep the result elsewhere.
 
 Without ``no_sync``, each micro-batch's backward pass reduces, and adds to the gradient that the
 last one has reduced. The sketch of that reduced gradient, subtracted from the next local one,
@@ -207,6 +208,7 @@ class DDPTap(HookedTap):
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self._due = self._bypassed = self._unreduced = False
+        self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
 
@@ -304,7 +306,7 @@ class DDPTap(HookedTap):
         """Have as few hooks as the next backward pass needs, unless one runs."""
         if in_backward():
             return
-        several = self._stream is None and self._noticed
+        several = self._stream is None and self._noticed and not self._prepared_late
         hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
         self._hooks.keep(hooked)
         self._noticed = False
@@ -336,6 +338,10 @@ class DDPTap(HookedTap):
         if step.settled:
             self._add_to_reduced()
         self._fresh = False
+        if not step.synchronises and self._is_prepared:
+            step.synchronises = self._prepared_late = True
+            step.spoiled |= not self._hooks.all
+            self._measure = self._due
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._stream is None:
             synchronises = step.synchronises and not self._bypassed
@@ -366,7 +372,7 @@ class DDPTap(HookedTap):
             return
         self._busy.see_gradient()
         self._read_pass()
-        reduces = self._step.synchronises and not self._waits_by_hand
+        reduces = self._step.synchronises and not self._reduced_elsewhere
         if self._product is not None and self._measure and reduces:
             self._product.watch()
 
@@ -377,7 +383,7 @@ class DDPTap(HookedTap):
         step = self._step
         step.settled = step.synchronises
         self._unreduced = self._bypassed or not step.synchronises
-        reduced = step.synchronises and not self._waits_by_hand
+        reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
             self._busy.see_reduced()
         if reduced:
@@ -407,6 +413,21 @@ class DDPTap(HookedTap):
         return any(model.require_backward_grad_sync for model in self._models)
 
     @property
-    def _waits_by_hand(self) -> bool:
+    def _is_prepared(self) -> bool:
+        """Whether DDP reduces in the backward pass that begins.
+
+        DDP turns the second off in a forward pass inside ``no_sync``. A training that prepares the
+        reduction by itself after that pass, such as nanotron's, turns both on.
+        """
+        return any(
+            model.require_backward_grad_sync and model.require_forward_param_sync
+            for model in self._models
+        )
+
+    @property
+    def _reduced_elsewhere(self) -> bool:
+        """Whether the end of a backward pass may not show the reduced gradient."""
+        if self._prepared_late and any(getattr(m, "_comm_hooks", ()) for m in self._models):
+            return True  # such as nanotron's, which adds up and reduces in float32
         name = "require_manual_backward_finalization"
         return any(vars(model).get(name, False) for model in self._models)

@@ -41,6 +41,7 @@ from rankscope.wrappers.megatron import (
     megatron_parameters,
     megatron_process_group,
 )
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 
 _log = logging.getLogger("rankscope")
@@ -314,7 +315,7 @@ def find_parts(models: Sequence[nn.Module]) -> Wrapped:
 
 
 def _ranks(ddp: DistributedDataParallel) -> list[int]:
-    return dist.get_process_group_ranks(ddp.process_group)
+    return ranks_of(ddp.process_group)
 
 
 def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
@@ -475,7 +476,7 @@ def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
 
 
 def _find_sharded(model: nn.Module, process_group: dist.ProcessGroup | None) -> Wrapped:
-    workers = () if process_group is None else dist.get_process_group_ranks(process_group)
+    workers = () if process_group is None else ranks_of(process_group)
     parameters = fsdp2_parameters(model, workers)
     first, *others = parameters_by_mesh(model)
     chosen = any(p.name in parameters for p in first)

@@ -28,6 +28,7 @@ from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.private import find
 from rankscope.wrappers.calls import Listener, Relay
+from rankscope.wrappers.ranks import ranks_of
 
 _GROUP_ATTRIBUTES = (
     *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
@@ -127,7 +128,7 @@ class ParameterGroup:
     def replicas(self) -> tuple[int, ...]:
         """The ranks of the job that hold the same shards as this one, and reduce them together."""
         group = self.replicate_group
-        return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+        return (dist.get_rank(),) if group is None else tuple(ranks_of(group))
 
     @property
     def reduces(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankscope.errors import RunError, UnsupportedError
+from rankscope.wrappers.ranks import ranks_of
 
 PATIENCE_SECONDS = 1800.0
 """How long a rank waits for the others at most; they may still load their data."""
@@ -72,7 +73,7 @@ class Rendezvous:
         patience_seconds: float = math.inf,
     ) -> None:
         kind = "" if ranks is None else "mesh/"
-        ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
+        ranks = ranks_of(group) if ranks is None else list(ranks)
         self.ranks = tuple(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.num_workers = len(ranks)

@@ -23,6 +23,7 @@ from rankscope.wrappers.clipping import rounding_of
 from rankscope.wrappers.find import FSDP2
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
 from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
+from rankscope.wrappers.ranks import ranks_of
 
 _log = logging.getLogger("rankscope")
 
@@ -143,7 +144,7 @@ def _make(job: Job) -> AxesProbe | None:
     mesh = job.channel.mesh
     place = job.wrapped.mesh
     outer = {} if place is None or mesh is None or not mesh.reaches else dict(place.axes)
-    workers = set(torch.distributed.get_process_group_ranks(job.wrapped.group))
+    workers = set(ranks_of(job.wrapped.group))
     parameters = every_parameter(job.wrapped.wrapper)
     inner = sequence_lines(parameters)
     lines = outer | {name: line for name, line in inner.items() if workers.issuperset(line)}

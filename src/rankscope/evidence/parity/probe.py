@@ -59,6 +59,7 @@ from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.surroundings import outside
 
 _log = logging.getLogger("rankscope")
@@ -570,7 +571,7 @@ class ParityProbe(Probe):
     """Passes on what happens to a recorder."""
 
     def __init__(self, job: Job) -> None:
-        ranks = dist.get_process_group_ranks(job.wrapped.group)
+        ranks = ranks_of(job.wrapped.group)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )

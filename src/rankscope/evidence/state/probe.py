@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -28,6 +27,7 @@ from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import FSDP2, MEGATRON
 from rankscope.wrappers.fsdp2_model import ShardLookup
 from rankscope.wrappers.living import frozen_modules, label_of
+from rankscope.wrappers.ranks import ranks_of
 
 _log = logging.getLogger("rankscope")
 
@@ -75,7 +75,7 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
 
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
-    ranks = dist.get_process_group_ranks(wrapped.group) if wrapped.kind is FSDP2 else []
+    ranks = ranks_of(wrapped.group) if wrapped.kind is FSDP2 else []
     return StateMeter(
         wrapped.module,
         job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,

@@ -30,6 +30,7 @@ from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
 from rankscope.wrappers.labels import own
 from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 
 _log = logging.getLogger("rankscope")
@@ -262,7 +263,7 @@ def _described(wrapped: Wrapped) -> str:
 def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     """Return the units that this rank is the first of, but for those of all ranks of the job."""
     wrapped: Wrapped = job.wrapped
-    ranks = dist.get_process_group_ranks(wrapped.group)
+    ranks = ranks_of(wrapped.group)
     groups: list[tuple[Sequence[int], Any, float, Mapping[str, tuple[int, ...]]]]
     groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
     if wrapped.kind is FSDP2:
