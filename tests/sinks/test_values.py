@@ -1,15 +1,10 @@
-"""What sinks get of a step, against the record's rows and a naive count."""
+"""What sinks get of a step beside the columns, whose numbers ``test_live.py`` reads back."""
 
 import re
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.record.rows import rows_of
 from rankscope.sinks.base import MAX_NAMED, STEP_SIGNALS, WORKER_SIGNALS, step_values
 from rankscope.sinks.hub import Sinks
 from rankscope.sinks.specs import PlannedSink
@@ -17,21 +12,6 @@ from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "trackers.md"
-
-STEPS_WITH_UNDEFINED = (0, 1, 2, 4, 5, 6, 7)
-"""Of these the reports made by hand leave some columns without a value."""
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_numbers_are_those_of_the_record_and_what_is_undefined_is_left_out(step):
-    report = make_report(step)
-    values = step_values(report).values
-    rows = rows_of([report])[Table.STEPS]
-    defined = {name: float(row[0]) for name, row in rows.items() if np.isfinite(row[0])}
-    del defined["step"], defined["time"]
-    assert values == defined
-    undefined = [name for name, row in rows.items() if not np.isfinite(row[0])]
-    assert bool(undefined) is (step in STEPS_WITH_UNDEFINED)
 
 
 class Seen:
