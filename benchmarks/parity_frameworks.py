@@ -79,8 +79,8 @@ def _titan(ranks: int, *, batch: int = 2, **parallelism: int | str) -> str:
     )
 
 
-_SHARDED = {"data_parallel_shard_degree": 2}
-_INTERLEAVED = {
+_SHARDED: dict[str, Any] = {"data_parallel_shard_degree": 2}
+_INTERLEAVED: dict[str, Any] = {
     "pipeline_parallel_degree": 2,
     "pipeline_parallel_schedule": "Interleaved1F1B",
 }

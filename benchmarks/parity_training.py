@@ -633,8 +633,8 @@ def run_pipeline(
         ranks = range(dist.get_world_size())
         groups = [dist.new_group([r for r in ranks if r // STAGES == n])
                   for n in range(len(ranks) // STAGES)]  # fmt: skip
-        own = model if isinstance(model, nn.ModuleList) else [model]
-        parts = [
+        own = list(model) if isinstance(model, nn.ModuleList) else [model]
+        parts: list[Any] = [
             PipelineStage(
                 each, stage + STAGES * turn, stages_of(args), torch.device("cpu"),
                 group=groups[replica],

@@ -177,10 +177,9 @@ class _Pair:
         job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
         later = self._recorded("b2", resumed, job, name="the resumption of B")
         _check(later, self.steps - at, "the resumption of B")
-        whole, resumed = joined(side_a, later, at)
-        if identical(side_a, side_b):
-            return compare(Bounds(whole, resumed))
-        return self.compared(whole, resumed)
+        sides = joined(side_a, later, at)
+        exact = identical(side_a, side_b)
+        return compare(Bounds(*sides)) if exact else self.compared(*sides)
 
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""

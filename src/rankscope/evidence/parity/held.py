@@ -71,9 +71,9 @@ class HeldElements:
         memory = memory_of(flat)
         if not self._by_memory:
             self._look()
-        begin = flat.storage_offset()
+        begin = int(flat.storage_offset())
         for name, part in self._by_memory.get(memory, ()):
-            at = part.tensor.storage_offset()
+            at = int(part.tensor.storage_offset())
             low = max(at, begin)
             high = min(at + part.tensor.numel(), begin + flat.numel())
             if low < high:

@@ -38,6 +38,6 @@ class MegatronBuffers:
                 self.gradients += [(name, each) for name, each, _ in whole_gradients(group, names)]
         self._end = Relay(ddp, "finish_grad_sync")
 
-    def subscribe(self, after: Callable[..., object]) -> Callable[[], object]:
+    def subscribe(self, after: Callable[..., None]) -> Callable[[], object]:
         """Call a bound method after each reduction; return a function that ends this."""
         return self._end.subscribe(after=after)

@@ -227,4 +227,4 @@ def renew_masters(module: nn.Module, held: HeldElements) -> None:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return parameters and floating-point buffers by their canonical names."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return {canonical_name(n): t.detach() for n, t in named if t.is_floating_point()}
+    return {canonical_name(n): t for n, t in named if t.is_floating_point()}
