@@ -194,7 +194,8 @@ USES = (
     Use(
         "torch.autograd.graph.Node",
         "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
-        " _saved_self_sym_numel _saved_self_sym_sizes _input_metadata",
+        " _saved_target _saved_ignore_index _saved_self_sym_numel _saved_self_sym_sizes"
+        " _input_metadata",
         "wrappers.loss_form integrations.backward_loss",
         "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
         "the loss counts as it is, with an unknown weight",
@@ -208,7 +209,8 @@ USES = (
     ),
     Use(
         "torch.autograd.graph.Node",
-        "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight",
+        "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight"
+        " _raw_saved_target",
         "wrappers.loss_form",
         "whether a hook of the training's has packed what would be read",
         "it is unpacked, as a backward pass does",
