@@ -7,6 +7,7 @@ before it was tried.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -273,8 +275,13 @@ def losses(kind: Kind, outcome: Outcome, due: int | None) -> Iterator[str]:
 
 
 def run(stage: Stage, trials: Sequence[tuple[Kind, int]], at_once: int) -> Iterator[Trial]:
-    """Try accidents, some at once; yield what came of each."""
+    """Try accidents, some at once; yield what came of each.
+
+    One that has missed is tried again at another moment, once for each trial of its kind.
+    """
     waiting = [(number, *trial) for number, trial in enumerate(trials)]
+    again = Counter(kind.name for kind, _ in trials)
+    count = itertools.count(len(trials))
     running: dict[int, tuple[Kind, int, Path]] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -287,9 +294,13 @@ def run(stage: Stage, trials: Sequence[tuple[Kind, int]], at_once: int) -> Itera
         kind, seed, answer = running.pop(process)
         shutil.rmtree(answer.with_suffix(""), ignore_errors=True)
         if answer.exists():
-            yield Trial(**json.loads(answer.read_text()))
+            trial = Trial(**json.loads(answer.read_text()))
         else:
-            yield Trial(kind.name, seed, harmed=["the trial itself has failed"])
+            trial = Trial(kind.name, seed, harmed=["the trial itself has failed"])
+        if not trial.hit and again[kind.name]:
+            again[kind.name] -= 1
+            waiting.append((next(count), kind, seed + 1))
+        yield trial
 
 
 def until_interrupted(trials: Iterator[Trial]) -> Iterator[Trial]:
