@@ -273,16 +273,13 @@ def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
         if size > ROUNDING and not (parts and name == names[1]):
             parts.append(f"{name} is {words}")
     if not parts:
-        return (
-            f"loss and gradient differ by a relative {largest:.1g}, no more than another order of "
-            "sums makes"
-        )
+        return f"by {largest:.1g} of loss or gradient, no more than rounding may"
     if len(set(ranks)) == len(results.losses_W):
         return f"they differ by {_percent(largest)}, {_AGAINST.format(_percent(ROUNDING))}"
     return f"{parts[0]}, {_AGAINST.format(_percent(ROUNDING))}"
 
 
-_AGAINST = "where rounding explains {}"
+_AGAINST = "and rounding explains at most {}"
 
 
 def _apart(values_W: Floats, ranks: Sequence[int]) -> tuple[float, str]:

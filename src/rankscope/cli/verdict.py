@@ -16,7 +16,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.bus.finding import Finding
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import count, listed, shortened
 from rankscope.cli.output import (
     LONGEST,
     heading,
@@ -213,11 +213,11 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     found = ranked(run.findings())
     causes = explanations(found)
     heads = [finding for finding in found if causes[finding.id] is None]
-    followers = len(found) - len(heads)
+    followers = [section_of(each.id, each.cause) for each in found if causes[each.id] is not None]
     sheet = _Sheet(console, SUMMARY_LINES - 2 - bool(assessment.command))
     title = title_of(run.info, run.path)
     sheet.add(verdict_lines(assessment.word, assessment.headline, title))
-    kept_free = min(len(heads), 2) + (len(heads) > 2 or followers > 0)
+    kept_free = min(len(heads), 2) + (len(heads) > 2 or bool(followers))
     sheet.add(_action(assessment.recommendation, sheet, kept_free))
     shown = 0
     for finding in heads:
@@ -294,10 +294,12 @@ def _line(finding: Finding, num_workers: int) -> Text:
     )
 
 
-def _rest(findings: Sequence[Finding], followers: int) -> str:
-    """Return how many findings have no line of their own; empty for none."""
+def _rest(findings: Sequence[Finding], followers: Sequence[str]) -> str:
+    """Return what has no line of its own: findings, and those that follow from others, by name."""
     severities = Counter(str(finding.severity) for finding in findings)
     words = [count(number, severity) for severity, number in severities.items()]
+    parts = [f"Also {listed(words)}."] if words else []
     if followers:
-        words.append(f"{count(followers, 'consequence')} of the above")
-    return f"Also {listed(words)}." if words else ""
+        most = 1 if words else 2  # in a line of 80 columns
+        parts.append(f"Consequences: {shortened(list(dict.fromkeys(followers)), most)}.")
+    return " ".join(parts)

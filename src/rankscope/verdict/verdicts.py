@@ -189,8 +189,11 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
     else:
         who = f"The workers' shards {adverb}overlap"
     draws = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
+    drawn = values["samples_drawn"]
+    of_all = f" of {drawn:,}" if drawn else ""
     return Verdict(
-        f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", finding.next_check
+        f"{who}: {count(draws, 'draw')}{of_all} repeated a sample of another worker.",
+        finding.next_check,
     )
 
 

@@ -104,9 +104,9 @@ def whole(value: Any) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
-    """Return ranks as words: ``rank 3``, ``ranks 0 and 2–5``, ``all 8 workers``."""
+    """Return ranks as words: ``rank 3``, ``ranks 0 and 2–5``, ``all 8 workers``, ``the job``."""
     if not ranks:
-        return "the whole run"
+        return "the job"
     if len(set(ranks)) == num_workers > 1:
         return "both workers" if num_workers == 2 else f"all {num_workers:,} workers"
     return name_ranks(ranks)

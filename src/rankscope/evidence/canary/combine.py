@@ -123,7 +123,7 @@ def _module_differences(
         if all(part == parts_W[0] for part in parts_W):
             continue
         for fact in dict.fromkeys(fact for part in parts_W for fact in part):
-            values_W = tuple(part.get(fact, "not set") for part in parts_W)
+            values_W = tuple(part.get(fact, "absent") for part in parts_W)
             if fact != "hooks" and keep(values_W):
                 alike.setdefault((fact, values_W), []).append(name)
                 if fact == "class":  # code and attributes follow from it
@@ -138,7 +138,7 @@ def _module_differences(
 
 def _fact(fact: str) -> str:
     if fact.startswith("."):
-        return fact[1:]
+        return f'"{fact[1:]}"'
     words = {"compiled": "compilation", "code": "the code of forward", "frozen": "what is frozen"}
     return words.get(fact, f"the {fact}")
 

@@ -41,7 +41,7 @@ _MOST_LISTED = 6
 _MOST_PRECISIONS = 64  # of all workers together, whose differences are named
 _INSIDE = (
     " What differs in the forward pass may be set around it: look for autocast, sdpa_kernel or a "
-    "flag that some ranks alone set."
+    "flag that only some ranks set."
 )
 
 

@@ -399,7 +399,10 @@ class _Difference(PersistentFault):
         return self.evidence(self.cause, severity, self.ranks, fields, numbers, key=key)
 
 
-_SOME_APART = {"apart": "are not the other workers'", "is_apart": "is not the other workers'"}
+_SOME_APART = {
+    "apart": "differ from the other workers'",
+    "is_apart": "differs from the other workers'",
+}
 _ALL_APART = {"apart": "differ from worker to worker", "is_apart": "differs from worker to worker"}
 
 
