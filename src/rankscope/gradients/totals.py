@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -240,10 +241,14 @@ def fold_plain(totals: GradientTotals, reduced: GradientTotals | None, folding: 
 
 @lru_cache(maxsize=8)
 def fold_signs(count: int, seed: int, device: torch.device) -> Tensor:
-    """Return the signs with which entries are added up, float32 ``[count]``."""
-    generator = torch.Generator(device="cpu").manual_seed(seed)
-    bits = torch.randint(2, (count,), generator=generator, device="cpu")
-    return bits.mul_(2).sub_(1).to(device, torch.float32)
+    """Return the signs with which entries are added up, float32 ``[count]``.
+
+    They are those of torch's Mersenne Twister. numpy draws them: where a canary runs, each torch
+    generator gets the canary's seed.
+    """
+    words = np.frombuffer(np.random.RandomState(seed).bytes(4 * count), "<u4")
+    signs = (words & 1).astype(np.float32) * 2 - 1
+    return torch.from_numpy(signs).to(device)
 
 
 def _narrowed(sketches: Tensor, width: int) -> Tensor:

@@ -1,6 +1,7 @@
 """What a canary's forward pass runs, and what sets one worker apart."""
 
 import json
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from rankscope.evidence.canary.batch import capture_batch
 from rankscope.evidence.canary.combine import compare_programs
-from rankscope.evidence.canary.program import program_digest
+from rankscope.evidence.canary.program import describe_module, program_digest
 from rankscope.evidence.canary.replay import run_batch
 
 CPU = torch.device("cpu")
@@ -85,8 +86,8 @@ def healthy():
 @pytest.mark.parametrize(
     ("change", "kinds", "words"),
     [
-        (dropout, {"module", "operation"}, "p of dropout (0.25 on rank 2, 0.5 on the others)"),
-        (patched, {"module", "operation"}, "forward of act (patched.<locals>.<lambda>"),
+        (dropout, {"module", "operation"}, '"p" of dropout (0.25 on rank 2, 0.5 on the others)'),
+        (patched, {"module", "operation"}, '"forward" of act (patched.<locals>.<lambda>'),
         (mask, {"operation"}, "a constant, test_program.py:"),
         (parameter, {"held"}, "head.bias"),
         (hook, {"hook"}, "hooks of head (hook.<locals>.<lambda> on rank 2, none on the others)"),
@@ -105,3 +106,24 @@ def test_what_one_worker_runs_otherwise_is_named(healthy, change, kinds, words):
     assert alike == (kinds <= {"hook"})
     assert compare_programs(programs, (1,)) == ()  # it sets nobody else apart
     assert compare_programs([healthy[0]] * 4, (ODD,)) == ()
+
+
+def in_processes(first, second):
+    """Yield a model as two processes hold it: its sets have another order in each."""
+    for order in (first, second):
+        model = Model()
+        model.config = SimpleNamespace(layers=2, _hash=hash(order))
+        constants = (None, frozenset(order))
+        forward = Model.forward.__code__
+        own = type("Own", (Model,), {})
+        own.forward = FunctionType(forward.replace(co_consts=forward.co_consts + constants), {})
+        model.__class__ = own
+        yield model
+
+
+def test_what_differs_from_process_to_process_is_no_difference_of_code():
+    one, other = in_processes((0, 8), (8, 0))
+    assert repr(frozenset((0, 8))) != repr(frozenset((8, 0)))
+    assert describe_module(one) == describe_module(other)
+    other.config.layers = 3
+    assert describe_module(one) != describe_module(other)

@@ -296,7 +296,7 @@ def describe_module(module: nn.Module) -> str:
         elif _is_plain(value):
             facts[f".{name}"] = repr(value)[:_LONGEST]
         elif not callable(value) and hasattr(value, "__dict__"):  # a configuration
-            items = list(vars(value).items())
+            items = [(n, v) for n, v in vars(value).items() if not n.startswith("_")]
             plain = {f".{name}.{n}": repr(v)[:_LONGEST] for n, v in items if _is_plain(v)}
             facts |= plain if len(plain) <= _MOST_FUNCTIONS else {}
     return json.dumps(facts)
@@ -340,7 +340,7 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
             continue
         codes = list(_codes(function.__code__))
         for code in codes:
-            constants = [repr(one) for one in code.co_consts if not isinstance(one, CodeType)]
+            constants = [_constant(c) for c in code.co_consts if not isinstance(c, CodeType)]
             parts.append(f"{code.co_code.hex()} {constants} {code.co_names}")
         cells = [_content(cell) for cell in function.__closure__ or ()]
         values = [*cells, *(function.__defaults__ or ())]
@@ -357,6 +357,11 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
         parts += [repr(value) for value in values if isinstance(value, _PLAIN)]
         waiting += [value for value in values if isinstance(value, FunctionType | MethodType)]
     return f"{digest_of(chr(10).join(parts).encode()):x}"[:8]
+
+
+def _constant(value: Any) -> str:
+    """Return a constant as text; a set's order is another in each process."""
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
