@@ -23,7 +23,7 @@ pooling = Pooling(words.get_word_embedding_dimension())
 model = SentenceTransformer(modules=[words, pooling], device="cpu")
 arguments = SentenceTransformerTrainingArguments(
     str(folder / "output"),
-    max_steps=24,
+    max_steps=32,
     per_device_train_batch_size=4,
     learning_rate=1e-3,
     logging_steps=1,
