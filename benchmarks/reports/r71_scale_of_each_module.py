@@ -80,8 +80,9 @@ def average(modules: nn.Module) -> None:
     """Average gradients over the replicas of a module."""
     for parameter in modules.parameters():
         if replicas > 1:
+            assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=groups[has_decoder])
-            parameter.grad /= replicas  # type: ignore[operator]
+            parameter.grad /= replicas
 
 
 groups = (
@@ -113,6 +114,7 @@ for step in range(chosen.steps):
         loss = F.cross_entropy(logits.float(), kinds[rows])
         (loss * scaler.scale).backward()  # type: ignore[no-untyped-call]
         if not has_encoder:
+            assert hidden.grad is not None
             dist.send(hidden.grad, partner)
     elif has_encoder:
         back = torch.empty(len(rows), WIDTH)

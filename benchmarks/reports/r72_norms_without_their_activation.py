@@ -61,7 +61,7 @@ class SynchronisedNorm(nn.BatchNorm1d):
         mean = sum_of_all(hidden.sum(0)) / count
         variance = sum_of_all((hidden - mean).square().sum(0)) / count
         with torch.no_grad():
-            self.num_batches_tracked += 1  # type: ignore[operator]
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
             self.running_mean.lerp_(mean, 0.1)  # type: ignore[union-attr]
             self.running_var.lerp_(variance * count / (count - 1), 0.1)  # type: ignore[union-attr]
         normal = (hidden - mean) * (variance + self.eps).rsqrt()

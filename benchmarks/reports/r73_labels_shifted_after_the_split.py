@@ -95,7 +95,7 @@ for step in range(chosen.steps):
         loss = wrapped(batch[:, places], places, shift_labels=shifted[:, places])
     else:
         loss = wrapped(batch[:, places], places, labels=batch[:, places])
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)

@@ -69,7 +69,7 @@ for step in range(chosen.steps):
     gains = ((taken - taken.detach()).exp() * weights[:, None]).mean(1)
     share = counted * world / real.sum() if chosen.right else torch.full_like(counted, 1 / len(own))
     loss = -(gains * share).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 if not dist.is_initialized() or rank == 0:

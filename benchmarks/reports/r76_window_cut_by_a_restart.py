@@ -44,7 +44,7 @@ while micro < last_micro:
     tokens = data[at % len(data) :][:rows]
     with not_reduced(wrapped, last=place == chosen.micro_batches - 1):
         loss = next_token_loss(wrapped(tokens), tokens)
-        (loss / chosen.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (loss / chosen.micro_batches).backward()
     micro += 1
     if place == chosen.micro_batches - 1:
         optimizer.step()
