@@ -493,6 +493,7 @@ def main() -> None:
     parser.add_argument("--smoothing", type=float, default=0.0)
     parser.add_argument("--fused", action="store_true", help="one projection for q, k and v")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--evaluate", action="store_true", help="before each step")
     parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
     parser.add_argument("--save-at", type=int, default=-1)
     parser.add_argument("--forget", default="", help="what the resumption does not restore")
@@ -598,6 +599,9 @@ def accumulate(
     for micro in range(args.accumulate):
         tokens, labels = batch_of(args, step, micro, worker, workers)
         last = micro == args.accumulate - 1
+        if args.evaluate:
+            with torch.no_grad():
+                wrapped(tokens)
         if args.fault == "accumulator_reset" and last:
             optimizer.zero_grad()
         reduce = last and args.fault != "no_sync_always"

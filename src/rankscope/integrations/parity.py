@@ -30,6 +30,7 @@ _log = logging.getLogger("rankscope")
 
 _OPTIMIZER = "torch.optim.optimizer"
 _COMPILED = "torch._dynamo.eval_frame"
+_FSDP = "torch.distributed.fsdp"
 _PIPELINING = "torch.distributed.pipelining"
 _STRATEGIES = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
 _WRAPPERS = frozenset(
@@ -147,6 +148,8 @@ class ParityCatch:
             self._imports.remove()
             self._in_closure.remove()
             stages = _stages_around() or [model]
+            for stage in stages:
+                _reshard(stage)
             self._training = _Training(stages, self._job, self._parity, by_method=by_method)
         except Exception as error:
             for hook in self._calls:
@@ -162,7 +165,7 @@ class ParityCatch:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         living = [each for ref in self._optimizers if (each := ref()) is not None]
-        return holds_any(living, list(model.parameters()))
+        return holds_any(living, [*model.parameters(), *_sharded_parameters(model)])
 
 
 def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -396,6 +399,23 @@ def _after_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> Any:
         return result
 
     return (own, watched), {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def _sharded_parameters(model: Any) -> list[Any]:
+    """Return FSDP2's shards: a pass without gradient leaves whole parameters in their place."""
+    if _FSDP not in sys.modules:
+        return []
+    from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
+
+    return [each.tensor for each in every_parameter(model)] if is_fsdp2(model) else []
+
+
+def _reshard(model: Any) -> None:
+    """Put FSDP2's shards back in their place before a forward pass, which gathers them again."""
+    if _FSDP in sys.modules:
+        for module in model.modules():
+            if isinstance(module, sys.modules[_FSDP].FSDPModule):
+                module.reshard()
 
 
 def _inside(model: Any) -> Any:

@@ -29,6 +29,7 @@ def recordings(tmp_path_factory):
     [
         (2, DDP),
         (2, ("--layout", "fsdp2")),
+        (2, ("--layout", "fsdp2", "--evaluate")),
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
         (2, ("--layout", "pp")),
@@ -38,6 +39,7 @@ def recordings(tmp_path_factory):
     ids=[
         "ddp",
         "fsdp2",
+        "fsdp2, after a pass without gradient",
         "accumulation",
         "tensor parallelism",
         "pipeline",

@@ -275,7 +275,8 @@ class _Comparison:
         if own == other:
             return None
         missing, added = own - other, other - own
-        words = [f"{sum(missing.values())} of A's {len(a.samples)} samples are not in B"]
+        lost = sum(missing.values())
+        words = [f"{lost or 'all'} of A's {len(a.samples)} samples are {'not ' * (lost > 0)}in B"]
         if len(a.samples) != len(b.samples):
             words.append(f"B has {len(b.samples)}")
         twice = [n for n, count in added.items() if count + own[n] > 1 and other[n] > 1]
@@ -283,7 +284,8 @@ class _Comparison:
             {int(r) for s, r in zip(b.samples, b.sample_ranks, strict=True) if s in added}
         )
         if twice:
-            words.append(f"{len(twice)} are drawn more than once in B")
+            drawn = "is drawn" if len(twice) == 1 else "are drawn"
+            words.append(f"{len(twice)} {drawn} more than once in B")
         if ranks and len(ranks) < self._b.workers:
             words.append(f"only rank {', '.join(map(str, ranks))} of B draws others")
         for shift in (-1, 1):
