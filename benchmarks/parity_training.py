@@ -383,6 +383,24 @@ def spread(model: nn.Module, args: argparse.Namespace, world: int) -> None:
     fully_shard(model, mesh=mesh["dp"])
 
 
+class MomentumOfPlainTensors(torch.optim.Optimizer):
+    """SGD with momentum whose state has a plain tensor for a distributed parameter: its shard."""
+
+    def __init__(self, params: list[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                gradient = local(p.grad)
+                state = self.state[p]
+                momentum = state.setdefault("momentum", torch.zeros_like(gradient))
+                momentum.mul_(0.9).add_(gradient)
+                local(p).sub_(group["lr"] * momentum)
+
+
 def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
     """Return the optimizer."""
     lr = args.lr * (1.5 if args.fault == "learning_rate" else 1.0)
@@ -395,6 +413,8 @@ def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Op
     groups = [group for group in groups if group["params"]]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    if args.optimizer == "plain":
+        return MomentumOfPlainTensors([p for _, p in named], lr)
     if args.optimizer == "muon":
         return Muon([p for _, p in named], lr, on_shards=args.fault == "muon_on_shards")
     if args.layout == "ddp" and args.zero:

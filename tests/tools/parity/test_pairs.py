@@ -30,6 +30,7 @@ def recordings(tmp_path_factory):
         (2, DDP),
         (2, ("--layout", "fsdp2")),
         (2, ("--layout", "fsdp2", "--evaluate")),
+        (2, ("--layout", "fsdp2", "--optimizer", "plain")),
         (1, ("--accumulate", "2")),
         (2, ("--layout", "tp")),
         (2, ("--layout", "pp")),
@@ -40,6 +41,7 @@ def recordings(tmp_path_factory):
         "ddp",
         "fsdp2",
         "fsdp2, after a pass without gradient",
+        "fsdp2, plain tensors as state",
         "accumulation",
         "tensor parallelism",
         "pipeline",
@@ -48,7 +50,7 @@ def recordings(tmp_path_factory):
     ],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
-    alone = [word for word in words if word == "--experts"]
+    alone = [word for word in words if word in ("--experts", "--optimizer", "plain")]
     answer = answer_of(recordings, layout(1, *alone), layout(ranks, *words))
     assert answer.kind is Kind.SAME, (answer.headline, answer.differences[:3])
     assert answer.num_steps == 3

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rankscope.bus.parity import (
     BUFFER,
@@ -397,7 +398,7 @@ class ParityRecorder:
             for key, (name, part) in itertools.product(
                 held.moments, self._held.in_tensor(held.whole)
             ):
-                value = _state_of(optimizer, held).get(key)
+                value = _like(held.whole, _state_of(optimizer, held).get(key))
                 if isinstance(value, Tensor) and value.shape == held.whole.shape:
                     by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
         return {key: self._meter.measure(named) for key, named in by_moment.items()}
@@ -543,6 +544,22 @@ def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def _like(parameter: Tensor, value: Any) -> Any:
+    """Return a state as its parameter is: distributed, where it has the shape of its shard."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if not isinstance(value, Tensor) or value.shape != parameter.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
