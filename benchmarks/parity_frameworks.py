@@ -49,6 +49,7 @@ class Pair:
         a: One layout: ranks under torchrun, 0 for none, then the script and its words.
         b: The other.
         stage: The stage that must be named; empty where both are the same.
+        words: A part of the headline.
         resume: B's resumption after three steps; empty without.
         same_start: Whether B begins with A's parameters, which it would draw otherwise.
     """
@@ -57,6 +58,7 @@ class Pair:
     a: str
     b: str
     stage: str = ""
+    words: str = ""
     resume: str = ""
     same_start: bool = False
 
@@ -85,23 +87,89 @@ _INTERLEAVED: dict[str, Any] = {
     "pipeline_parallel_schedule": "Interleaved1F1B",
 }
 
+
+def _resumed(
+    name: str, layout: str, forget: str = "", stage: str = "", *, words: str = "", later: str = ""
+) -> Pair:
+    """Return a layout that goes on, and saves after three steps and is resumed.
+
+    Args:
+        name: The framework's, and what is forgotten.
+        layout: Ranks, the script and its words.
+        forget: What the resumption does not restore.
+        stage: The stage that must be named.
+        words: The expected part of the headline.
+        later: The layout of the resumption, if it is another one.
+    """
+    saving = " --save-at 3"
+    resume = f"{later or layout}{saving} --resume" + f" --forget {forget}" * bool(forget)
+    return Pair(name, layout, layout + saving, stage, resume=resume, words=words)
+
+
+_PLAIN = "2 plain_loop.py --batch 4"
+_TRAINER = "2 trainer.py --batch 4 --dropout .1"
+_ACCELERATE = "2 accelerate_loop.py --batch 4 --schedule --dropout .1"
+_LIGHTNING = "2 lightning_loop.py --batch 4 --workers 2"
+_DCP = "2 dcp_loop.py"
+_ZERO, _LEARNED = "another exp_avg before its first call", "the update differs"
+_REPEATED, _PERMUTED = "B repeats those of A's step 0", "to other ranks, by a permutation"
+
+RESUMPTIONS = (
+    _resumed("torch.save, float16 and DDP, resumed", _PLAIN),
+    _resumed("torch.save, without the optimizer", _PLAIN, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("torch.save, without the scaler", _PLAIN, "scaler", "optimizer state",
+             words="the gradient scaler is not restored: its scale is 2048.0 in A and 1024.0 in B"),
+    _resumed("torch.save, without the schedule", _PLAIN, "schedule", "update", words=_LEARNED),
+    _resumed("torch.save, without random states", _PLAIN, "random", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("torch.save, random states permuted", _PLAIN, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("torch.save, samples repeated", _PLAIN, "samples", "samples", words=_REPEATED),
+    _resumed("torch.save, a batch skipped", _PLAIN, "batch", "samples",
+             words="B skips to those of A's step 4"),
+    _resumed("Trainer, resumed", "0 trainer.py"),
+    _resumed("Trainer, DDP, resumed", _TRAINER),
+    _resumed("Trainer, without the optimizer", _TRAINER, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("Trainer, random states permuted", _TRAINER, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("Trainer, samples repeated", _TRAINER, "samples", "samples", words=_REPEATED),
+    _resumed("Accelerate, resumed", _ACCELERATE),
+    _resumed("Accelerate, without the optimizer", _ACCELERATE, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("Accelerate, without the schedule", _ACCELERATE, "schedule", "update",
+             words=_LEARNED),
+    _resumed("Accelerate, random states permuted", _ACCELERATE, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("Accelerate, a loader that draws its seed after the states are loaded",
+             f"{_ACCELERATE} --no-generator", "", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("Accelerate, samples repeated", _ACCELERATE, "samples", "samples", words=_REPEATED),
+    _resumed("Lightning, resumed", f"{_LIGHTNING} --stateful"),
+    _resumed("Lightning, without the optimizer", f"{_LIGHTNING} --stateful", "optimizer",
+             "optimizer state", words=_ZERO),
+    _resumed("Lightning, dropout, as it keeps no random state",
+             f"{_LIGHTNING} --stateful --dropout .1", "", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("Lightning, a plain loader, which begins again", _LIGHTNING, "", "samples",
+             words=_REPEATED),
+    _resumed("DCP, FSDP2, resumed", _DCP),
+    _resumed("DCP, FSDP2, resumed on four ranks", f"{_DCP} --dropout 0",
+             later="4 dcp_loop.py --batch 2 --dropout 0"),
+    _resumed("DCP, without the optimizer", _DCP, "optimizer", "optimizer state", words=_ZERO),
+    _resumed("DCP, without the schedule", _DCP, "schedule", "update", words=_LEARNED),
+    _resumed("DCP, one random state by one name", f"{_DCP} --one-for-all", "", "random state",
+             words="rank 1 holds that of rank 0"),
+    _resumed("DCP, samples repeated", _DCP, "step", "samples", words=_REPEATED),
+)  # fmt: skip
+"""Resumptions, with what must be answered written before they ran."""
+
 PAIRS = (
     Pair("Trainer, DDP", "0 trainer.py", "2 trainer.py --batch 4"),
     Pair("Trainer, FSDP2", "0 trainer.py", "2 trainer.py --batch 4 --fsdp"),
     Pair("Trainer, accumulation", "0 trainer.py", "0 trainer.py --batch 4 --accumulate 2"),
     Pair("Trainer, own means", "0 trainer.py", "2 trainer.py --batch 4 --own-mean", "gradient"),
-    Pair(
-        "Trainer, resumed",
-        "0 trainer.py",
-        "0 trainer.py --save-at 3",
-        resume="0 trainer.py --save-at 3 --resume",
-    ),
-    Pair(
-        "Trainer, DDP, resumed",
-        "2 trainer.py --batch 4",
-        "2 trainer.py --batch 4 --save-at 3",
-        resume="2 trainer.py --batch 4 --save-at 3 --resume",
-    ),
     Pair("TRL SFT, DDP", "0 sft.py", "2 sft.py --batch 4"),
     Pair("TRL SFT, accumulation", "0 sft.py", "0 sft.py --batch 4 --accumulate 2"),
     Pair("Lightning, DDP", "0 lightning_loop.py", "2 lightning_loop.py --batch 4 --workers 2"),
@@ -221,6 +289,7 @@ PAIRS = (
         "gradient",
         same_start=True,
     ),
+    *RESUMPTIONS,
 )
 
 
@@ -228,7 +297,7 @@ def layout_of(words: str, folder: Path, assets: Path) -> Any:
     """Return the layout of one side, which writes into a folder of its own."""
     ranks, script, *more = words.replace("{}", str(assets)).split()
     place = HERE / "field_scripts" if script == "titan.py" else SCRIPTS
-    if script in ("trainer.py", "sft.py"):
+    if script in ("trainer.py", "sft.py") or "--save-at" in more:
         more += ["--folder", str(folder)]
     return recordings.layout(int(ranks), *more, script=str(place / script))
 
@@ -288,6 +357,7 @@ def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
             found = forked(pair, kept, folder / "output", assets)
         same = str(found["answer"]).startswith("the same")
         right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
+        right &= pair.words in found["headline"]
         wrong += not right
         expected = pair.stage or "the same"
         verdict = "yes" if right else "no"

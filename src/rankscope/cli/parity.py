@@ -177,7 +177,7 @@ class _Pair:
         job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
         later = self._recorded("b2", resumed, job, name="the resumption of B")
         _check(later, self.steps - at, "the resumption of B")
-        sides = joined(side_a, later, at)
+        sides = joined(side_a, replace(later, name="B"), at)
         exact = identical(side_a, side_b)
         return compare(Bounds(*sides)) if exact else self.compared(*sides)
 

@@ -54,6 +54,7 @@ from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
+from rankscope.private import callers
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
@@ -65,6 +66,7 @@ from rankscope.wrappers.surroundings import outside
 _log = logging.getLogger("rankscope")
 
 _SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
+_SCALER = "torch.amp.grad_scaler"
 _MOST_DREW = 8
 _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -343,6 +345,7 @@ class ParityRecorder:
             return
         now = self._now
         now.updated = True
+        now.facts["scaler"] = _scaler_around()
         given = [  # in flat tensors
             (name, part(flat.grad))
             for each in all_of(optimizer)
@@ -551,6 +554,15 @@ def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
         state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
         if held.whole in state:
             return state[held.whole]  # type: ignore[index, no-any-return]
+    return {}
+
+
+def _scaler_around() -> dict[str, float]:
+    """Return the state of the gradient scaler that calls an optimizer; empty without one."""
+    for frame in callers():
+        own = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _SCALER else None
+        if isinstance(own, torch.amp.GradScaler):
+            return own.state_dict()
     return {}
 
 

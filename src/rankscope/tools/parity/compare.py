@@ -163,7 +163,7 @@ class _Comparison:
                 f"its optimizer is {' and '.join(sorted(others))}"
             )
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", steps[-1])
-        if any(side.drawn for side in self._sides):
+        if any(self._draw_otherwise(self._a.steps[n], self._b.steps[n]) for n in steps):
             self._notes.append(self._drew())
         plural = "s" if len(steps) != 1 else ""
         headline = f"The same within rounding, over {len(steps)} step{plural}."
@@ -185,7 +185,7 @@ class _Comparison:
         if loss and gradient is None and unequal is None:
             self._note(f"In step {number} {loss[0].lower()}{loss[1:]}, and its gradient does not.")
             loss = ""
-        if (loss or gradient is not None) and any(side.drawn for side in self._sides):
+        if (loss or gradient is not None) and self._draw_otherwise(a, b):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
         if loss or gradient is not None:
             inside = self._inside(number, a, b)
@@ -209,7 +209,10 @@ class _Comparison:
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
             return self._different(number, Stage.START, found or buffers, words, what)
-        return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
+        held = self._held(number, a, b)
+        if held is None and resumed:
+            return self._scaler(number, a, b) or self._random(number, a, b)
+        return held
 
     def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
@@ -231,20 +234,51 @@ class _Comparison:
         ]
         if not ranks:
             return None
-        words = []
-        for rank in ranks[:3]:
-            of = [
-                r
-                for r in a.random
-                if r != rank and _has_same_generators(a.random[r], b.random[rank])
-            ]
-            held = f"that of rank {of[0]}" if of else "another one"
-            words.append(f"rank {rank} holds {held}")
+        owners = {
+            rank: next(
+                (r for r in a.random if _has_same_generators(a.random[r], b.random[rank])), -1
+            )
+            for rank in ranks
+        }
+        swapped = sorted(owners.values()) == sorted(ranks)
+        held = [
+            f"rank {rank} holds {'another one' if owner < 0 else f'that of rank {owner}'}"
+            for rank, owner in list(owners.items())[:3]
+        ]
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
+        state = f"The random state of step {number} is "
+        state += "restored to other ranks, by a permutation" if swapped else "not restored"
+        text = f"{state}: {'; '.join(held)}{more}."
         if any(side.drawn for side in self._sides):
             return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
+        return None
+
+    def _draw_otherwise(self, a: SideStep, b: SideStep) -> bool:
+        """Return whether the forward pass draws random numbers that may differ between the sides.
+
+        A resumption in the same layout draws the same ones from the same random state.
+        """
+        if not any(side.drawn for side in self._sides):
+            return False
+        resumed = any(step.facts.get("resumed") for step in self._a.steps.values())
+        return not (
+            resumed
+            and set(a.random) == set(b.random)
+            and all(_has_same_generators(a.random[rank], b.random[rank]) for rank in a.random)
+        )
+
+    def _scaler(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare the gradient scalers of a resumption."""
+        own, other = (dict(step.facts.get("scaler", {})) for step in (a, b))
+        for name in dict.fromkeys([*own, *other]):
+            first, second = own.get(name, "none"), other.get(name, "none")
+            if first != second:
+                text = (
+                    f"In step {number} the gradient scaler is not restored: its "
+                    f"{name.strip('_').replace('_', ' ')} is {first} in A and {second} in B."
+                )
+                return self._made(Kind.DIFFERENT, text, number, Stage.STATE)
         return None
 
     def _held(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -286,10 +320,12 @@ class _Comparison:
             words.append(f"{len(twice)} are drawn more than once in B")
         if ranks and len(ranks) < self._b.workers:
             words.append(f"only rank {', '.join(map(str, ranks))} of B draws others")
-        for shift in (-1, 1):
-            there = self._a.steps.get(number + shift)
-            if there is not None and Counter(there.samples.tolist()) == other:
-                words.append(f"B has those of A's step {number + shift}")
+        for there, step in self._a.steps.items():
+            if there != number and added and not added - Counter(step.samples.tolist()):
+                verb = "repeats" if there < number else "skips to"
+                which = "those" if added == other else f"{sum(added.values())} samples"
+                words.append(f"B {verb} {which} of A's step {there}")
+                break
         self._note("Gradients are not compared, for they belong to other samples.")
         text = "; ".join(words)
         return self._made(

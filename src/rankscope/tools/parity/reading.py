@@ -289,32 +289,24 @@ def part_of(side: Recording, first: int, stop: int) -> Recording:
 
 
 def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Recording]:
-    """Return both sides from step ``at`` on, the first one of the resumed training.
+    """Return both sides of a resumption at step ``at``, the first one of the resumed training.
 
     What the whole training's optimizer held after the step before stands as what it held before the
     first one, to be compared with the resumed one's.
     """
-    later = part_of(whole, at, max(whole.steps) + 1)
     before = whole.steps[at - 1]
     moments = {
         HELD + kind.removeprefix(MOMENT): figures
         for kind, figures in before.figures.items()
         if kind.startswith(MOMENT)
     }
-    first = later.steps[at]
+    first = whole.steps[at]
     held = replace(
         first,
         figures={**first.figures, **moments},
         facts={**first.facts, "held counters": dict(before.counters), "resumed": True},
     )
-    held.facts = {**first_facts(whole), **first_facts(resumed), **held.facts}
-    return replace(later, steps={**later.steps, at: held}), resumed
-
-
-def first_facts(side: Recording) -> Mapping[str, object]:
-    """Return what is recorded in a side's first step alone."""
-    facts = side.steps[min(side.steps)].facts
-    return {name: facts[name] for name in ("trained", "shapes", "types") if facts.get(name)}
+    return replace(whole, steps={**whole.steps, at: held}), resumed
 
 
 _TIMES = 4.0

@@ -31,7 +31,7 @@ ADVICE = {
     Stage.GRADIENT: "Compare what the loss is divided by, and how gradients are added up.",
     Stage.CLIPPING: "Clip by the norm of the whole model, each parameter counted once.",
     Stage.UPDATE: "Compare the optimizers: settings, groups, and which parameters they were given.",
-    Stage.STATE: "Compare how the optimizer's moments and step counters are made and restored.",
+    Stage.STATE: "Compare how moments, step counters and a gradient scaler are made and restored.",
     Stage.RANDOM: "Save and restore the random state of every rank.",
 }
 """What to do, by the stage in which two trainings differ."""
