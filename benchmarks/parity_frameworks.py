@@ -15,6 +15,7 @@ import fnmatch
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,9 +27,12 @@ from typing import Any
 
 from parity_pairs import recordings, run_here
 
+from rankscope.tools.parity.compare import decide_resumed
+
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "parity_scripts"
 STEPS = 4
+STEPS_RESUMED, SAVED_AT = 6, 3
 PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
@@ -49,7 +53,7 @@ class Pair:
         a: One layout: ranks under torchrun, 0 for none, then the script and its words.
         b: The other.
         stage: The stage that must be named; empty where both are the same.
-        words: A part of the headline.
+        words: A part of the headline or of a note.
         resume: B's resumption after three steps; empty without.
         same_start: Whether B begins with A's parameters, which it would draw otherwise.
     """
@@ -98,10 +102,10 @@ def _resumed(
         layout: Ranks, the script and its words.
         forget: What the resumption does not restore.
         stage: The stage that must be named.
-        words: The expected part of the headline.
+        words: The expected part of the headline, or of a note.
         later: The layout of the resumption, if it is another one.
     """
-    saving = " --save-at 3"
+    saving = f" --save-at {SAVED_AT}"
     resume = f"{later or layout}{saving} --resume" + f" --forget {forget}" * bool(forget)
     return Pair(name, layout, layout + saving, stage, resume=resume, words=words)
 
@@ -111,7 +115,7 @@ _TRAINER = "2 trainer.py --batch 4 --dropout .1"
 _ACCELERATE = "2 accelerate_loop.py --batch 4 --schedule --dropout .1"
 _LIGHTNING = "2 lightning_loop.py --batch 4 --workers 2"
 _DCP = "2 dcp_loop.py"
-_ZERO, _LEARNED = "another exp_avg before its first call", "the update differs"
+_ZERO, _LEARNED = "another exp_avg before its first call", "lr is "
 _REPEATED, _PERMUTED = "B repeats those of A's step 0", "to other ranks, by a permutation"
 
 RESUMPTIONS = (
@@ -316,8 +320,8 @@ def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
     steps = STEPS
     if pair.resume:
         resumed = layout_of(pair.resume, folder / "b", assets)
-        words += ["-b2", command_of(resumed), "--resume-at", "3"]
-        steps = 6
+        words += ["-b2", command_of(resumed), "--resume-at", str(SAVED_AT)]
+        steps = STEPS_RESUMED
     words += ["--same-start"] * pair.same_start
     command = [sys.executable, "-m", "rankscope", "parity", *words, "--steps", str(steps), "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -330,12 +334,33 @@ def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
 
 def forked(pair: Pair, kept: Any, folder: Path, assets: Path) -> dict[str, Any]:
     """Return the answer for ranks that are forked from this process."""
-    sides = [layout_of(words, folder, assets) for words in (pair.a, pair.b)]
+    saved = folder / re.sub(r"\W+", "-", pair.b)  # by all pairs that save in this layout
+    sides = [layout_of(words, saved, assets) for words in (pair.a, pair.b)]
     try:
-        answer: dict[str, Any] = recordings.answer_of(kept, *sides, STEPS).to_json()
+        if not pair.resume:
+            answer = recordings.answer_of(kept, *sides, STEPS)
+        else:
+            answer = resumed_answer(pair, kept, *sides, saved)
     except (AssertionError, ValueError) as error:
         return {"answer": "failed", "stage": None, "headline": str(error)[-300:]}
-    return answer
+    found: dict[str, Any] = answer.to_json()
+    return found
+
+
+def resumed_answer(pair: Pair, kept: Any, a: Any, b: Any, saved: Path) -> Any:
+    """Return the answer for a resumption from a copy of what is saved."""
+
+    def resume() -> Any:
+        copied = Path(tempfile.mkdtemp(dir=saved.parent)) / "saved"
+        shutil.copytree(saved, copied)
+        later = layout_of(pair.resume, copied, copied)
+        return kept.side(later, "B", STEPS_RESUMED - SAVED_AT, first_step=SAVED_AT)
+
+    def again(side: Any, eps: float) -> Any:
+        return kept.side(a, "moved", max(side.steps) + 1, eps=eps)
+
+    side_a = kept.side(a, "A", STEPS_RESUMED)
+    return decide_resumed(side_a, kept.side(b, "B", SAVED_AT), resume, again)
 
 
 def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
@@ -351,13 +376,13 @@ def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
             assets.mkdir()
             importlib.import_module("field").make_assets(assets)
         begun = time.perf_counter()
-        if command or pair.resume or pair.same_start:
+        if command or pair.same_start:
             found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
         else:
             found = forked(pair, kept, folder / "output", assets)
         same = str(found["answer"]).startswith("the same")
         right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
-        right &= pair.words in found["headline"]
+        right &= pair.words in " ".join([found["headline"], *found.get("notes", ())])
         wrong += not right
         expected = pair.stage or "the same"
         verdict = "yes" if right else "no"

@@ -89,6 +89,7 @@ trainer = Trainer(
         per_device_train_batch_size=chosen.batch,
         gradient_accumulation_steps=chosen.accumulate,
         learning_rate=1e-3,
+        data_seed=0,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,

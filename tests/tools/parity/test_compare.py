@@ -1,5 +1,6 @@
 """Answers about made-up trainings, of which the truth is known."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -97,6 +98,7 @@ def test_a_factor_is_named(act, look):
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
     assert answer.exit_code == 1
+    assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["stage"] == "gradient"
 
 
 def test_a_factor_of_all_is_told_with_what_it_may_be():

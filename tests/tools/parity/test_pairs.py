@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tools.parity.compare import decide
-from rankscope.tools.parity.reading import distance, joined, read_side
+from rankscope.tools.parity.compare import decide_resumed
+from rankscope.tools.parity.reading import distance, read_side
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
 from support.megatron_training import MISSING
@@ -214,12 +214,10 @@ def test_zero_3_trains_as_zero_0_does(recordings):
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("interrupted")
-    saving = layout(2, *SAVED, "--folder", str(folder / "saved"), "--save-at", "2", script=PLAIN)
-    code, said = record(folder / "b", saving, 2)
-    assert code == 0, said
-    return str(folder / "saved")
+def interrupted(tmp_path_factory, recordings):
+    folder = tmp_path_factory.mktemp("saved")
+    saving = layout(2, *SAVED, "--folder", str(folder), "--save-at", "2", script=PLAIN)
+    return folder, recordings.side(saving, "B", 2)
 
 
 @pytest.mark.ranks
@@ -234,12 +232,15 @@ def interrupted(tmp_path_factory):
     ],
 )
 def test_a_resumption_is_compared_with_what_went_on(recordings, interrupted, forget, stage, words):
-    resuming = ("--folder", interrupted, "--resume", *(("--forget", forget) if forget else ()))
-    later = recordings.side(layout(2, *SAVED, *resuming, script=PLAIN), "B", 2, first_step=2)
-    going_on = layout(2, *SAVED, script=PLAIN)
-    whole = recordings.side(going_on, "A", 4)
-    moved = recordings.side(going_on, "moved", 4, eps=2 * whole.roundoff)
-    answer = decide(*joined(whole, later, 2), lambda side, eps: moved)
+    folder, ended = interrupted
+    resuming = ("--folder", str(folder), "--resume", *(("--forget", forget) if forget else ()))
+    resumed, going_on = (layout(2, *SAVED, *more, script=PLAIN) for more in (resuming, ()))
+    answer = decide_resumed(
+        recordings.side(going_on, "A", 4),
+        ended,
+        lambda: recordings.side(resumed, "B", 2, first_step=2),
+        lambda side, eps: recordings.side(going_on, "moved", 4, eps=eps),
+    )
     assert answer.stage is stage, answer.headline
     assert words in answer.headline
 

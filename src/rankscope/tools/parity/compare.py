@@ -30,6 +30,8 @@ from rankscope.tools.parity.reading import (
     distance,
     factor,
     identical,
+    joined,
+    part_of,
     spread_distance,
 )
 from rankscope.tools.parity.result import Answer, Difference, Kind, describe, likely, times
@@ -71,6 +73,30 @@ def decide(
     if why:
         return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
     return compare(Bounds(a, b, original, moved))
+
+
+def decide_resumed(
+    a: Recording,
+    b: Recording,
+    resume: Callable[[], Recording],
+    again: Callable[[Recording, float], Recording],
+    *,
+    repeats_a: bool = True,
+) -> Answer:
+    """Return the answer for a training that went on, one that was ended, and its resumption.
+
+    ``resume`` records the resumption, if the steps before it are the same; ``again`` is as in
+    :func:`decide`.
+    """
+    at = max(b.steps) + 1
+    answer = decide(part_of(a, 0, at), b, again, repeats_a=repeats_a)
+    if answer.kind is not Kind.SAME:
+        return answer
+    resumed = replace(resume(), name="B")
+    sides = joined(a, resumed, at)
+    if answer.difference is DiffClass.IDENTICAL and resumed.world == a.world:
+        return compare(Bounds(*sides))
+    return decide(*sides, again, repeats_a=repeats_a)
 
 
 def _why_not_repeatable(side: Recording, again: Recording) -> str:

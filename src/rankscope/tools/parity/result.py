@@ -10,6 +10,7 @@ import numpy as np
 
 from rankscope.bus.parity import QUARTERS
 from rankscope.bus.words import listed
+from rankscope.files import to_plain
 from rankscope.stats.arrays import Floats
 from rankscope.tools.parity.reading import Recording, Whole
 from rankscope.tools.stages import DiffClass, Stage
@@ -97,8 +98,8 @@ class Answer:
         return list(Kind).index(self.kind)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return {
+        """Return it as plain JSON values: no NaN, no infinity (those are null)."""
+        document = {
             "answer": str(self.kind),
             "class": None if self.difference is None else str(self.difference),
             "headline": self.headline,
@@ -112,6 +113,8 @@ class Answer:
             "could_miss": {n: {"median": m, "worst": w} for n, (m, w) in self.could_miss.items()},
             "curves": {name: list(values) for name, values in self.curves.items()},
         }
+        plain: dict[str, Any] = to_plain(document)
+        return plain
 
 
 _PARALLEL = 0.999
