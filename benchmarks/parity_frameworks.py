@@ -138,7 +138,10 @@ RESUMPTIONS = (
              words=_ZERO),
     _resumed("Trainer, random states permuted", _TRAINER, "permuted", "random state",
              words=_PERMUTED),
-    _resumed("Trainer, samples repeated", _TRAINER, "samples", "samples", words=_REPEATED),
+    _resumed("Trainer, samples repeated", "2 trainer.py --batch 4", "samples", "samples",
+             words=_REPEATED),
+    _resumed("Trainer, dropout, samples repeated, which restores no random state", _TRAINER,
+             "samples", "random state", words=_REPEATED),
     _resumed("Accelerate, resumed", _ACCELERATE),
     _resumed("Accelerate, without the optimizer", _ACCELERATE, "optimizer", "optimizer state",
              words=_ZERO),
@@ -164,7 +167,7 @@ RESUMPTIONS = (
     _resumed("DCP, without the optimizer", _DCP, "optimizer", "optimizer state", words=_ZERO),
     _resumed("DCP, without the schedule", _DCP, "schedule", "update", words=_LEARNED),
     _resumed("DCP, one random state by one name", f"{_DCP} --one-for-all", "", "random state",
-             words="rank 1 holds that of rank 0"),
+             words="holds that of rank"),
     _resumed("DCP, samples repeated", _DCP, "step", "samples", words=_REPEATED),
 )  # fmt: skip
 """Resumptions, with what must be answered written before they ran."""

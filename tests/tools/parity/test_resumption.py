@@ -155,4 +155,7 @@ def test_random_numbers_of_equal_states_excuse_nothing():
     found = answer(later, drawing)
     assert (found.kind, found.stage) == (Kind.DIFFERENT, Stage.GRADIENT)
     later.steps[2].random = {rank: {TORCH: "other"} for rank in range(4)}
-    assert answer(later, drawing).stage is Stage.RANDOM
+    later.steps[2].samples = whole().steps[0].samples
+    found = answer(later, drawing)
+    assert found.stage is Stage.RANDOM
+    assert found.notes[-1].endswith("B repeats those of A's step 0.")

@@ -276,6 +276,8 @@ class _Comparison:
         state += "restored to other ranks, by a permutation" if swapped else "not restored"
         text = f"{state}: {'; '.join(held)}{more}."
         if any(side.drawn for side in self._sides):
+            samples = self._samples(number, a, b)
+            self._note("" if samples is None else samples.headline)
             return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
         return None
