@@ -351,12 +351,7 @@ def render_answer(answer: Answer, console: Console) -> None:
     )  # fmt: skip
     if answer.advice:
         show(console, labelled("What to do", answer.advice))
-    lines = [
-        f"{each.name}: {each.look}; off by {each.distance:.2g} of its norm, "
-        f"rounding {each.bound:.1g}"
-        for each in answer.differences[:MAX_TENSORS]
-    ]
-    points(console, lines)
+    points(console, [each.words for each in answer.differences[:MAX_TENSORS]])
     for note in (*answer.notes[:3], answer.limits):
         if note:
             show(console, plain(note, "dim"))

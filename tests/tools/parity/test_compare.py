@@ -101,6 +101,15 @@ def test_a_factor_is_named(act, look):
     assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["stage"] == "gradient"
 
 
+def test_what_is_not_finite_in_both_is_not_comparable():
+    act = of(GRADIENT, "up", 1, lambda v: v * math.nan)
+    answer = compare(Bounds(training(act), replace(training(act), name="B")))
+    assert answer.kind is Kind.NOT_COMPARABLE
+    assert answer.headline == ("Not comparable: in step 1 the gradient is not finite in both: up.")
+    answer = against(training(act))
+    assert (answer.stage, answer.differences[0].words) == (Stage.GRADIENT, "up: not finite in B")
+
+
 def test_a_factor_of_all_is_told_with_what_it_may_be():
     answer = against(training(of(GRADIENT, "all", 0, lambda v: 2 * v), workers=2))
     assert answer.headline.endswith(

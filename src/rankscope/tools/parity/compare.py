@@ -34,7 +34,15 @@ from rankscope.tools.parity.reading import (
     part_of,
     spread_distance,
 )
-from rankscope.tools.parity.result import Answer, Difference, Kind, describe, likely, times
+from rankscope.tools.parity.result import (
+    NOT_FINITE,
+    Answer,
+    Difference,
+    Kind,
+    describe,
+    likely,
+    times,
+)
 from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 _MOST_NOTES = 4
@@ -609,6 +617,9 @@ class _Comparison:
             which = f"all {compared} {what}s"
         else:
             which = first_of([each.name for each in found])
+        if common == NOT_FINITE and count == len(found):
+            text = f"Not comparable: in step {number} the {stage} is not finite in both: {which}."
+            return self._made(Kind.NOT_COMPARABLE, text, number, None, tuple(found), compared)
         look = common if count == len(found) else _range_of_looks(found, common, count)
         if len(found) == compared and count == len(found):
             look += likely(found[0].factor, self._sides)

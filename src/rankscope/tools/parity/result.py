@@ -54,6 +54,16 @@ class Difference:
     cosine: float
     look: str
 
+    @property
+    def words(self) -> str:
+        """What it looks like, and how far it is off, unless it is not finite."""
+        if not math.isfinite(self.distance):
+            return f"{self.name}: {self.look}"
+        return (
+            f"{self.name}: {self.look}; off by {self.distance:.2g} of its norm, "
+            f"rounding {self.bound:.1g}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -117,6 +127,9 @@ class Answer:
         return plain
 
 
+NOT_FINITE = "not finite in both"
+"""What a tensor with infinities or NaN in both looks like."""
+
 _PARALLEL = 0.999
 _NEAR = 0.01
 _CLOSE = 2e-4
@@ -133,7 +146,7 @@ def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference
     share = bound / norm if norm > 0 else math.nan
     if not math.isfinite(distance):
         own, other = np.isfinite(first.norm), np.isfinite(second.norm)
-        look = "not finite in both" if own == other else f"not finite in {'B' if own else 'A'}"
+        look = NOT_FINITE if own == other else f"not finite in {'B' if own else 'A'}"
         return Difference(name, math.nan, share, math.nan, math.nan, look)
     parts = apart_Q > bound / math.sqrt(QUARTERS)
     held = first.squares_Q + second.squares_Q > 0
