@@ -44,6 +44,7 @@ from rankscope.evidence.parity.figures import (
     Part,
     labels_among,
     labels_before,
+    part_of,
 )
 from rankscope.evidence.parity.held import HeldElements, size_of, stored
 from rankscope.evidence.parity.inside import LayerOutputs
@@ -356,7 +357,9 @@ class ParityRecorder:
         if given:
             self._add(GRADIENT, self._meter.measure(given))
         elif GRADIENT not in now.figures:
-            now.figures[GRADIENT] = self._meter.measure(self._gradients())
+            gradients = self._gradients()
+            now.figures[GRADIENT] = figures = self._meter.measure(gradients)
+            now.facts["norm rounding"] = _rounding_of_norm(gradients, figures)
         if self.present_step == self._first and any(held.state for held in held_by(optimizer)):
             now.figures.update(self._moments(optimizer, HELD))
             now.facts["held counters"] = {
@@ -555,6 +558,18 @@ def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
         if held.whole in state:
             return state[held.whole]  # type: ignore[index, no-any-return]
     return {}
+
+
+def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float:
+    """Return how far torch's norm of gradients is off, over the norm: clipping divides by it.
+
+    On a CPU it adds up the squares of a tensor one after the other, in the gradient's type.
+    """
+    norms = [torch.linalg.vector_norm(part_of(g).tensor).double() for _, g in gradients]
+    square = float(exact.squares_PQ.sum())
+    if not norms or not 0 < square < math.inf:
+        return 0.0
+    return abs(float(torch.stack(norms).norm()) / math.sqrt(square) - 1)
 
 
 def _scaler_around() -> dict[str, float]:

@@ -30,6 +30,7 @@ from rankscope.tools.parity.reading import (
     distance,
     factor,
     identical,
+    is_clipped,
     joined,
     part_of,
     spread_distance,
@@ -47,7 +48,6 @@ from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
-_ALONG = 0.8
 _MUCH = 0.02
 _SAME_START = 1e-5
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
@@ -416,7 +416,7 @@ class _Comparison:
         names = {each.name for each in found}
         known = all(step.figures.get(UNCLIPPED) for step in (a, b))
         equal_before = known and not names & {each.name for each in before}
-        if equal_before and (_is_clipped(a) or _is_clipped(b)):
+        if equal_before and (is_clipped(a) or is_clipped(b)):
             for side, step in zip(self._sides, (a, b), strict=True):
                 self._note(_clipping_words(side.name, step))
             return self._different(
@@ -722,24 +722,6 @@ def _range_of_looks(found: Sequence[Difference], common: str, count: int) -> str
         factors = [each.factor for each in found]
         return f"× {min(factors):.3g} to {max(factors):.3g}"
     return f"the first one {found[0].look}"
-
-
-def _is_clipped(step: SideStep) -> bool:
-    """Return whether most gradients became shorter between backward pass and optimizer."""
-    if step.facts.get("clipping seen"):
-        return True
-    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
-    names = [name for name in before if name in after and before[name].norm > 0]
-    shorter = [name for name in names if _is_shorter(before[name], after[name])]
-    return len(shorter) > len(names) / 2
-
-
-def _is_shorter(before: Whole, after: Whole) -> bool:
-    """Return whether a tensor was made shorter in about the same direction."""
-    if not 0 < after.norm < 0.999 * before.norm:
-        return False
-    product = float((before.sketches_QK * after.sketches_QK).sum())
-    return product > _ALONG * before.norm * after.norm
 
 
 def _clipping_words(name: str, step: SideStep) -> str:
