@@ -565,7 +565,7 @@ def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float
 
     On a CPU it adds up the squares of a tensor one after the other, in the gradient's type.
     """
-    norms = [torch.linalg.vector_norm(part_of(g).tensor).double() for _, g in gradients]
+    norms = [torch.linalg.vector_norm(part_of(g).tensor).cpu().double() for _, g in gradients]
     square = float(exact.squares_PQ.sum())
     if not norms or not 0 < square < math.inf:
         return 0.0
