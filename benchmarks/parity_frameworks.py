@@ -15,6 +15,7 @@ import fnmatch
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,9 +27,12 @@ from typing import Any
 
 from parity_pairs import recordings, run_here
 
+from rankscope.tools.parity.compare import decide_resumed
+
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "parity_scripts"
 STEPS = 4
+STEPS_RESUMED, SAVED_AT = 6, 3
 PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch._dynamo",
@@ -49,6 +53,7 @@ class Pair:
         a: One layout: ranks under torchrun, 0 for none, then the script and its words.
         b: The other.
         stage: The stage that must be named; empty where both are the same.
+        words: A part of the headline or of a note.
         resume: B's resumption after three steps; empty without.
         same_start: Whether B begins with A's parameters, which it would draw otherwise.
     """
@@ -57,6 +62,7 @@ class Pair:
     a: str
     b: str
     stage: str = ""
+    words: str = ""
     resume: str = ""
     same_start: bool = False
 
@@ -85,23 +91,92 @@ _INTERLEAVED: dict[str, Any] = {
     "pipeline_parallel_schedule": "Interleaved1F1B",
 }
 
+
+def _resumed(
+    name: str, layout: str, forget: str = "", stage: str = "", *, words: str = "", later: str = ""
+) -> Pair:
+    """Return a layout that goes on, and saves after three steps and is resumed.
+
+    Args:
+        name: The framework's, and what is forgotten.
+        layout: Ranks, the script and its words.
+        forget: What the resumption does not restore.
+        stage: The stage that must be named.
+        words: The expected part of the headline, or of a note.
+        later: The layout of the resumption, if it is another one.
+    """
+    saving = f" --save-at {SAVED_AT}"
+    resume = f"{later or layout}{saving} --resume" + f" --forget {forget}" * bool(forget)
+    return Pair(name, layout, layout + saving, stage, resume=resume, words=words)
+
+
+_PLAIN = "2 plain_loop.py --batch 4"
+_TRAINER = "2 trainer.py --batch 4 --dropout .1"
+_ACCELERATE = "2 accelerate_loop.py --batch 4 --schedule --dropout .1"
+_LIGHTNING = "2 lightning_loop.py --batch 4 --workers 2"
+_DCP = "2 dcp_loop.py"
+_ZERO, _LEARNED = "another exp_avg before its first call", "lr is "
+_REPEATED, _PERMUTED = "B repeats those of A's step 0", "to other ranks, by a permutation"
+
+RESUMPTIONS = (
+    _resumed("torch.save, float16 and DDP, resumed", _PLAIN),
+    _resumed("torch.save, without the optimizer", _PLAIN, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("torch.save, without the scaler", _PLAIN, "scaler", "optimizer state",
+             words="the gradient scaler is not restored: its scale is 2048.0 in A and 1024.0 in B"),
+    _resumed("torch.save, without the schedule", _PLAIN, "schedule", "update", words=_LEARNED),
+    _resumed("torch.save, without random states", _PLAIN, "random", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("torch.save, random states permuted", _PLAIN, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("torch.save, samples repeated", _PLAIN, "samples", "samples", words=_REPEATED),
+    _resumed("torch.save, a batch skipped", _PLAIN, "batch", "samples",
+             words="B skips to those of A's step 4"),
+    _resumed("Trainer, resumed", "0 trainer.py"),
+    _resumed("Trainer, DDP, resumed", _TRAINER),
+    _resumed("Trainer, without the optimizer", _TRAINER, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("Trainer, random states permuted", _TRAINER, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("Trainer, samples repeated", "2 trainer.py --batch 4", "samples", "samples",
+             words=_REPEATED),
+    _resumed("Trainer, dropout, samples repeated, which restores no random state", _TRAINER,
+             "samples", "random state", words=_REPEATED),
+    _resumed("Accelerate, resumed", _ACCELERATE),
+    _resumed("Accelerate, without the optimizer", _ACCELERATE, "optimizer", "optimizer state",
+             words=_ZERO),
+    _resumed("Accelerate, without the schedule", _ACCELERATE, "schedule", "update",
+             words=_LEARNED),
+    _resumed("Accelerate, random states permuted", _ACCELERATE, "permuted", "random state",
+             words=_PERMUTED),
+    _resumed("Accelerate, a loader that draws its seed after the states are loaded",
+             f"{_ACCELERATE} --no-generator", "", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("Accelerate, samples repeated", _ACCELERATE, "samples", "samples", words=_REPEATED),
+    _resumed("Lightning, resumed", f"{_LIGHTNING} --stateful"),
+    _resumed("Lightning, without the optimizer", f"{_LIGHTNING} --stateful", "optimizer",
+             "optimizer state", words=_ZERO),
+    _resumed("Lightning, dropout, as it keeps no random state",
+             f"{_LIGHTNING} --stateful --dropout .1", "", "random state",
+             words="rank 0 holds another one; rank 1 holds another one"),
+    _resumed("Lightning, a plain loader, which begins again", _LIGHTNING, "", "samples",
+             words=_REPEATED),
+    _resumed("DCP, FSDP2, resumed", _DCP),
+    _resumed("DCP, FSDP2, resumed on four ranks", f"{_DCP} --dropout 0",
+             later="4 dcp_loop.py --batch 2 --dropout 0"),
+    _resumed("DCP, without the optimizer", _DCP, "optimizer", "optimizer state", words=_ZERO),
+    _resumed("DCP, without the schedule", _DCP, "schedule", "update", words=_LEARNED),
+    _resumed("DCP, one random state by one name", f"{_DCP} --one-for-all", "", "random state",
+             words="holds that of rank"),
+    _resumed("DCP, samples repeated", _DCP, "step", "samples", words=_REPEATED),
+)  # fmt: skip
+"""Resumptions, with what must be answered written before they ran."""
+
 PAIRS = (
     Pair("Trainer, DDP", "0 trainer.py", "2 trainer.py --batch 4"),
     Pair("Trainer, FSDP2", "0 trainer.py", "2 trainer.py --batch 4 --fsdp"),
     Pair("Trainer, accumulation", "0 trainer.py", "0 trainer.py --batch 4 --accumulate 2"),
     Pair("Trainer, own means", "0 trainer.py", "2 trainer.py --batch 4 --own-mean", "gradient"),
-    Pair(
-        "Trainer, resumed",
-        "0 trainer.py",
-        "0 trainer.py --save-at 3",
-        resume="0 trainer.py --save-at 3 --resume",
-    ),
-    Pair(
-        "Trainer, DDP, resumed",
-        "2 trainer.py --batch 4",
-        "2 trainer.py --batch 4 --save-at 3",
-        resume="2 trainer.py --batch 4 --save-at 3 --resume",
-    ),
     Pair("TRL SFT, DDP", "0 sft.py", "2 sft.py --batch 4"),
     Pair("TRL SFT, accumulation", "0 sft.py", "0 sft.py --batch 4 --accumulate 2"),
     Pair("Lightning, DDP", "0 lightning_loop.py", "2 lightning_loop.py --batch 4 --workers 2"),
@@ -206,12 +281,14 @@ PAIRS = (
         "torchtitan, pipeline",
         _titan(1),
         _titan(2, pipeline_parallel_degree=2),
+        "loss",  # a sum, whose gradient is not divided: pytorch/torchtitan#2972
         same_start=True,
     ),
     Pair(
         "torchtitan, interleaved stages",
         _titan(1, batch=4),
         _titan(2, batch=4, **_INTERLEAVED),
+        "loss",
         same_start=True,
     ),
     Pair(
@@ -221,6 +298,7 @@ PAIRS = (
         "gradient",
         same_start=True,
     ),
+    *RESUMPTIONS,
 )
 
 
@@ -228,7 +306,7 @@ def layout_of(words: str, folder: Path, assets: Path) -> Any:
     """Return the layout of one side, which writes into a folder of its own."""
     ranks, script, *more = words.replace("{}", str(assets)).split()
     place = HERE / "field_scripts" if script == "titan.py" else SCRIPTS
-    if script in ("trainer.py", "sft.py"):
+    if script in ("trainer.py", "sft.py") or "--save-at" in more:
         more += ["--folder", str(folder)]
     return recordings.layout(int(ranks), *more, script=str(place / script))
 
@@ -247,8 +325,8 @@ def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
     steps = STEPS
     if pair.resume:
         resumed = layout_of(pair.resume, folder / "b", assets)
-        words += ["-b2", command_of(resumed), "--resume-at", "3"]
-        steps = 6
+        words += ["-b2", command_of(resumed), "--resume-at", str(SAVED_AT)]
+        steps = STEPS_RESUMED
     words += ["--same-start"] * pair.same_start
     command = [sys.executable, "-m", "rankscope", "parity", *words, "--steps", str(steps), "--json"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -261,12 +339,33 @@ def by_command(pair: Pair, folder: Path, assets: Path) -> dict[str, Any]:
 
 def forked(pair: Pair, kept: Any, folder: Path, assets: Path) -> dict[str, Any]:
     """Return the answer for ranks that are forked from this process."""
-    sides = [layout_of(words, folder, assets) for words in (pair.a, pair.b)]
+    saved = folder / re.sub(r"\W+", "-", pair.b)  # by all pairs that save in this layout
+    a, b = (layout_of(words, saved, assets) for words in (pair.a, pair.b))
     try:
-        answer: dict[str, Any] = recordings.answer_of(kept, *sides, STEPS).to_json()
+        if not pair.resume:
+            answer = recordings.answer_of(kept, a, b, STEPS)
+        else:
+            answer = resumed_answer(pair, kept, a, b, saved)
     except (AssertionError, ValueError) as error:
         return {"answer": "failed", "stage": None, "headline": str(error)[-300:]}
-    return answer
+    found: dict[str, Any] = answer.to_json()
+    return found
+
+
+def resumed_answer(pair: Pair, kept: Any, a: Any, b: Any, saved: Path) -> Any:
+    """Return the answer for a resumption from a copy of what is saved."""
+
+    def resume() -> Any:
+        copied = Path(tempfile.mkdtemp(dir=saved.parent)) / "saved"
+        shutil.copytree(saved, copied)
+        later = layout_of(pair.resume, copied, copied)
+        return kept.side(later, "B", STEPS_RESUMED - SAVED_AT, first_step=SAVED_AT)
+
+    def again(side: Any, eps: float) -> Any:
+        return kept.side(a, "moved", max(side.steps) + 1, eps=eps)
+
+    side_a = kept.side(a, "A", STEPS_RESUMED)
+    return decide_resumed(side_a, kept.side(b, "B", SAVED_AT), resume, again)
 
 
 def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
@@ -282,12 +381,13 @@ def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
             assets.mkdir()
             importlib.import_module("field").make_assets(assets)
         begun = time.perf_counter()
-        if command or pair.resume or pair.same_start:
+        if command or pair.same_start:
             found = by_command(pair, Path(tempfile.mkdtemp(dir=folder)), assets)
         else:
             found = forked(pair, kept, folder / "output", assets)
         same = str(found["answer"]).startswith("the same")
         right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
+        right &= pair.words in " ".join([found["headline"], *found.get("notes", ())])
         wrong += not right
         expected = pair.stage or "the same"
         verdict = "yes" if right else "no"

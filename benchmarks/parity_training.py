@@ -514,9 +514,6 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="one projection for q, k and v")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--evaluate", action="store_true", help="before each step")
-    parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
-    parser.add_argument("--save-at", type=int, default=-1)
-    parser.add_argument("--forget", default="", help="what the resumption does not restore")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -545,25 +542,9 @@ def main() -> None:
     if args.fault == "replica_start" and args.layout == "ddp":  # DDP has broadcast the start
         initialise(model, args, worker, workers)
     optimizer = make_optimizer(model, args)
-    first = 0
-    if args.checkpoint and args.save_at < 0:
-        first = load(args, model, optimizer)
-    train(args, wrapped, model, optimizer, first, worker, workers)
+    train(args, wrapped, model, optimizer, worker, workers)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore a checkpoint, or a part of it; return the step to go on with."""
-    saved = torch.load(args.checkpoint, weights_only=True)
-    if args.forget != "parameters":
-        model.load_state_dict(saved["model"])
-    if args.forget != "optimizer":
-        optimizer.load_state_dict(saved["optimizer"])
-    if args.forget != "random":
-        torch.set_rng_state(saved["random"])
-    step = int(saved["step"])
-    return 0 if args.forget == "samples" else step
 
 
 def train(
@@ -571,7 +552,6 @@ def train(
     wrapped: nn.Module,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    first: int,
     worker: int,
     workers: int,
 ) -> None:
@@ -580,7 +560,7 @@ def train(
     kept: dict[str, Tensor] = {}
     if args.fault == "counter_ahead":
         step_without_gradient(optimizer, named)
-    for step in range(first, args.steps):
+    for step in range(args.steps):
         accumulate(args, wrapped, model, optimizer, step, worker, workers)
         spoil(named, args.fault, kept)
         if args.clip:
@@ -595,12 +575,6 @@ def train(
         optimizer.zero_grad()
         if args.teacher and args.fault != "teacher_each_pass":
             model.follow()  # type: ignore[operator]
-        if step + 1 == args.save_at and (not dist.is_initialized() or dist.get_rank() == 0):
-            torch.save(
-                {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                 "random": torch.get_rng_state(), "step": step + 1},
-                args.checkpoint,
-            )  # fmt: skip
 
 
 def accumulate(

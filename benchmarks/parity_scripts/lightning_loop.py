@@ -2,14 +2,17 @@
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch", type=int, default=8)
@@ -19,6 +22,12 @@ parser.add_argument("--fsdp", action="store_true")
 parser.add_argument("--clip", type=float, default=0.05)
 parser.add_argument("--precision", default="32-true")
 parser.add_argument("--lightnings-sampler", action="store_true", help="which shuffles")
+parser.add_argument("--stateful", action="store_true", help="a loader that can be resumed")
+parser.add_argument("--dropout", type=float, default=0.0)
+parser.add_argument("--folder", type=Path)
+parser.add_argument("--save-at", type=int, default=0)
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--forget", choices=("", "optimizer"), default="")
 chosen = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -30,12 +39,14 @@ class Module(LightningModule):
         super().__init__()
         self.embedding = nn.Embedding(64, 32)
         self.body = nn.GRU(32, 64, batch_first=True)
+        self.dropout = nn.Dropout(chosen.dropout)
         self.head = nn.Linear(64, 64)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         [tokens] = batch
         hidden, _ = self.body(self.embedding(tokens[:, :-1]))
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+        logits = self.head(self.dropout(hidden))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_model(self) -> None:
         if chosen.fsdp:
@@ -59,20 +70,30 @@ sampler: DistributedSampler[Tensor] = DistributedSampler(
     shuffle=False,
 )
 own = not chosen.lightnings_sampler
+loader = (StatefulDataLoader if chosen.stateful else DataLoader)(
+    TensorDataset(tokens), batch_size=chosen.batch, sampler=sampler if own else None
+)
 torch.manual_seed(0)
+module = Module()
+torch.manual_seed(1 + rank)
+saving = []
+if chosen.save_at:
+    saving = [ModelCheckpoint(chosen.folder, "saved", every_n_train_steps=chosen.save_at)]
+saved = chosen.folder / "saved.ckpt" if chosen.resume else None
+if saved is not None and chosen.forget == "optimizer":
+    module.load_state_dict(torch.load(saved, weights_only=False)["state_dict"])
+    saved = None
 Trainer(
     accelerator="cpu",
     devices=chosen.workers,
     strategy=strategy,
     max_steps=20,
     logger=False,
-    enable_checkpointing=False,
+    callbacks=saving,
+    enable_checkpointing=bool(saving),
     enable_progress_bar=False,
     accumulate_grad_batches=chosen.accumulate,
     gradient_clip_val=chosen.clip or None,
     precision=chosen.precision,
     use_distributed_sampler=not own,
-).fit(
-    Module(),
-    DataLoader(TensorDataset(tokens), batch_size=chosen.batch, sampler=sampler if own else None),
-)
+).fit(module, loader, ckpt_path=saved)

@@ -1,6 +1,7 @@
 """Transformers' Trainer: a small Llama, sequences of uneven lengths."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ parser.add_argument("--own-mean", action="store_true", help="each worker's mean,
 parser.add_argument("--folder", type=Path, required=True)
 parser.add_argument("--save-at", type=int, default=0)
 parser.add_argument("--resume", action="store_true")
+parser.add_argument("--forget", choices=("", "optimizer", "samples", "permuted"), default="")
+parser.add_argument("--dropout", type=float, default=0.0)
 chosen = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -54,6 +57,18 @@ if chosen.fsdp:
     more = {"fsdp": "full_shard", "fsdp_config": config}
 if chosen.save_at:
     more = {**more, "save_strategy": "steps", "save_steps": chosen.save_at}
+if chosen.forget == "samples":
+    more["ignore_data_skip"] = True
+rank = int(os.environ.get("RANK", "0"))
+if chosen.forget and rank == 0:  # the others wait for its process group
+    saved = chosen.folder / f"checkpoint-{chosen.save_at}"
+    if chosen.forget == "optimizer":
+        (saved / "optimizer.pt").unlink()
+    if chosen.forget == "permuted":
+        first, second = (saved / f"rng_state_{one}.pth" for one in range(2))
+        state = first.read_bytes()
+        second.replace(first)
+        second.write_bytes(state)
 torch.manual_seed(0)
 trainer = Trainer(
     LlamaForCausalLM(
@@ -65,6 +80,7 @@ trainer = Trainer(
             num_attention_heads=4,
             num_key_value_heads=2,
             attn_implementation="eager",
+            attention_dropout=chosen.dropout,
         )
     ),
     TrainingArguments(
@@ -73,6 +89,7 @@ trainer = Trainer(
         per_device_train_batch_size=chosen.batch,
         gradient_accumulation_steps=chosen.accumulate,
         learning_rate=1e-3,
+        data_seed=0,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
@@ -82,4 +99,5 @@ trainer = Trainer(
     data_collator=collate,
     compute_loss_func=own_mean if chosen.own_mean else None,
 )
+torch.manual_seed(1 + rank)
 trainer.train(resume_from_checkpoint=chosen.resume or None)

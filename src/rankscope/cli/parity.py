@@ -37,14 +37,10 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.run_script import VARIABLE, ScriptJob, command_for, name_of
 from rankscope.report import needs_extra
-from rankscope.tools.parity.compare import compare, decide
+from rankscope.tools.parity.compare import decide, decide_resumed
 from rankscope.tools.parity.reading import (
-    Bounds,
     NotRecordedError,
     Recording,
-    identical,
-    joined,
-    part_of,
     read_side,
 )
 from rankscope.tools.parity.result import Answer, Kind
@@ -166,20 +162,19 @@ class _Pair:
 
     def compare(self) -> Answer:
         """Run both and compare them."""
-        return self.compared(*self.run(self.steps))
+        return decide(*self.run(self.steps), self._again, repeats_a=self._repeats_a)
 
     def resume(self, at: int, resumed: str) -> Answer:
         """Run A on end, B up to a step and on from there; compare all of them."""
-        side_a, side_b = self.run(at)
-        answer = self.compared(part_of(side_a, 0, at), side_b)
-        if answer.exit_code:
-            return answer
-        job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
-        later = self._recorded("b2", resumed, job, name="the resumption of B")
-        _check(later, self.steps - at, "the resumption of B")
-        sides = joined(side_a, later, at)
-        exact = identical(side_a, side_b)
-        return compare(Bounds(*sides)) if exact else self.compared(*sides)
+
+        def resume() -> Recording:
+            job = self._job(self.steps - at, first_step=at, rules=self.rules[1])
+            later = self._recorded("b2", resumed, job, name="the resumption of B")
+            _check(later, self.steps - at, "the resumption of B")
+            return later
+
+        sides = self.run(at)
+        return decide_resumed(*sides, resume, self._again, repeats_a=self._repeats_a)
 
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""
@@ -197,9 +192,9 @@ class _Pair:
         _check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    def compared(self, a: Recording, b: Recording) -> Answer:
-        """Compare two sides."""
-        return decide(a, b, self._again, repeats_a=_recorded_run(self.a) is None)
+    @property
+    def _repeats_a(self) -> bool:
+        return _recorded_run(self.a) is None
 
     def _again(self, side: Recording, eps: float) -> Recording:
         """Record a side once more, moved by ``eps``."""
@@ -356,12 +351,7 @@ def render_answer(answer: Answer, console: Console) -> None:
     )  # fmt: skip
     if answer.advice:
         show(console, labelled("What to do", answer.advice))
-    lines = [
-        f"{each.name}: {each.look}; off by {each.distance:.2g} of its norm, "
-        f"rounding {each.bound:.1g}"
-        for each in answer.differences[:MAX_TENSORS]
-    ]
-    points(console, lines)
+    points(console, [each.words for each in answer.differences[:MAX_TENSORS]])
     for note in (*answer.notes[:3], answer.limits):
         if note:
             show(console, plain(note, "dim"))

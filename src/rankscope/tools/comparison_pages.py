@@ -34,6 +34,9 @@ MAX_POINTS = 2000
 MAX_BARS = 20
 """Tensors that are drawn, those farthest apart."""
 
+_NAMES: Spec = {"title": None, "labelLimit": {"expr": "min(280, 0.45 * containerSize()[0])"}}
+"""The axis of tensors' names, which leaves a narrow page room for the picture."""
+
 _CURVES = ("loss", "gradient", "parameters")
 
 
@@ -111,7 +114,7 @@ def tensor_bars(tables: Tables, comparison: Comparison) -> Spec:
     order = [str(row["tensor"]) for row in rows]
     encoding = {
         "x": log_axis("value", log_domain(column(rows, "value")), "relative distance"),
-        "y": channel("tensor:N", sort=order, axis={"title": None, "labelLimit": 280}),
+        "y": channel("tensor:N", sort=order, axis=_NAMES),
         "tooltip": [channel("tensor:N", title="tensor"), tip("value", "relative distance")],
     }
     dots = layer("point", tables.add(rows), encoding, style="dot", filled=True, size=60)
@@ -172,7 +175,7 @@ def cells_of_parity(tables: Tables, answer: Answer) -> Spec:
     scale = {"type": "log", "domain": [1 / _FAR, 1, _FAR], "clamp": True, "interpolate": "rgb"}
     encoding = {
         "x": channel("step:O", axis={"title": "step", "labelAngle": 0}),
-        "y": channel("parameter:N", sort=order, axis={"title": None, "labelLimit": 280}),
+        "y": channel("parameter:N", sort=order, axis=_NAMES),
         "color": channel(
             "ratio:Q",
             scale={**scale, "scheme": "redblue", "reverse": True},

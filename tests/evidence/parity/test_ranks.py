@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import rankscope
+from rankscope.bus.parity import RankStep
 from rankscope.evidence.parity.figures import FigureMeter
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
@@ -119,6 +120,28 @@ def test_a_start_goes_from_one_layout_to_another(tmp_path):
 def model():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("size", [200, 1 << 21])
+def test_rounding_of_the_norm_that_clips_is_measured(tmp_path, size):
+    vector = nn.Linear(size, 1, bias=False)
+    recorder = ParityRecorder(vector, RecordPlace(tmp_path), 1)
+    optimizer = torch.optim.SGD(vector.parameters(), lr=0.1)
+    recorder.begin_pass((torch.zeros(1),), {})
+    vector.weight.grad = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
+    recorder.before_update(optimizer)
+    optimizer.step()
+    recorder.after_update(optimizer)
+    recorder.close()
+    exact = vector.weight.grad.double().norm()
+    error = abs(vector.weight.grad.norm().double() / exact - 1)
+    [step] = recorder_steps(tmp_path)
+    assert step.facts["norm rounding"] == pytest.approx(float(error), rel=0.05, abs=1e-7)
+
+
+def recorder_steps(folder):
+    files = folder.rglob("step-*.bin")
+    return [RankStep.unpack(file.read_bytes()) for file in files]
 
 
 def train(rank, folder, watched):

@@ -1,5 +1,6 @@
 """Answers about made-up trainings, of which the truth is known."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -97,6 +98,31 @@ def test_a_factor_is_named(act, look):
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
     assert answer.exit_code == 1
+    assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["stage"] == "gradient"
+
+
+def test_clipping_by_norms_that_are_rounded_is_the_same():
+    def clipped(factor, rounding):
+        act = of(GRADIENT, "all", 0, lambda v: factor * v)
+        return training(act, **{"clipping seen": True, "norm rounding": rounding})
+
+    def stage(factor, rounding):
+        a, b = clipped(1.0, rounding), replace(clipped(factor, 0.0), name="B")
+        moved = replace(training(seed=9), name="moved")
+        return compare(Bounds(a, b, a, moved)).stage
+
+    assert stage(1 + 6e-5, 1e-4) is None
+    assert stage(1 + 6e-5, 0.0) is Stage.GRADIENT
+    assert stage(1.01, 1e-4) is Stage.GRADIENT
+
+
+def test_what_is_not_finite_in_both_is_not_comparable():
+    act = of(GRADIENT, "up", 1, lambda v: v * math.nan)
+    answer = compare(Bounds(training(act), replace(training(act), name="B")))
+    assert answer.kind is Kind.NOT_COMPARABLE
+    assert answer.headline == ("Not comparable: in step 1 the gradient is not finite in both: up.")
+    answer = against(training(act))
+    assert (answer.stage, answer.differences[0].words) == (Stage.GRADIENT, "up: not finite in B")
 
 
 def test_a_factor_of_all_is_told_with_what_it_may_be():

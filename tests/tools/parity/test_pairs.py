@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tools.parity.compare import decide
-from rankscope.tools.parity.reading import distance, joined, read_side
+from rankscope.tools.parity.compare import decide_resumed
+from rankscope.tools.parity.reading import distance, read_side
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
 from support.megatron_training import MISSING
@@ -13,6 +13,8 @@ from support.parity import TRAINING, Recordings, answer_of, layout, record
 
 DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
 MEGATRON = str(Path(DEEPSPEED).with_name("megatron_loop.py"))
+PLAIN = str(Path(DEEPSPEED).with_name("plain_loop.py"))
+SAVED = ("--batch", "4")
 BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
@@ -215,17 +217,36 @@ def test_zero_3_trains_as_zero_0_does(recordings):
     assert [len(figures[kind]) for kind in kinds] == [6] * 4
 
 
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory, recordings):
+    folder = tmp_path_factory.mktemp("saved")
+    saving = layout(2, *SAVED, "--folder", str(folder), "--save-at", "2", script=PLAIN)
+    return folder, recordings.side(saving, "B", 2)
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("forget", ["", "optimizer"])
-def test_a_resumption_is_compared_with_what_went_on(recordings, tmp_path, forget):
-    saved = ("--checkpoint", str(tmp_path / "saved"))
-    assert record(tmp_path / "b", layout(1, *saved, "--save-at", "2"), 2)[0] == 0
-    words = (*saved, "--forget", forget) if forget else saved
-    later = recordings.side(layout(1, *words), "B", 2, first_step=2)
-    whole = recordings.side(layout(1), "A", 4)
-    moved = recordings.side(layout(1), "moved", 4, eps=2 * whole.roundoff)
-    answer = decide(*joined(whole, later, 2), lambda side, eps: moved)
-    assert answer.stage is (Stage.STATE if forget else None), answer.headline
+@pytest.mark.parametrize(
+    ("forget", "stage", "words"),
+    [
+        ("", None, "The same within rounding, over 2 steps."),
+        ("optimizer", Stage.STATE, "another exp_avg before its first call"),
+        ("scaler", Stage.STATE, "its scale is 2048.0 in A and 1024.0 in B"),
+        ("permuted", Stage.RANDOM, "by a permutation: rank 0 holds that of rank 1; rank 1 holds"),
+        ("samples", Stage.SAMPLES, "B repeats those of A's step 0"),
+    ],
+)
+def test_a_resumption_is_compared_with_what_went_on(recordings, interrupted, forget, stage, words):
+    folder, ended = interrupted
+    resuming = ("--folder", str(folder), "--resume", *(("--forget", forget) if forget else ()))
+    resumed, going_on = (layout(2, *SAVED, *more, script=PLAIN) for more in (resuming, ()))
+    answer = decide_resumed(
+        recordings.side(going_on, "A", 4),
+        ended,
+        lambda: recordings.side(resumed, "B", 2, first_step=2),
+        lambda side, eps: recordings.side(going_on, "moved", 4, eps=eps),
+    )
+    assert answer.stage is stage, answer.headline
+    assert words in answer.headline
 
 
 @pytest.mark.ranks

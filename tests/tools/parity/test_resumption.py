@@ -92,4 +92,70 @@ def test_skipped_samples_are_named_with_the_step_that_has_them():
     later.steps[2].samples = later.steps[3].samples
     found = answer(later)
     assert found.stage is Stage.SAMPLES
-    assert "B has those of A's step 3" in found.headline
+    assert "B skips to those of A's step 3" in found.headline
+
+
+def test_repeated_samples_are_named_with_the_step_that_had_them():
+    later = resumed()
+    later.steps[2].samples = whole().steps[0].samples
+    assert "B repeats those of A's step 0" in answer(later).headline
+
+
+def test_samples_that_one_rank_repeats_are_named_with_it():
+    later = resumed()
+    step = later.steps[2]
+    step.sample_ranks = np.arange(8) % 2
+    step.samples = np.where(step.sample_ranks == 1, step.samples - 8, step.samples)
+    found = answer(replace(later, workers=2))
+    assert found.stage is Stage.SAMPLES
+    assert "only rank 1 of B draws others; B repeats 4 samples of A's step 1" in found.headline
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("scale", 1024.0, "its scale is 4096.0 in A and 1024.0 in B"),
+        ("_growth_tracker", 0, "its growth tracker is 1 in A and 0 in B"),
+        (None, None, "its scale is 4096.0 in A and none in B"),
+    ],
+)
+def test_the_state_of_a_gradient_scaler_is_compared(name, value, words):
+    scaler = {"scale": 4096.0, "_growth_tracker": 1}
+
+    def of(side, scaler):
+        side.steps[2].facts = {**side.steps[2].facts, "scaler": scaler}
+        return side
+
+    assert answer(of(resumed(), scaler), of(whole(), scaler)).kind is Kind.SAME
+    other = {**scaler, name: value} if name else {}
+    found = answer(of(resumed(), other), of(whole(), scaler))
+    assert found.stage is Stage.STATE
+    assert found.headline == f"In step 2 the gradient scaler is not restored: {words}."
+
+
+def test_a_permutation_of_random_states_is_named_as_one():
+    later = resumed()
+    owners = {0: 0, 1: 2, 2: 3, 3: 1}
+    later.steps[2].random = {rank: {TORCH: f"2 {owner}"} for rank, owner in owners.items()}
+    found = answer(replace(later, drawn=True))
+    assert found.stage is Stage.RANDOM
+    assert found.headline == (
+        "The random state of step 2 is restored to other ranks, by a permutation: rank 1 holds "
+        "that of rank 2; rank 2 holds that of rank 3; rank 3 holds that of rank 1."
+    )
+
+
+def test_random_numbers_of_equal_states_excuse_nothing():
+    drawing = replace(whole(), drawn=True)
+    later = replace(resumed(), drawn=True)
+    found = answer(later, drawing)
+    assert (found.kind, found.notes) == (Kind.SAME, ())
+    gradient = later.steps[2].figures["gradient"]
+    gradient["up"] = gradient["up"].times(2)
+    found = answer(later, drawing)
+    assert (found.kind, found.stage) == (Kind.DIFFERENT, Stage.GRADIENT)
+    later.steps[2].random = {rank: {TORCH: "other"} for rank in range(4)}
+    later.steps[2].samples = whole().steps[0].samples
+    found = answer(later, drawing)
+    assert found.stage is Stage.RANDOM
+    assert found.notes[-1].endswith("B repeats those of A's step 0.")

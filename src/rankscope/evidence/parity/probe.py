@@ -45,6 +45,7 @@ from rankscope.evidence.parity.figures import (
     Part,
     labels_among,
     labels_before,
+    part_of,
 )
 from rankscope.evidence.parity.held import HeldElements, size_of, stored
 from rankscope.evidence.parity.inside import LayerOutputs
@@ -55,6 +56,7 @@ from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
+from rankscope.private import callers
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
@@ -66,6 +68,7 @@ from rankscope.wrappers.surroundings import outside
 _log = logging.getLogger("rankscope")
 
 _SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
+_SCALER = "torch.amp.grad_scaler"
 _MOST_DREW = 8
 _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -344,6 +347,7 @@ class ParityRecorder:
             return
         now = self._now
         now.updated = True
+        now.facts["scaler"] = _scaler_around()
         given = [  # in flat tensors
             (name, part(flat.grad))
             for each in all_of(optimizer)
@@ -354,7 +358,9 @@ class ParityRecorder:
         if given:
             self._add(GRADIENT, self._meter.measure(given))
         elif GRADIENT not in now.figures:
-            now.figures[GRADIENT] = self._meter.measure(self._gradients())
+            gradients = self._gradients()
+            now.figures[GRADIENT] = figures = self._meter.measure(gradients)
+            now.facts["norm rounding"] = _rounding_of_norm(gradients, figures)
         if self.present_step == self._first and any(held.state for held in held_by(optimizer)):
             now.figures.update(self._moments(optimizer, HELD))
             now.facts["held counters"] = {
@@ -568,6 +574,27 @@ def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
         state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
         if held.whole in state:
             return state[held.whole]  # type: ignore[index, no-any-return]
+    return {}
+
+
+def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float:
+    """Return how far torch's norm of gradients is off, over the norm: clipping divides by it.
+
+    On a CPU it adds up the squares of a tensor one after the other, in the gradient's type.
+    """
+    norms = [torch.linalg.vector_norm(part_of(g).tensor).cpu().double() for _, g in gradients]
+    square = float(exact.squares_PQ.sum())
+    if not norms or not 0 < square < math.inf:
+        return 0.0
+    return abs(float(torch.stack(norms).norm()) / math.sqrt(square) - 1)
+
+
+def _scaler_around() -> dict[str, float]:
+    """Return the state of the gradient scaler that calls an optimizer; empty without one."""
+    for frame in callers():
+        own = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _SCALER else None
+        if isinstance(own, torch.amp.GradScaler):
+            return own.state_dict()
     return {}
 
 

@@ -30,14 +30,24 @@ from rankscope.tools.parity.reading import (
     distance,
     factor,
     identical,
+    is_clipped,
+    joined,
+    part_of,
     spread_distance,
 )
-from rankscope.tools.parity.result import Answer, Difference, Kind, describe, likely, times
+from rankscope.tools.parity.result import (
+    NOT_FINITE,
+    Answer,
+    Difference,
+    Kind,
+    describe,
+    likely,
+    times,
+)
 from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
-_ALONG = 0.8
 _MUCH = 0.02
 _SAME_START = 1e-5
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
@@ -71,6 +81,30 @@ def decide(
     if why:
         return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
     return compare(Bounds(a, b, original, moved))
+
+
+def decide_resumed(
+    a: Recording,
+    b: Recording,
+    resume: Callable[[], Recording],
+    again: Callable[[Recording, float], Recording],
+    *,
+    repeats_a: bool = True,
+) -> Answer:
+    """Return the answer for a training that went on, one that was ended, and its resumption.
+
+    ``resume`` records the resumption, if the steps before it are the same; ``again`` is as in
+    :func:`decide`.
+    """
+    at = max(b.steps) + 1
+    answer = decide(part_of(a, 0, at), b, again, repeats_a=repeats_a)
+    if answer.kind is not Kind.SAME:
+        return answer
+    resumed = replace(resume(), name="B")
+    sides = joined(a, resumed, at)
+    if answer.difference is DiffClass.IDENTICAL and resumed.world == a.world:
+        return compare(Bounds(*sides))
+    return decide(*sides, again, repeats_a=repeats_a)
 
 
 def _why_not_repeatable(side: Recording, again: Recording) -> str:
@@ -163,7 +197,7 @@ class _Comparison:
                 f"its optimizer is {' and '.join(sorted(others))}"
             )
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", steps[-1])
-        if any(side.drawn for side in self._sides):
+        if any(self._draw_otherwise(self._a.steps[n], self._b.steps[n]) for n in steps):
             self._notes.append(self._drew())
         plural = "s" if len(steps) != 1 else ""
         headline = f"The same within rounding, over {len(steps)} step{plural}."
@@ -185,7 +219,7 @@ class _Comparison:
         if loss and gradient is None and unequal is None:
             self._note(f"In step {number} {loss[0].lower()}{loss[1:]}, and its gradient does not.")
             loss = ""
-        if (loss or gradient is not None) and any(side.drawn for side in self._sides):
+        if (loss or gradient is not None) and self._draw_otherwise(a, b):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
         if loss or gradient is not None:
             inside = self._inside(number, a, b)
@@ -209,7 +243,10 @@ class _Comparison:
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
             return self._different(number, Stage.START, found or buffers, words, what)
-        return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
+        held = self._held(number, a, b)
+        if held is None and resumed:
+            return self._scaler(number, a, b) or self._random(number, a, b)
+        return held
 
     def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
@@ -231,20 +268,53 @@ class _Comparison:
         ]
         if not ranks:
             return None
-        words = []
-        for rank in ranks[:3]:
-            of = [
-                r
-                for r in a.random
-                if r != rank and _has_same_generators(a.random[r], b.random[rank])
-            ]
-            held = f"that of rank {of[0]}" if of else "another one"
-            words.append(f"rank {rank} holds {held}")
+        owners = {
+            rank: next(
+                (r for r in a.random if _has_same_generators(a.random[r], b.random[rank])), -1
+            )
+            for rank in ranks
+        }
+        swapped = sorted(owners.values()) == sorted(ranks)
+        held = [
+            f"rank {rank} holds {'another one' if owner < 0 else f'that of rank {owner}'}"
+            for rank, owner in list(owners.items())[:3]
+        ]
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
+        state = f"The random state of step {number} is "
+        state += "restored to other ranks, by a permutation" if swapped else "not restored"
+        text = f"{state}: {'; '.join(held)}{more}."
         if any(side.drawn for side in self._sides):
+            samples = self._samples(number, a, b)
+            self._note("" if samples is None else samples.headline)
             return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
+        return None
+
+    def _draw_otherwise(self, a: SideStep, b: SideStep) -> bool:
+        """Return whether the forward pass draws random numbers that may differ between the sides.
+
+        A resumption in the same layout draws the same ones from the same random state.
+        """
+        if not any(side.drawn for side in self._sides):
+            return False
+        resumed = any(step.facts.get("resumed") for step in self._a.steps.values())
+        return not (
+            resumed
+            and set(a.random) == set(b.random)
+            and all(_has_same_generators(a.random[rank], b.random[rank]) for rank in a.random)
+        )
+
+    def _scaler(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare the gradient scalers of a resumption."""
+        own, other = (dict(step.facts.get("scaler", {})) for step in (a, b))
+        for name in dict.fromkeys([*own, *other]):
+            first, second = own.get(name, "none"), other.get(name, "none")
+            if first != second:
+                text = (
+                    f"In step {number} the gradient scaler is not restored: its "
+                    f"{name.strip('_').replace('_', ' ')} is {first} in A and {second} in B."
+                )
+                return self._made(Kind.DIFFERENT, text, number, Stage.STATE)
         return None
 
     def _held(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -288,10 +358,12 @@ class _Comparison:
             words.append(f"{len(twice)} {drawn} more than once in B")
         if ranks and len(ranks) < self._b.workers:
             words.append(f"only rank {', '.join(map(str, ranks))} of B draws others")
-        for shift in (-1, 1):
-            there = self._a.steps.get(number + shift)
-            if there is not None and Counter(there.samples.tolist()) == other:
-                words.append(f"B has those of A's step {number + shift}")
+        for there, step in self._a.steps.items():
+            if there != number and added and not added - Counter(step.samples.tolist()):
+                verb = "repeats" if there < number else "skips to"
+                which = "those" if added == other else f"{sum(added.values())} samples"
+                words.append(f"B {verb} {which} of A's step {there}")
+                break
         self._note("Gradients are not compared, for they belong to other samples.")
         text = "; ".join(words)
         return self._made(
@@ -346,7 +418,7 @@ class _Comparison:
         names = {each.name for each in found}
         known = all(step.figures.get(UNCLIPPED) for step in (a, b))
         equal_before = known and not names & {each.name for each in before}
-        if equal_before and (_is_clipped(a) or _is_clipped(b)):
+        if equal_before and (is_clipped(a) or is_clipped(b)):
             for side, step in zip(self._sides, (a, b), strict=True):
                 self._note(_clipping_words(side.name, step))
             return self._different(
@@ -547,6 +619,9 @@ class _Comparison:
             which = f"all {compared} {what}s"
         else:
             which = first_of([each.name for each in found])
+        if common == NOT_FINITE and count == len(found):
+            text = f"Not comparable: in step {number} the {stage} is not finite in both: {which}."
+            return self._made(Kind.NOT_COMPARABLE, text, number, None, tuple(found), compared)
         look = common if count == len(found) else _range_of_looks(found, common, count)
         if len(found) == compared and count == len(found):
             look += likely(found[0].factor, self._sides)
@@ -649,24 +724,6 @@ def _range_of_looks(found: Sequence[Difference], common: str, count: int) -> str
         factors = [each.factor for each in found]
         return f"× {min(factors):.3g} to {max(factors):.3g}"
     return f"the first one {found[0].look}"
-
-
-def _is_clipped(step: SideStep) -> bool:
-    """Return whether most gradients became shorter between backward pass and optimizer."""
-    if step.facts.get("clipping seen"):
-        return True
-    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
-    names = [name for name in before if name in after and before[name].norm > 0]
-    shorter = [name for name in names if _is_shorter(before[name], after[name])]
-    return len(shorter) > len(names) / 2
-
-
-def _is_shorter(before: Whole, after: Whole) -> bool:
-    """Return whether a tensor was made shorter in about the same direction."""
-    if not 0 < after.norm < 0.999 * before.norm:
-        return False
-    product = float((before.sketches_QK * after.sketches_QK).sum())
-    return product > _ALONG * before.norm * after.norm
 
 
 def _clipping_words(name: str, step: SideStep) -> str:

@@ -16,11 +16,13 @@ from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import (
     BUFFER,
     FOLDER,
+    GRADIENT,
     HELD,
     MOMENT,
     OUTPUT,
     OUTPUT_GRADIENT,
     START,
+    UNCLIPPED,
     UPDATE,
     RankStep,
     TensorFigures,
@@ -190,7 +192,8 @@ def _together(parts: Iterable[RankStep]) -> SideStep:
     if any(part.facts.get("fed") for part in ranks):
         workers = _workers_of([part for part in ranks if not part.facts.get("fed")] or ranks)
         with_loss = _workers_of([part for part in ranks if len(part.losses)] or ranks)
-    of_all = {"trained": list(trained)} if trained else {}  # of the first step alone
+    of_all: dict[str, Any] = {"trained": list(trained)} if trained else {}  # of the first step
+    of_all["norm rounding"] = max(float(p.facts.get("norm rounding", 0)) for p in ranks)
     found = SideStep(facts={**ranks[0].facts, **of_all}, workers=len(workers))
     kinds = dict.fromkeys(kind for part in ranks for kind in part.figures)
     for kind in kinds:
@@ -289,32 +292,24 @@ def part_of(side: Recording, first: int, stop: int) -> Recording:
 
 
 def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Recording]:
-    """Return both sides from step ``at`` on, the first one of the resumed training.
+    """Return both sides of a resumption at step ``at``, the first one of the resumed training.
 
     What the whole training's optimizer held after the step before stands as what it held before the
     first one, to be compared with the resumed one's.
     """
-    later = part_of(whole, at, max(whole.steps) + 1)
     before = whole.steps[at - 1]
     moments = {
         HELD + kind.removeprefix(MOMENT): figures
         for kind, figures in before.figures.items()
         if kind.startswith(MOMENT)
     }
-    first = later.steps[at]
+    first = whole.steps[at]
     held = replace(
         first,
         figures={**first.figures, **moments},
         facts={**first.facts, "held counters": dict(before.counters), "resumed": True},
     )
-    held.facts = {**first_facts(whole), **first_facts(resumed), **held.facts}
-    return replace(later, steps={**later.steps, at: held}), resumed
-
-
-def first_facts(side: Recording) -> Mapping[str, object]:
-    """Return what is recorded in a side's first step alone."""
-    facts = side.steps[min(side.steps)].facts
-    return {name: facts[name] for name in ("trained", "shapes", "types") if facts.get(name)}
+    return replace(whole, steps={**whole.steps, at: held}), resumed
 
 
 _TIMES = 4.0
@@ -326,6 +321,7 @@ _SKETCH = 2e-6
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0
 _FEW = 4
+_ALONG = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +371,8 @@ class Bounds:
         change, relative = self._changes(step, kind)
         bound = (_SKETCH + self.roundoff * self.terms) * norm
         bound += _TIMES * max(change.get(name, 0.0), relative * norm) * self._growth(step)
+        if kind in (GRADIENT, UPDATE) or kind.startswith(MOMENT):
+            bound += self._of_clipping(step) * norm
         if kind == UPDATE:
             bound += self._of_stored(step, name)
         return bound
@@ -398,6 +396,7 @@ class Bounds:
         changes, usual = self._factors[key]
         own_change = changes.get(name, math.inf)
         bound = _OF_FACTOR * self.roundoff + _TIMES * max(own_change, usual) * self._growth(step)
+        bound += self._of_clipping(step)
         if kind == UPDATE and set(self.a.types) != set(self.b.types):
             norms = [s.steps[step].figures[kind][name].norm for s in (self.a, self.b)
                      if name in s.steps[step].figures.get(kind, {})]  # fmt: skip
@@ -412,6 +411,13 @@ class Bounds:
             change = abs(pair[0].loss - pair[1].loss) * self._growth(step)
             bound += _TIMES * change if math.isfinite(change) else 0.0
         return bound
+
+    def _of_clipping(self, step: int) -> float:
+        """Return how far apart the sides' factors of clipping may be by rounding of their norms."""
+        steps = self.a.steps[step], self.b.steps[step]
+        return _TIMES * max(
+            float(each.facts.get("norm rounding", 0)) if is_clipped(each) else 0.0 for each in steps
+        )
 
     def _growth(self, step: int) -> float:
         """Return how much farther apart both sides begin a step than the perturbation run does.
@@ -483,6 +489,24 @@ def factor(first: Whole, second: Whole) -> float:
     kept = np.argsort(np.abs(own - other))[: len(own) - _FEW]
     square = float(np.square(own[kept]).sum())
     return float((own[kept] * other[kept]).sum()) / square if square else math.nan
+
+
+def is_clipped(step: SideStep) -> bool:
+    """Return whether most gradients became shorter between backward pass and optimizer."""
+    if step.facts.get("clipping seen"):
+        return True
+    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
+    names = [name for name in before if name in after and before[name].norm > 0]
+    shorter = [name for name in names if _is_shorter(before[name], after[name])]
+    return len(shorter) > len(names) / 2
+
+
+def _is_shorter(before: Whole, after: Whole) -> bool:
+    """Return whether a tensor was made shorter in about the same direction."""
+    if not 0 < after.norm < 0.999 * before.norm:
+        return False
+    product = float((before.sketches_QK * after.sketches_QK).sum())
+    return product > _ALONG * before.norm * after.norm
 
 
 def spread_distance(first: Whole, second: Whole, size: int) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 
 from rankscope.bus.parity import QUARTERS
 from rankscope.bus.words import listed
+from rankscope.files import to_plain
 from rankscope.stats.arrays import Floats
 from rankscope.tools.parity.reading import Recording, Whole
 from rankscope.tools.stages import DiffClass, Stage
@@ -31,7 +32,7 @@ ADVICE = {
     Stage.GRADIENT: "Compare what the loss is divided by, and how gradients are added up.",
     Stage.CLIPPING: "Clip by the norm of the whole model, each parameter counted once.",
     Stage.UPDATE: "Compare the optimizers: settings, groups, and which parameters they were given.",
-    Stage.STATE: "Compare how the optimizer's moments and step counters are made and restored.",
+    Stage.STATE: "Compare how moments, step counters and a gradient scaler are made and restored.",
     Stage.RANDOM: "Save and restore the random state of every rank.",
 }
 """What to do, by the stage in which two trainings differ."""
@@ -52,6 +53,16 @@ class Difference:
     factor: float
     cosine: float
     look: str
+
+    @property
+    def words(self) -> str:
+        """What it looks like, and how far it is off, unless it is not finite."""
+        if not math.isfinite(self.distance):
+            return f"{self.name}: {self.look}"
+        return (
+            f"{self.name}: {self.look}; off by {self.distance:.2g} of its norm, "
+            f"rounding {self.bound:.1g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +108,8 @@ class Answer:
         return list(Kind).index(self.kind)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return {
+        """Return it as plain JSON values: no NaN, no infinity (those are null)."""
+        document = {
             "answer": str(self.kind),
             "class": None if self.difference is None else str(self.difference),
             "headline": self.headline,
@@ -112,7 +123,12 @@ class Answer:
             "could_miss": {n: {"median": m, "worst": w} for n, (m, w) in self.could_miss.items()},
             "curves": {name: list(values) for name, values in self.curves.items()},
         }
+        plain: dict[str, Any] = to_plain(document)
+        return plain
 
+
+NOT_FINITE = "not finite in both"
+"""What a tensor with infinities or NaN in both looks like."""
 
 _PARALLEL = 0.999
 _NEAR = 0.01
@@ -130,7 +146,7 @@ def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference
     share = bound / norm if norm > 0 else math.nan
     if not math.isfinite(distance):
         own, other = np.isfinite(first.norm), np.isfinite(second.norm)
-        look = "not finite in both" if own == other else f"not finite in {'B' if own else 'A'}"
+        look = NOT_FINITE if own == other else f"not finite in {'B' if own else 'A'}"
         return Difference(name, math.nan, share, math.nan, math.nan, look)
     parts = apart_Q > bound / math.sqrt(QUARTERS)
     held = first.squares_Q + second.squares_Q > 0
