@@ -182,6 +182,31 @@ def test_the_first_of_several_differences_in_the_order_of_causes_counts():
     assert any("not compared" in note for note in answer.notes)
 
 
+def test_samples_that_are_cut_otherwise_are_compared_by_their_label_tokens():
+    whole, cut = training(), training()
+    for step in (whole.steps[0], cut.steps[0]):
+        step.labels = (368, 5)
+    cut.steps[0].samples, cut.steps[0].sample_ranks = np.arange(16) + 100, np.zeros(16, int)
+    answer = against(cut, whole)
+    assert answer.kind is Kind.SAME
+    assert any("cut their samples" in note for note in answer.notes)
+    cut.steps[0].labels = (352, 9)
+    answer = against(cut, whole)
+    assert answer.stage is Stage.SAMPLES
+    assert "368 label tokens in A, 352 in B" in answer.headline
+
+
+def test_losses_that_are_sums_are_compared_as_sums():
+    halves = training(passes=2)
+    for step in halves.steps.values():
+        step.losses, step.weights = step.losses / 2, np.full(2, np.nan)
+    assert against(halves).kind is Kind.SAME
+    halves.steps[0].losses = halves.steps[0].losses * 3
+    answer = against(halves)
+    assert answer.kind is Kind.SAME
+    assert any("its gradient is the same" in note for note in answer.notes)
+
+
 def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
     side = replace(training(of(GRADIENT, "up", 0, lambda v: v + 1)), drawn=True, drew=("drop",))
     answer = against(side)

@@ -50,6 +50,7 @@ _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
 _MUCH = 0.02
 _SAME_START = 1e-5
+_MANY_LABELS = 64  # that are the same tokens: not by chance
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {
     START: Stage.START,
@@ -217,7 +218,7 @@ class _Comparison:
         loss = self._loss(number, a, b)
         gradient = self._gradient(number, a, b)
         if loss and gradient is None and unequal is None:
-            self._note(f"In step {number} {loss[0].lower()}{loss[1:]}, and its gradient does not.")
+            self._note(f"{loss}; its gradient is the same.")
             loss = ""
         if (loss or gradient is not None) and self._draw_otherwise(a, b):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
@@ -345,6 +346,12 @@ class _Comparison:
         if own == other:
             return None
         missing, added = own - other, other - own
+        if missing == own and a.labels == b.labels and a.labels and a.labels[0] >= _MANY_LABELS:
+            self._note(
+                "The sides cut their samples into other pieces, as context parallelism does: the "
+                "label tokens are the same."
+            )
+            return None
         lost = sum(missing.values())
         words = [f"{lost or 'all'} of A's {len(a.samples)} samples are {'not ' * (lost > 0)}in B"]
         if len(a.samples) != len(b.samples):
@@ -364,6 +371,8 @@ class _Comparison:
                 which = "those" if added == other else f"{sum(added.values())} samples"
                 words.append(f"B {verb} {which} of A's step {there}")
                 break
+        if a.labels and b.labels and a.labels[0] != b.labels[0]:
+            words.append(f"{a.labels[0]:,} label tokens in A, {b.labels[0]:,} in B")
         self._note("Gradients are not compared, for they belong to other samples.")
         text = "; ".join(words)
         return self._made(
@@ -399,6 +408,9 @@ class _Comparison:
         means = float(a.losses.mean()), float(b.losses.mean())
         bound = self._bounds.of_loss(number, own, other)
         if min(abs(own - other), abs(means[0] - means[1])) <= bound:
+            return ""
+        sums = float(a.losses.sum()), float(b.losses.sum())  # as of losses that are sums
+        if abs(sums[0] - sums[1]) <= bound * max(len(a.losses), len(b.losses)):
             return ""
         ratio = other / own if own else math.nan
         words = f"The loss of step {number} is {own:.6g} in A and {other:.6g} in B"
