@@ -18,9 +18,8 @@ IGNORED_LABEL = -100
 def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
     """Return the number of label tokens in a model's inputs (float64 ``[1]``), None without labels.
 
-    Args:
-        inputs: With ``labels``, or ``shift_labels`` that are aligned with what is predicted.
-        shifted: Whether the first of ``labels`` of each sequence is not a target.
+    These are in ``labels``, whose first of each sequence is no target where they are ``shifted``,
+    or in ``shift_labels`` that are aligned with what is predicted.
     """
     labels, first = labels_in(inputs, shifted=shifted)
     if labels is None:
