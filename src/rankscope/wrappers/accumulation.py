@@ -10,9 +10,9 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.ranks import local_of
 
 _MOST_AT_FIRST = 64
 _MOST_PARTS = 16  # more optimizers have a parameter or a layer each, and are called together
@@ -174,7 +174,7 @@ class _Part:
         gradient = self._gradient()
         if gradient is None:
             return None
-        return ref(gradient), gradient._version, _part_of(gradient)._version
+        return ref(gradient), gradient._version, local_of(gradient)._version
 
     def is_unchanged(self, before: "_State | None", *, whole: bool = False) -> bool:
         """Return whether the gradient is unchanged; of a DTensor, its local part or all of it.
@@ -186,7 +186,7 @@ class _Part:
         if before is None or now is None:
             return False
         gradient, version, version_of_part = before
-        if now is not gradient() or _part_of(now)._version != version_of_part:
+        if now is not gradient() or local_of(now)._version != version_of_part:
             return False
         return now._version == version or not whole
 
@@ -204,7 +204,3 @@ class _Part:
 
 def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
     return Counter(tuple(tensor.shape) for tensor in tensors)
-
-
-def _part_of(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rankscope.bus.words import shortened
 from rankscope.gradients.sketch import Sketcher
@@ -32,6 +31,7 @@ from rankscope.wrappers.fsdp2_model import (
 )
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.tap import (
     GradientObserver,
     GradientTap,
@@ -522,5 +522,4 @@ def state_of(gradient: Tensor) -> State:
 
     Of a DTensor its own version counts: autograd leaves that of its local part alone.
     """
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.data_ptr(), gradient._version
+    return local_of(gradient).data_ptr(), gradient._version

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.digest import digest_tensor
 from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
@@ -225,7 +226,7 @@ def held_by(parameters: Sequence[ManagedParameter]) -> list[StageParameter]:
     before = 0
     for parameter in parameters:
         tensor = parameter.tensor.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         try:
             if not _varies(local):
                 continue

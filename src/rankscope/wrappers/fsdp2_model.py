@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
@@ -28,7 +27,7 @@ from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.private import find
 from rankscope.wrappers.calls import Listener, Relay
-from rankscope.wrappers.ranks import ranks_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 
 _GROUP_ATTRIBUTES = (
     *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
@@ -233,7 +232,7 @@ class ManagedParameter:
     def reduced(self) -> Tensor | None:
         """This rank's shard of the reduced gradient."""
         gradient = self.tensor.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return None if gradient is None else local_of(gradient)
 
     @property
     def place(self) -> ShardPlace:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
 
@@ -50,8 +51,7 @@ def is_spread(value: Any) -> bool:
 
 def own(tensor: Tensor) -> Tensor:
     """Return a tensor, all of which this rank holds, as an ordinary one without a graph."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor.detach())
 
 
 def shifts_labels(module: torch.nn.Module) -> bool:
