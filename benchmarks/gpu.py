@@ -8,7 +8,9 @@ all. ``--dry-run`` goes through every part on the CPU with tiny sizes, and write
 """
 
 import argparse
+import gc
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -20,14 +22,11 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gpu_page
 from gpu_page import PARTS, Results, Row
 from gpu_processes import begin, context, end_with_parent
-
-if TYPE_CHECKING:
-    from gpu_common import Setup
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -55,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         os.environ.setdefault("RANKSCOPE_AGENT", "thread")  # starts sooner than a process
         if options.parts != [SEVERAL]:
-            begin()
+            begin(options.parts)
     reason = _reason_not_to(dry=options.dry_run)
     if reason:
         print(f"Nothing was measured: {reason}.")
@@ -144,10 +143,10 @@ def _reason_not_to(*, dry: bool) -> str:
     for package in ("torch", "numpy"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed for {sys.executable}"
-    import torch
-
     if dry:
         return ""
+    import torch
+
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device here"
     if torch.version.hip is not None:
@@ -157,10 +156,8 @@ def _reason_not_to(*, dry: bool) -> str:
 
 def _run(part: str, *, dry: bool, seconds: float) -> Iterator[dict[str, Any] | str]:
     """Run a part in a process of its own; yield its values by row, or what went wrong."""
-    from gpu_common import Setup
-
     receiving, sending = context().Pipe(duplex=False)
-    process = context().Process(target=_work, args=(part, Setup(dry, seconds), sending))
+    process = context().Process(target=_work, args=(part, dry, seconds, sending))
     process.start()
     sending.close()
     end = time.monotonic() + PART_SECONDS
@@ -183,13 +180,17 @@ def _run(part: str, *, dry: bool, seconds: float) -> Iterator[dict[str, Any] | s
             process.join()
 
 
-def _work(part: str, setup: "Setup", pipe: Connection) -> None:
+def _work(part: str, dry: bool, seconds: float, pipe: Connection) -> None:
     """Be the process of a part."""
+    from gpu_common import Setup, as_fields
+
+    if dry:
+        gc.freeze()  # nothing then looks through, and so copies, what all parts and ranks share
     end_with_parent()
     try:
         module = importlib.import_module(_MODULES[part])
-        for values in getattr(module, f"measure_{part}")(setup):
-            pipe.send(values)
+        for values in getattr(module, f"measure_{part}")(Setup(dry, seconds)):
+            pipe.send({what: as_fields(value) for what, value in values.items()})
     except BaseException as error:
         traceback.print_exc()
         pipe.send(f"{type(error).__name__}: {error}")
@@ -198,25 +199,23 @@ def _work(part: str, setup: "Setup", pipe: Connection) -> None:
 
 def _rows(part: str, values: dict[str, Any], *, dry: bool) -> list[Row]:
     """Return a row for each value, in the page's order."""
-    import torch
-    from gpu_common import Spread
-
     unknown = [what for what in values if what not in PARTS[part].rows]
     assert not unknown, f"the page does not know of {unknown}"
-    facts = {
-        "device": "CPU" if dry else torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    device, torch_version = ("CPU", importlib.metadata.version("torch")) if dry else _in_use()
+    date = datetime.now(UTC).date().isoformat()
+    facts = {"device": device, "torch": torch_version, "date": date}
     rows = []
     for what, unit in PARTS[part].rows.items():
         if what in values:
-            value = values[what]
-            spread = {"value": value}
-            if isinstance(value, Spread):
-                spread = {"value": value.value, "low": value.low, "high": value.high}
-            rows.append({"what": what, **spread, "unit": unit, **facts})
+            rows.append({"what": what, **values[what], "unit": unit, **facts})
     return rows
+
+
+def _in_use() -> tuple[str, str]:
+    """Return the name of the device, and the version of torch with that of its build."""
+    import torch
+
+    return torch.cuda.get_device_name(0), torch.__version__
 
 
 def _save(page: Path, part: str, rows: list[Row]) -> None:

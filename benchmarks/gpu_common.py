@@ -7,7 +7,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -67,6 +67,11 @@ class Spread:
     def of(cls, values: list[float]) -> "Spread":
         """Return that of several values."""
         return cls(*median_interval(values))
+
+
+def as_fields(value: Value) -> dict[str, Any]:
+    """Return a value as the fields of a row."""
+    return asdict(value) if isinstance(value, Spread) else {"value": value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ This module does without torch, so that the process can begin before torch is im
 import multiprocessing
 import os
 import threading
+from collections.abc import Sequence
 from multiprocessing import forkserver
 from typing import Any
 
@@ -17,16 +18,22 @@ _PRELOAD = [
         "rankscope.agent.process",
         "rankscope.agent.server",
     ),
+]
+"""What parts and ranks import, once for all of them; what is missing is passed over."""
+
+_OF_STUDY = [
     *("transformers.models.llama.modeling_llama", "transformers.optimization"),
     *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer"),
     *("rankscope.lab.study.worker", "rankscope.lab.study.runner"),
 ]
-"""What parts and ranks import, once for all of them; what is missing is passed over."""
 
 
-def begin() -> None:
+def begin(parts: Sequence[str]) -> None:
     """Start the process that all others are forked from, without waiting for it."""
-    context()
+    if "study" in parts:
+        context().set_forkserver_preload([*_PRELOAD, *_OF_STUDY])
+    else:
+        context()
     forkserver.ensure_running()
 
 

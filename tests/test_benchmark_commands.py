@@ -1,5 +1,6 @@
 """Every command of ``benchmarks/`` runs in its smallest setting, here or in another test."""
 
+import gc
 import importlib
 import os
 import runpy
@@ -89,6 +90,7 @@ def main_of(script, words, folder):
     if script.stem in WITHOUT_A_COMPILER:
         os.environ["PATH"] = ""
     importlib.import_module("harness").Model.__init__.__defaults__ = (32, 1, 2048)  # not 10 M
+    gc.freeze()  # or each watch() would look through all that the ranks share, and copy it
     runpy.run_path(str(script), run_name="__main__")
     sys.stdout.flush()
 

@@ -1,6 +1,7 @@
 """Trainings with an agent of their own, to which a test does what should never happen to them."""
 
 import contextlib
+import gc
 import json
 import mmap
 import os
@@ -149,6 +150,7 @@ def _main(work: Any, rank: int, num_ranks: int, store: str, folder: str, pipe: A
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # as in run_ranks()
     error, result = "", None
     try:
         dist.init_process_group(

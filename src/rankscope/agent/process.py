@@ -195,9 +195,6 @@ class Agent:
 
     ``secret`` is in every rank's first frame; ``parent`` is the process that has started this one,
     to be the first rank, None in a thread.
-
-    Attributes:
-        root: The root on the host of rank 0, a forwarder elsewhere; None until a rank connects.
     """
 
     def __init__(
@@ -215,6 +212,7 @@ class Agent:
         self._server = LocalServer(
             listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
+        # a forwarder on other hosts than that of rank 0; None until a rank connects
         self.root: Root | Forwarder | None = None
         self._remote: RemoteHosts | None = None
         self._early: deque[tuple[int, Frame | None, float]] = deque()

@@ -71,9 +71,6 @@ class LocalServer:
 
     ``check`` returns the rank of a connection from its first frame, None to reject it; ``lives``
     whether a rank's process still runs, None if unknown.
-
-    Attributes:
-        unread: Number of frames that were not sent to a rank, as it reads nothing.
     """
 
     def __init__(
@@ -98,7 +95,7 @@ class LocalServer:
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
         self._closing = False
         self.newest = -1  # the newest step that some rank has sent
-        self.unread: Counter[int] = Counter()
+        self.unread: Counter[int] = Counter()  # frames not sent to a rank, as it reads nothing
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for each in (listening, self._wake_in, self._wake_out):

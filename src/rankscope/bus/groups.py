@@ -173,16 +173,12 @@ def cut_sections(
 
 
 def _cut(
-    sizes: Mapping[str, int], ends: list[int], first: int, aligned: int
+    sizes: Mapping[str, int],  # elements of each parameter of the group
+    ends: list[int],  # of sections, in elements of the group
+    first: int,  # number of the group's first section
+    aligned: int,  # parameters are cut at multiples of this, below where sections end
 ) -> dict[str, tuple[Range, ...]]:
-    """Cut the parameters of one group where its sections end.
-
-    Args:
-        sizes: Elements of each parameter of the group.
-        ends: Where each section ends, in elements of the group.
-        first: Number of the group's first section.
-        aligned: Parameters are cut at multiples of this, below where sections end.
-    """
+    """Cut the parameters of one group where its sections end."""
     begin = 0
     part = 0
     ranges = {}

@@ -30,11 +30,6 @@ class GradientTotals:
 
     The total over rows is a sum (of ``largest``, a maximum): everything here is linear or
     monotone, so that parts can be measured in any order.
-
-    Attributes:
-        tensors_to_fill: Sketches, squared norms, largest and non-finite; while ``fresh``, their
-            content has no meaning.
-        fresh: Whether all is still to be set to 0; a kernel that overwrites all of it clears this.
     """
 
     __slots__ = ("_memory", "fresh", "tensors_to_fill")
@@ -43,13 +38,14 @@ class GradientTotals:
         self._memory = memory
         first = 2 * num_rows + _words(num_rows)
         floats = memory[first:].view(torch.float32)
+        # sketches, squared norms, largest and non-finite; without meaning while ``fresh``
         self.tensors_to_fill = (
             floats[: num_rows * width].view(num_rows, width),
             memory[:num_rows],
             memory[2 * num_rows : first].view(torch.float32)[:num_rows],
             memory[num_rows : 2 * num_rows].view(torch.int64),
         )
-        self.fresh = False
+        self.fresh = False  # all is still to be set to 0; a kernel that overwrites all clears this
 
     @classmethod
     def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
@@ -139,23 +135,14 @@ def _words(floats: int) -> int:
 
 @dataclass(frozen=True)
 class Folding:
-    """The sketches that are handed over, one behind the other; a width of 0 leaves one out.
+    """The sketches that are handed over, one behind the other; a width of 0 leaves one out."""
 
-    Attributes:
-        counts: How many rows of the totals each group has ``[G]``.
-        wide: Width of the totals' sketches.
-        sketch_width: Numbers of the total's sketch, at most ``wide``.
-        group_width: Numbers of each group's sketch.
-        audit_width: Numbers of each row's sketch, of the local gradient and of the reduced one.
-        reduced: Whether there is a reduced gradient.
-    """
-
-    counts: tuple[int, ...]
-    wide: int
-    sketch_width: int
-    group_width: int
-    audit_width: int
-    reduced: bool
+    counts: tuple[int, ...]  # rows of the totals in each group ``[G]``
+    wide: int  # width of the totals' sketches
+    sketch_width: int  # numbers of the total's sketch, at most ``wide``
+    group_width: int  # of each group's sketch
+    audit_width: int  # of each row's sketch, of the local gradient and of the reduced one
+    reduced: bool  # there is a reduced gradient
 
     @property
     def num_rows(self) -> int:

@@ -451,8 +451,9 @@ def start_recorder_thread() -> RecorderThread | None:
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, and of NCCL
     dumps = [dump for name in names if (dump := getattr(module, name, None)) is not None]
     try:
-        # some releases have NCCL's on without being requested
-        if dumps and (_is_on() or any(json.loads(dump()).get("entries") for dump in dumps)):
+        # some releases have one on without being requested: it knows the process groups then
+        known = (json.loads(dump(includeCollectives=False)) for dump in dumps)
+        if dumps and (_is_on() or any(each.get("pg_config") for each in known)):
             return RecorderThread(dist.get_rank(), lambda: [dump() for dump in dumps])
     except Exception as error:  # no thread, or another release's form
         _log.debug("hangs will be reported without the collectives of the ranks: %s", error)

@@ -60,36 +60,22 @@ _AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
 class Scope:
-    """A running monitor; made by :func:`rankscope.watch`.
-
-    Args:
-        model: What the training calls: the wrapped model, or the compiled wrapper.
-        optimizer: Its optimizer, if known, or several as one.
-        instruments: The instruments of the model.
-        handle: The run.
-        on_finding: Called with each finding that opens, gets worse or closes.
-        mesh: The mesh that the run is a part of; None without one.
-        stages: The pipeline stages that share weights with this one; None without.
-        stages_later: Returns these, where they are met at the first update.
-        shared_weights: Names of parameters that other stages hold, too; may grow.
-        sinks: Sinks that live in this process; None without.
-        announce_end: Whether rank 0 prints the run's place at the end.
-    """
+    """A running monitor; made by :func:`rankscope.watch`."""
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        model: torch.nn.Module,  # what the training calls: the wrapped or compiled one
+        optimizer: torch.optim.Optimizer | None,  # several as one; None if unknown
         instruments: Instruments,
         handle: RunHandle,
         *,
-        on_finding: OnFinding | None,
-        mesh: JoinedMesh | None = None,
-        stages: JoinedMesh | None = None,
-        stages_later: Callable[[], JoinedMesh | None] | None = None,
-        shared_weights: Set[str] = frozenset(),
-        sinks: Sinks | None = None,
-        announce_end: bool = False,
+        on_finding: OnFinding | None,  # takes each finding that opens, gets worse or closes
+        mesh: JoinedMesh | None = None,  # that the run is a part of
+        stages: JoinedMesh | None = None,  # of a pipeline, which share weights with this one
+        stages_later: Callable[[], JoinedMesh | None] | None = None,  # meets these at an update
+        shared_weights: Set[str] = frozenset(),  # parameters that other stages hold; may grow
+        sinks: Sinks | None = None,  # that live in this process
+        announce_end: bool = False,  # rank 0 prints the run's place at the end
     ) -> None:
         self._handle = handle
         self._announces_end = announce_end

@@ -43,6 +43,7 @@ from rankscope.wrappers.facts import (
     length_of,
     sampler_seed,
     splits_of,
+    splitting_loader,
     training_facts,
     vocabulary_digest,
 )
@@ -309,12 +310,13 @@ def _facts(
 ) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
+    splitting = splitting_loader() if loader is None else loader
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "sampler_seed": sampler_seed(loader),
+        "sampler_seed": sampler_seed(splitting),
         "with_replacement": draws_with_replacement(loader),
-        "data_splits": splits_of(loader),
+        "data_splits": splits_of(splitting),
         "data_length": length_of(loader),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),

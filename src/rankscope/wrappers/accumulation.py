@@ -10,9 +10,9 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.ranks import local_of
 
 _MOST_AT_FIRST = 64
 _MOST_PARTS = 16  # more optimizers have a parameter or a layer each, and are called together
@@ -43,10 +43,6 @@ class Accumulation:
     parameters whose gradients are old are left out of a step where another optimizer's are new.
 
     An optimizer of copies, one for each parameter, gets the gradients of the parameters.
-
-    Args:
-        optimizer: The optimizer, or several as one.
-        parameters: The parameters that are measured, by name.
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
@@ -80,13 +76,8 @@ class Accumulation:
         if part is not None and part.is_among(parameters):
             self.see_reduced()
 
-    def see_updated(self, num_passes: int, optimizer: object = None) -> None:
-        """Note that the optimizer was called, after so many forward passes of the step.
-
-        Args:
-            num_passes: Their number.
-            optimizer: Which one, if there are several.
-        """
+    def see_updated(self, num_passes: int, optimizer: object) -> None:
+        """Note that this optimizer was called, after so many forward passes of the step."""
         applied = self._waiting_passes + num_passes - self._dropped_passes
         self._most_passes = max(self._most_passes, applied)
         self._waiting_passes = 0
@@ -111,9 +102,8 @@ class Accumulation:
     def adds_to_applied(self, num_passes: int = 0) -> bool:
         """Return whether a backward pass that begins now adds to gradients that were applied.
 
-        Args:
-            num_passes: Forward passes of the step before its own. Their gradients may have been
-                taken away since this one, as where a loop skips an update.
+        The gradients of the step's ``num_passes`` forward passes before its own may have been taken
+        away, as where a loop skips an update.
         """
         if not self._waits():
             self._waiting_passes = 0
@@ -133,13 +123,13 @@ class Accumulation:
         """
         return frozenset().union(*(part.names for part in self._old))
 
-    def goes_on(self, num_passes: int, *, in_calls: bool = False) -> bool:
-        """Return whether the next micro-batch's gradients will be added to the reduced ones.
-
-        Args:
-            num_passes: Forward passes of the step so far, after which the optimizer was not called.
-            in_calls: Whether calls of a pipeline schedule have reduced them.
-        """
+    def goes_on(
+        self,
+        num_passes: int,  # of the step so far, after which the optimizer was not called
+        *,
+        in_calls: bool = False,  # calls of a pipeline schedule have reduced them
+    ) -> bool:
+        """Return whether the next micro-batch's gradients will be added to the reduced ones."""
         if in_calls and num_passes < self._fewest_passes:
             return True
         most = max(self._most_passes, self._fewest_passes)
@@ -153,19 +143,12 @@ class Accumulation:
 
 
 class _Part:
-    """One of the optimizers, with its parameters' gradients.
-
-    Attributes:
-        optimizer: The optimizer.
-        names: The names of its parameters.
-        applied: The state of a gradient of theirs, as it was applied.
-        is_used: Whether its parameters ever had a gradient.
-    """
+    """One of the optimizers, with its parameters' gradients."""
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         self.optimizer = optimizer
-        self.applied: _State | None = None
-        self.is_used = False
+        self.applied: _State | None = None  # of a gradient of its parameters, as it was applied
+        self.is_used = False  # its parameters ever had a gradient
         self._parameter: Tensor | None = None
         self._copied: Sequence[Tensor] = ()
         own = {id(parameter) for parameter in self._parameters()}
@@ -191,7 +174,7 @@ class _Part:
         gradient = self._gradient()
         if gradient is None:
             return None
-        return ref(gradient), gradient._version, _part_of(gradient)._version
+        return ref(gradient), gradient._version, local_of(gradient)._version
 
     def is_unchanged(self, before: "_State | None", *, whole: bool = False) -> bool:
         """Return whether the gradient is unchanged; of a DTensor, its local part or all of it.
@@ -203,7 +186,7 @@ class _Part:
         if before is None or now is None:
             return False
         gradient, version, version_of_part = before
-        if now is not gradient() or _part_of(now)._version != version_of_part:
+        if now is not gradient() or local_of(now)._version != version_of_part:
             return False
         return now._version == version or not whole
 
@@ -221,7 +204,3 @@ class _Part:
 
 def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
     return Counter(tuple(tensor.shape) for tensor in tensors)
-
-
-def _part_of(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

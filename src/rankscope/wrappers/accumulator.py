@@ -56,14 +56,14 @@ class AccumulatorAudit:
         self._passes = 0
         self._squares.clear()
 
-    def begin_pass(self, before: GradientTotals, *, measure: bool, begun: bool) -> None:
-        """Measure the gradient, as soon as a backward pass has reached the model's output.
-
-        Args:
-            before: The totals after the last pass.
-            measure: Whether the pass is measured.
-            begun: Whether it has reached a parameter already.
-        """
+    def begin_pass(
+        self,
+        before: GradientTotals,  # after the last pass
+        *,
+        measure: bool,
+        begun: bool,  # it has reached a parameter already
+    ) -> None:
+        """Measure the gradient, as soon as a backward pass has reached the model's output."""
         if self._open:
             return
         self._open = True
@@ -91,13 +91,13 @@ class AccumulatorAudit:
         left = self._all if whole else tuple(n for n in self._all if n in names)
         return partial(self._read_gradients, left) if left else None
 
-    def end_pass(self, read_again: ReadAgain | None, *, again: bool = False) -> None:
-        """Note that a backward pass has ended.
-
-        Args:
-            read_again: Reads the gradient again, if it was measured and waits for more.
-            again: Whether its end was noted before: only now its gradients were reduced.
-        """
+    def end_pass(
+        self,
+        read_again: ReadAgain | None,  # of the gradient, if it was measured and waits for more
+        *,
+        again: bool = False,  # its end was noted before: only now its gradients were reduced
+    ) -> None:
+        """Note that a backward pass has ended."""
         if not again:
             self._count_pass()
         self._read_again = None
@@ -126,10 +126,9 @@ class AccumulatorAudit:
     def collect(self) -> Tensor | None:
         """Return the changes between the step's passes; None with a single micro-batch.
 
-        Returns:
-            float64 ``[2 B + G]``: squared norms after a pass, and before the next one, of each pair
-            up to the last known one; then the largest relative change of each group's norm, NaN
-            where this worker holds nothing of it.
+        float64 ``[2 B + G]``: squared norms after a pass, and before the next one, of each pair up
+        to the last known one; then the largest relative change of each group's norm, NaN where this
+        worker holds nothing of it.
         """
         if not self._squares:
             return None

@@ -18,15 +18,15 @@ Listener = Callable[..., None]
 
 
 class Relay:
-    """Calls listeners before and after each call of a function; patches it while there are any.
+    """Calls listeners before and after each call of a function; patches it while there are any."""
 
-    Args:
-        owner: The module, class or object that holds the function.
-        name: Its name there.
-        untraced: Whether ``torch.compile`` is to run it as it is.
-    """
-
-    def __init__(self, owner: Any, name: str, *, untraced: bool = False) -> None:
+    def __init__(
+        self,
+        owner: Any,  # module, class or object that holds the function
+        name: str,
+        *,
+        untraced: bool = False,  # torch.compile is to run it as it is
+    ) -> None:
         self._owner = owner
         self._name = name
         self._untraced = untraced
@@ -43,17 +43,11 @@ class Relay:
     def subscribe(
         self, *, before: Listener | None = None, after: Listener | None = None
     ) -> Callable[[], object]:
-        """Call bound methods of one object around each call; the object is not kept alive.
+        """Call bound methods of one object around each call that does not raise.
 
-        When another tool has replaced the function meanwhile, its replacement stays.
-
-        Args:
-            before: Called before each call.
-            after: Called after each call that has not raised.
-
-        Returns:
-            A function that ends the subscription; a second call does nothing. The subscription
-            also ends with the object.
+        The returned function ends that; a second call does nothing. It also ends with the object,
+        which is not kept alive. When another tool has replaced the function meanwhile, its
+        replacement stays.
         """
         self._entering += 1  # a garbage collection may end the last subscription at any moment
         patch = self._patch
@@ -124,13 +118,14 @@ class ForeignHook:
 
     A copy, in memory or in a file, gets a hook that does nothing, and needs no monitor to be
     loaded. ``torch.compile`` never traces what the hook calls.
-
-    Args:
-        hook: The function to call.
-        compiled: Whether to call it inside of a compiled graph as well, which that breaks.
     """
 
-    def __init__(self, hook: Callable[..., None], *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        hook: Callable[..., None],
+        *,
+        compiled: bool = False,  # call it inside of a compiled graph as well, which that breaks
+    ) -> None:
         self._hook = hook
         self._untraced = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._compiled = compiled
@@ -155,16 +150,13 @@ class ModuleHook:
 
     They do not run where the call is a part of a larger compiled graph, or inside of the compiled
     call of another module that has such a pair.
-
-    Args:
-        module: What the training calls; only a weak reference is kept.
-        before: Called with the module, or the compiled one around it, positional arguments and
-            keywords.
-        after: Called with the same, and the output.
     """
 
     def __init__(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+        self,
+        module: nn.Module,  # what the training calls; only a weak reference is kept
+        before: Callable[..., None],  # takes it, or the compiled one around it, args and kwargs
+        after: Callable[..., None],  # takes the same, and the output
     ) -> None:
         self.before = before
         self.after = after

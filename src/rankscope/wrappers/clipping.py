@@ -48,16 +48,9 @@ class _Decorated:
 
 
 class _ClippingRelay(Relay):
-    """Relays the calls of a function whose first argument is any iterable of tensors.
+    """Relays the calls of a function whose first argument is any iterable of tensors."""
 
-    Args:
-        path: Its place.
-
-    Attributes:
-        num_calls: Number of calls while something listened.
-    """
-
-    num_calls = 0
+    num_calls = 0  # while something listened
 
     def __init__(self, path: str) -> None:
         super().__init__(_Decorated(find(path)), "func")

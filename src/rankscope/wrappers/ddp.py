@@ -47,29 +47,17 @@ _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 @dataclass(slots=True)
 class StepState:
-    """The state of the step that runs; there is a new one for each.
+    """The state of the step that runs; there is a new one for each."""
 
-    Attributes:
-        begun: A backward pass that is due has begun.
-        carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
-        through_ddp: A forward pass went through DDP.
-        synchronises: The last forward pass is one whose backward pass reduces.
-        settled: The reduction is over.
-        reduced_known: The reduced gradient was read.
-        reduced_product: Its inner product with the local one.
-        earlier: This worker's part of gradients that were reduced in the step, and then added to.
-        spoiled: The measurements are not those of the step's local gradient.
-    """
-
-    begun: bool = False
-    carried_over: Tensor | None = None
-    through_ddp: bool = False
-    synchronises: bool = False
-    settled: bool = False
-    reduced_known: bool = False
-    reduced_product: Tensor | None = None
-    earlier: GradientTotals | None = None
-    spoiled: bool = False
+    begun: bool = False  # a backward pass that is due has begun
+    carried_over: Tensor | None = None  # see LocalGradient
+    through_ddp: bool = False  # a forward pass went through DDP
+    synchronises: bool = False  # the last forward pass is one whose backward pass reduces
+    settled: bool = False  # the reduction is over
+    reduced_known: bool = False  # the reduced gradient was read
+    reduced_product: Tensor | None = None  # its inner product with the local one
+    earlier: GradientTotals | None = None  # this worker's part of what was reduced, then added to
+    spoiled: bool = False  # the measurements are not those of the step's local gradient
 
 
 class BusyClock:
@@ -150,10 +138,6 @@ class ShadowSteps:
 
     Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
     steps pass is a method of DDP's class.
-
-    Args:
-        model: The wrapped model.
-        shadowed: Called after each of them.
     """
 
     def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:

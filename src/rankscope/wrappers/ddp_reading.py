@@ -49,19 +49,7 @@ _is_none = partial(is_, None)
 
 
 class LocalReading:
-    """Reads the local gradients of backward passes.
-
-    Attributes:
-        totals: Of the last pass that was measured.
-        late: The parameters whose hooks need only be counted now.
-        read_late: Those of the last pass that were read together at its end.
-        spoiled: Whether the pass was not read as it should be.
-        never_late: Parameters that are always read in their hooks, since others may change their
-            gradient later without a change of its version.
-        held_at_ends: Whether the step's first pass has found gradients that it was expected to
-            make: then only those of a few parameters are known to be older.
-        left_out: Parameters that the step leaves out.
-    """
+    """Reads the local gradients of backward passes."""
 
     def __init__(
         self,
@@ -75,18 +63,22 @@ class LocalReading:
         self._sketcher = sketcher
         self._observer = observer
         self._in_buckets = in_buckets
-        self.totals = sketcher.new_totals()
-        self.late: Collection[str] = ()
-        self.read_late: Collection[str] = ()
+        self.totals = sketcher.new_totals()  # of the last pass that was measured
+        self.late: Collection[str] = ()  # parameters whose hooks need only be counted now
+        self.read_late: Collection[str] = ()  # those that were read at the end of the last pass
         self.never_late: Collection[str] = ()
-        self.left_out: Collection[str] = ()
+        """Parameters that are always read in their hooks, since others may change their gradient
+        later without a change of its version."""
+        self.left_out: Collection[str] = ()  # of the step
         self._refs: GradientRefs = NO_REFS
-        self.spoiled = False
+        self.spoiled = False  # the pass was not read as it should be
         self._all = tuple(parameters)
         self._number_of = {name: number for number, name in enumerate(parameters)}
         self._every = list(parameters.values())
         self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
         self.held_at_ends = False
+        """Whether the step's first pass has found gradients that it was expected to make: then only
+        those of a few parameters are known to be older."""
         self._ends = self._all[:1] + self._all[-1:]
         self._stable = {
             True: _StableGradients(),
@@ -113,9 +105,6 @@ class LocalReading:
 
         Where the step's first pass makes all gradients, those that exist at its end show which
         parameters took part. Two parameters that every pass reaches show its beginning.
-
-        Args:
-            synchronises: Whether DDP reduces in that pass.
         """
         if self._times_made < self._trusted_after or self._in_buckets or len(self._all) < _FEW:
             return self._all
@@ -128,13 +117,7 @@ class LocalReading:
         return refs
 
     def begin_pass(self, first: str, *, measure: bool, synchronises: bool) -> None:
-        """Begin a backward pass, in the hook of its first gradient.
-
-        Args:
-            first: Whose gradient it is.
-            measure: Whether to measure.
-            synchronises: Whether DDP reduces in this pass.
-        """
+        """Begin a backward pass, in the hook of its first gradient."""
         self.forget()
         self._measure = measure
         self._synchronises = synchronises
@@ -158,10 +141,7 @@ class LocalReading:
 
         A gradient that the pass makes has another version than one that it adds to. Where the last
         few steps made all, their versions show at the end whether this one does, and only one that
-        the pass has not reached is read here.
-
-        Args:
-            first: Whose gradient is there already.
+        the pass has not reached is read here. That of ``first`` is there already.
         """
         self.held_at_ends = False
         if self._in_buckets:
@@ -223,11 +203,7 @@ class LocalReading:
         return [name for name, gradient in both if gradient is not None]
 
     def end_pass(self, called: Collection[str]) -> None:
-        """Read all that was not read in hooks, before DDP finishes its reduction.
-
-        Args:
-            called: The parameters whose hooks were called.
-        """
+        """Read all that was not read in the hooks ``called``, before DDP finishes its reduction."""
         found, self._found = self._found, None  # the training may free them
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
@@ -358,22 +334,12 @@ def measure_reduced(
     parameters: Mapping[str, Tensor],
     sketcher: Sketcher,
     read: ReadReduced,
-    used: Container[str],
-    into: GradientTotals,
-    refs: GradientRefs = NO_REFS,
+    used: Container[str],  # parameters that have a gradient of this step
+    into: GradientTotals,  # overwritten
+    refs: GradientRefs = NO_REFS,  # gradients that were read together before the reduction
     left_out: Collection[str] = (),
 ) -> bool:
-    """Measure the reduced gradient; return whether all of it was there.
-
-    Args:
-        parameters: The parameters, by name.
-        sketcher: Measures the gradients.
-        read: Which totals to read.
-        used: The parameters that have a gradient of this step.
-        into: The totals, overwritten.
-        refs: The gradients that were read together before the reduction.
-        left_out: Parameters that the step leaves out.
-    """
+    """Measure the reduced gradient; return whether all of it was there."""
     into.reset()
     parameters = _without(parameters, left_out)
     names = tuple(parameters)

@@ -44,11 +44,7 @@ def is_deepspeed(model: object) -> bool:
 
 
 def deepspeed_process_group(engine: Any) -> dist.ProcessGroup:
-    """Return the ranks over which an engine averages gradients; each of them is a worker.
-
-    Raises:
-        UnsupportedError: The engine works in a way that cannot be watched.
-    """
+    """Return the ranks over which an engine averages gradients; each of them is a worker."""
     for reason, present in _obstacles(engine):
         if present:
             raise UnsupportedError(
@@ -83,18 +79,8 @@ class DeepSpeedTap(GradientTap):
     """Reads gradients of a DeepSpeed engine.
 
     ZeRO waits for the other workers in the backward pass or in the optimizer. The reduction takes a
-    mean, and the engine's own step decides which update it applies.
-
-    Args:
-        engine: What ``deepspeed.initialize`` returned.
-        parameters: The parameters that require a gradient, by the sketcher's names.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the training.
-        reduced: Which totals of the reduced gradient to read: none where it has been moved off the
-            device (ZeRO-Offload) or has become an update already (Muon).
-
-    Raises:
-        UnsupportedError: The engine works in a way that cannot be watched.
+    mean, and the engine's own step decides which update it applies. The reduced gradient is not
+    read where it has been moved off the device (ZeRO-Offload) or is an update already (Muon).
     """
 
     def __init__(

@@ -16,17 +16,14 @@ from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.tap import Guarded
 
+_Sums = Iterator[tuple[str, Tensor]]
+
 
 class LocalReader(ABC):
-    """Measures the local gradient of a step, as backward passes come and go.
+    """Measures the local gradient of a step, as backward passes come and go."""
 
-    Attributes:
-        on: Whether the backward passes that follow are measured.
-        carried_over: As in :class:`~rankscope.wrappers.tap.LocalGradient`.
-    """
-
-    on = False
-    carried_over: Tensor | None = None
+    on = False  # the backward passes that follow are measured
+    carried_over: Tensor | None = None  # see LocalGradient
 
     @property
     def valid(self) -> bool:
@@ -69,11 +66,7 @@ class LocalReader(ABC):
 def choose_reader(
     engine: Any, parameters: dict[str, Tensor], sketcher: Sketcher, guarded: Guarded
 ) -> LocalReader:
-    """Return a reader of an engine's local gradients.
-
-    Raises:
-        UnsupportedError: Sketches are needed, and there are none.
-    """
+    """Return a reader of an engine's local gradients."""
     optimizer = engine.optimizer
     divisor = engine.gradient_accumulation_steps()
     if engine.zero_optimization_stage() <= 1 and not getattr(optimizer, "overlap_comm", False):
@@ -119,14 +112,14 @@ class _AccumulatedReader(LocalReader):
 
     def begin_backward(self, *, first: bool) -> None:
         if first:
-            old = [gradient for _, gradient in self._gradients()]
+            old = [gradient for _, gradient in _named(self._parameters, self._gradient_of)]
             self.carried_over = min(old, key=Tensor.numel).any() if old else None
 
     def before_reduction(self) -> None:
         self._is_read = True
         self._totals.reset()
-        gradients = [(name, gradient, 0) for name, gradient in self._gradients()]
-        self._sketcher.measure_many(gradients, self._totals)
+        gradients = _named(self._parameters, self._gradient_of)
+        self._sketcher.measure_many([(name, g, 0) for name, g in gradients], self._totals)
         if self._sketcher.sketches:
             self._micro.add(self._totals, last=False)
 
@@ -143,12 +136,6 @@ class _AccumulatedReader(LocalReader):
         self._is_read = False
         self._micro.reset()
         self.carried_over = None
-
-    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._parameters.items():
-            gradient = self._gradient_of(parameter)
-            if gradient is not None:
-                yield name, gradient
 
 
 class _PartsReader(LocalReader):
@@ -211,39 +198,42 @@ def accumulated_gradient(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
     return lambda parameter: parameter.grad
 
 
-class ReducedReader:
-    """Finds a rank's part of the reduced gradient, after the reduction and before clipping.
+def _named(
+    parameters: Mapping[str, Tensor], gradient_of: Callable[[Tensor], Tensor | None]
+) -> _Sums:
+    """Yield the gradients that are there, with the names of their parameters."""
+    for name, parameter in parameters.items():
+        gradient = gradient_of(parameter)
+        if gradient is not None:
+            yield name, gradient
 
-    Attributes:
-        replicated: Whether every rank holds all of it, or its shard.
-        available: Whether it is on the device, and still a gradient.
-    """
+
+class ReducedReader:
+    """Finds a rank's part of the reduced gradient, after the reduction and before clipping."""
 
     def __init__(self, engine: Any, parameters: Mapping[str, Tensor]) -> None:
         self._optimizer = optimizer = engine.optimizer
         self._parameters = parameters
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self.replicated = not hasattr(optimizer, "averaged_gradients")
+        self.replicated = not hasattr(optimizer, "averaged_gradients")  # each rank holds all of it
         offloads = ("cpu_offload", "offload_optimizer")
         offloaded = any(getattr(optimizer, name, False) for name in offloads)
         muon = "muon" in type(engine.basic_optimizer).__name__.lower()
+        # on the device, and still a gradient
         self.available = not offloaded and (self.replicated or not muon)
 
     def shards(self) -> Iterator[Measured]:
         """Yield this rank's part, without communication."""
         if self.replicated:
-            yield from self._whole()
+            gradients = _named(self._parameters, accumulated_gradient(self._optimizer))
+            yield from ((name, gradient, 0) for name, gradient in gradients)
         elif hasattr(self._optimizer, "fp16_groups"):
             yield from self._shards_of_stage_3()
         else:
             yield from self.averaged()
 
     def averaged(self, *, added_to: bool = False) -> Iterator[Measured]:
-        """Yield this rank's part in stages 1 and 2.
-
-        Args:
-            added_to: Whether to leave out sums that another backward pass would begin anew.
-        """
+        """Yield this rank's part in stages 1 and 2, perhaps only what another pass would add to."""
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
             if added_to and not hasattr(averaged, "flat_partition"):
@@ -265,13 +255,6 @@ class ReducedReader:
                 if name is not None:
                     yield name, gradient
 
-    def _whole(self) -> Iterator[Measured]:
-        gradient_of = accumulated_gradient(self._optimizer)
-        for name, parameter in self._parameters.items():
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                yield name, gradient, 0
-
     def _shards_of_stage_3(self) -> Iterator[Measured]:
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
@@ -283,9 +266,6 @@ class ReducedReader:
                 shard = padded.flatten()[: max(parameter.ds_numel - start, 0)]
                 if name is not None and shard.numel():
                     yield name, shard, start
-
-
-_Sums = Iterator[tuple[str, Tensor]]
 
 
 class SumsAudit:
@@ -313,13 +293,13 @@ class SumsAudit:
         here = self._stage < 3 or bool(self._optimizer.averaged_gradients)  # else moved away
         self._audit.begin_pass(self._left, measure=here, begun=False)
 
-    def end_pass(self, whole: GradientTotals | None, *, begins_anew: bool) -> None:
-        """Note that a backward pass has ended.
-
-        Args:
-            whole: Totals of the sum, where it was measured whole.
-            begins_anew: Whether the next pass begins another sum.
-        """
+    def end_pass(
+        self,
+        whole: GradientTotals | None,  # of the sum, where it was measured whole
+        *,
+        begins_anew: bool,  # the next pass begins another sum
+    ) -> None:
+        """Note that a backward pass has ended."""
         known = not begins_anew and (whole is not None or any(self._sums(left=True)))
         self._left = self._scratch if whole is None else whole
         if known and whole is None:
@@ -341,7 +321,7 @@ class SumsAudit:
     def _sums(self, *, left: bool) -> _Sums:
         """Yield the sum after the last pass, or else the sum to which the next one will add."""
         if self._stage < 2:
-            yield from self._own()
+            yield from _named(self._parameters, self._gradient_of)
         elif self._engine.inside_no_sync_ctxt:
             return
         elif self._stage == 2:
@@ -349,9 +329,3 @@ class SumsAudit:
             yield from self._shards.waiting()
         elif left or self._optimizer.micro_step_id:
             yield from ((name, shard) for name, shard, _ in self._shards.shards())
-
-    def _own(self) -> _Sums:
-        for name, parameter in self._parameters.items():
-            gradient = self._gradient_of(parameter)
-            if gradient is not None:
-                yield name, gradient

@@ -474,11 +474,8 @@ def sampler_seed(loader: Any) -> int | None:
     """Return the seed with which a data loader's samples are shuffled; None if unknown.
 
     That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
-    unless it does not shuffle, or of the generator that torch's own samplers draw from. Without a
-    loader, it is the living one whose data are split into the most parts.
+    unless it does not shuffle, or of the generator that torch's own samplers draw from.
     """
-    if loader is None:
-        loader = max(_living_loaders(), key=lambda each: _num_parts(splits_of(each)), default=None)
     if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
         return None  # accelerate gives all ranks the generator of rank 0 with each pass
     batches = _quietly_of(loader, "batch_sampler")
@@ -552,11 +549,8 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
 
     That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
     ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
-    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads. Without a
-    loader, it is the living one whose data are split into the most parts.
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads.
     """
-    if loader is None:
-        return max(map(splits_of, _living_loaders()), key=_num_parts, default=[])
     found: dict[int, tuple[str, int]] = {}
     for part in _inside(loader):
         number = _parts_made_by(part)
@@ -565,13 +559,10 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
     return list(found.values())
 
 
-def _living_loaders() -> list[Any]:
-    """Return the loaders of this process that divide their data among ranks."""
-    return [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
-
-
-def _num_parts(splits: Sequence[tuple[str, int]]) -> int:
-    return math.prod(parts for _, parts in splits)
+def splitting_loader() -> Any:
+    """Return the living data loader that splits its data into the most parts; None without any."""
+    loaders = [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
+    return max(loaders, key=lambda each: math.prod(n for _, n in splits_of(each)), default=None)
 
 
 def _parts_made_by(part: Any) -> int | None:

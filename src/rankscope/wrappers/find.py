@@ -6,7 +6,7 @@ reduces.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,24 +49,14 @@ _log = logging.getLogger("rankscope")
 
 @dataclass(frozen=True, slots=True)
 class WrapperKind:
-    """A way in which a model goes data parallel.
+    """A way in which a model goes data parallel."""
 
-    Attributes:
-        name: Its name in messages and in the record.
-        no_canary: Why a worker cannot run its model without the others; empty if it can.
-        no_reference: Why a step's gradient cannot be computed again; empty if it can.
-        state_by_parameter: Whether an optimizer's state belongs to single parameters, as a rule.
-        updates_at_once: Whether each worker holds the new parameters when ``optimizer.step``
-            returns.
-        traces: Whether rank 0 holds whole parameters and gradients, of which it can keep a trace.
-    """
-
-    name: str
-    no_canary: str = ""
-    no_reference: str = ""
-    state_by_parameter: bool = True
-    updates_at_once: bool = True
-    traces: bool = False
+    name: str  # in messages and in the record
+    no_canary: str = ""  # why a worker cannot run its model without the others; empty if it can
+    no_reference: str = ""  # why a step's gradient cannot be computed again; empty if it can
+    state_by_parameter: bool = True  # an optimizer's state belongs to single parameters, as a rule
+    updates_at_once: bool = True  # each worker has the new parameters when ``step`` returns
+    traces: bool = False  # rank 0 holds whole parameters and gradients, and can keep a trace
 
     def __str__(self) -> str:
         return self.name
@@ -108,41 +98,25 @@ LOOP = WrapperKind("loop", updates_at_once=False)
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A data-parallel model as it was found.
-
-    Attributes:
-        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"``, ``"Megatron-core"`` or
-            ``"loop"``.
-        wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
-            model call; the model itself where nothing wraps it.
-        parameters: The parameters that require a gradient, by canonical name.
-        group: The process group whose ranks are compared; each of them is a worker.
-        device: Where the gradients live.
-        optimizer: The optimizer, where the wrapper holds it.
-        replica: Workers with equal numbers hold the same parameters; None when each parameter has
-            one owner.
-        replicated: The model that ``replicate`` was applied to; None under anything else.
-        mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
-        parts: The model inside, where the training has several parts, each in a DDP of its own:
-            ``wrapper`` is that of the first, whose forward pass begins a micro-batch.
-        held: The names of the parameters in this rank's optimizer, where a loop reduces gradients
-            and the optimizer holds some of them; else None.
-        in_shares: Whether each of the others is in the optimizer of one other rank; else no rank's
-            holds them.
-    """
+    """A data-parallel model as it was found."""
 
     kind: WrapperKind
     wrapper: nn.Module
-    parameters: dict[str, Tensor]
-    group: dist.ProcessGroup
-    device: torch.device
-    optimizer: torch.optim.Optimizer | None = None
-    replica: int | None = 0
-    replicated: nn.Module | None = None
-    mesh: MeshPlace | None = None
+    """The module that reduces gradients; under ``replicate``, the DDP that hooks of the model call;
+    the model itself where nothing wraps it."""
+    parameters: dict[str, Tensor]  # that require a gradient, by canonical name
+    group: dist.ProcessGroup  # whose ranks are compared; each of them is a worker
+    device: torch.device  # of the gradients
+    optimizer: torch.optim.Optimizer | None = None  # where the wrapper holds it
+    replica: int | None = 0  # equal on workers of the same parameters; None: each has one owner
+    replicated: nn.Module | None = None  # to which ``replicate`` was applied
+    mesh: MeshPlace | None = None  # this rank's place, beside the data-parallel axes
     parts: "JointModel | None" = None
+    """The model inside, where the training has several parts, each in a DDP of its own: ``wrapper``
+    is that of the first, whose forward pass begins a micro-batch."""
     held: frozenset[str] | None = None
-    in_shares: bool = False
+    """The parameters in this rank's optimizer, where a loop reduces gradients and it holds some."""
+    in_shares: bool = False  # each of the others is in the optimizer of one other rank, or in none
 
     @property
     def module(self) -> nn.Module:
@@ -245,12 +219,9 @@ class Wrapped:
 
 
 class JointModel(nn.Module):
-    """The parts of a training that have a DDP each, as one model. It is never called.
+    """The parts of a training that have a DDP each, two or more, as one model. It is never called.
 
     A parameter's name begins with the class of its part, numbered where several have one class.
-
-    Args:
-        wrappers: At least two.
     """
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -284,11 +255,7 @@ class JointModel(nn.Module):
 def find_parts(models: Sequence[nn.Module]) -> Wrapped:
     """Return how the parts of a training are wrapped, each in a DDP of its own.
 
-    Args:
-        models: As the training calls them; the first one's forward pass begins a micro-batch.
-
-    Raises:
-        UnsupportedError: They go data parallel in a way that cannot be watched as one run.
+    The first one's forward pass begins a micro-batch.
     """
     if len(models) == 1:
         return find_wrapper(models[0])
@@ -319,16 +286,10 @@ def _ranks(ddp: DistributedDataParallel) -> list[int]:
 
 
 def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
-    """Return how a model is wrapped.
+    """Return how a model is wrapped, as the training calls it, compiled or not.
 
-    Args:
-        model: As the training calls it: a DDP or FSDP2 model, or one without wrapper, compiled or
-            not, a DeepSpeed engine, or Megatron-core's DDP.
-        process_group: The workers of a model without wrapper, None for all ranks; under FSDP2
-            those of one of its meshes, None for the largest.
-
-    Raises:
-        UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
+    ``process_group`` has the workers of a model without wrapper, None for all ranks; under FSDP2
+    those of one of its meshes, None for the largest. UnsupportedError where none can be watched.
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
@@ -359,11 +320,7 @@ _FOREIGN = "fairscale.nn.data_parallel"
 
 
 def _check_bare(model: nn.Module) -> None:
-    """Check that nothing wraps a model, or a part of it, and that there are ranks to compare.
-
-    Raises:
-        UnsupportedError: Something does, or there are none.
-    """
+    """Check that nothing wraps a model, or a part of it, and that there are ranks to compare."""
     wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
     parts = model.modules() if isinstance(model, nn.Module) else ()
     wrapped = [
@@ -394,11 +351,7 @@ def _find_loop(model: nn.Module, group: dist.ProcessGroup | None) -> Wrapped:
             f"watch() expected several workers, got {type(model).__name__} without wrapper in a "
             "group of one rank, where there is nothing to compare; start the job with more ranks"
         )
-    parameters: dict[str, Tensor] = {
-        canonical_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = _trained_in(model)
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise UnsupportedError(
             "watch() expected whole parameters on every rank of a model without wrapper, got "
@@ -421,8 +374,7 @@ def is_training(model: nn.Module) -> bool:
 def in_training_mode(model: nn.Module) -> bool:
     """Return whether a model trains dropout and the like, or a part of it does.
 
-    Args:
-        model: As the training calls it; its own flag counts only if it wraps nothing.
+    Its own flag counts only if it wraps nothing.
     """
     wrapper = model._modules.get("_orig_mod") or model
     wraps = isinstance(wrapper, DistributedDataParallel)
@@ -438,11 +390,9 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def log_if_rewrapped(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Return whether a forward pass that has just begun comes from a newer wrapper; log it then.
+    """Return whether a module that begins now does so in another wrapper than before; log it then.
 
-    Args:
-        module: The module that begins, under DDP or in a DeepSpeed engine until now.
-        wrapper: The wrapper in which it was watched.
+    It was watched in ``wrapper``: DDP, or a DeepSpeed engine.
     """
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
     others = () if running is None or running is wrapper else running.modules()
@@ -504,22 +454,14 @@ def _find_mesh(model: nn.Module) -> MeshPlace | None:
 
 def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
     reduced = {id(parameter) for parameter in ddp.parameters()}
-    parameters: dict[str, Tensor] = {
-        canonical_name(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) in reduced
-    }
+    parameters = {n: p for n, p in _trained_in(model).items() if id(p) in reduced}
     _check_ddp(ddp, parameters)
     device = next(ddp.parameters()).device
     return Wrapped(REPLICATE, ddp, parameters, ddp.process_group, device, replicated=model)
 
 
 def _find_deepspeed(engine: Any) -> Wrapped:
-    parameters = {
-        canonical_name(name): parameter
-        for name, parameter in engine.module.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = _trained_in(engine.module)
     group = deepspeed_process_group(engine)
     optimizer = engine.basic_optimizer
     replica = 0 if engine.zero_optimization_stage() < 3 else None
@@ -564,10 +506,15 @@ def _check_one_device(parameters: dict[str, Tensor]) -> None:
 
 
 def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    return _trained_in(ddp.module, ddp.parameters_to_ignore)
+
+
+def _trained_in(module: nn.Module, left_out: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return a module's parameters that require a gradient, by canonical name."""
     return {
         canonical_name(name): parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and name not in left_out
     }
 
 
@@ -580,15 +527,6 @@ def reduced_types(
     kept: under DDP the parameters', under FSDP2 also its ``MixedPrecisionPolicy``'s, of a DeepSpeed
     engine also its ``communication_data_type``; under Megatron-core it is the buffers'. A
     communication hook does not count: an audit is to find its effect on the gradient.
-
-    Args:
-        wrapper: The module that reduces gradients.
-        parameters: The parameters that require a gradient, by canonical name.
-        groups: Which of them belongs to which group.
-
-    Returns:
-        By the group's name, the name of its type: ``float32``, ``bfloat16``, ``float16`` or
-        ``float64``.
     """
     if is_deepspeed(wrapper):
         sums = dict.fromkeys(parameters, _of_engine(wrapper))

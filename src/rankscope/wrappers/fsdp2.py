@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rankscope.bus.words import shortened
 from rankscope.gradients.sketch import Sketcher
@@ -32,6 +31,7 @@ from rankscope.wrappers.fsdp2_model import (
 )
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.tap import (
     GradientObserver,
     GradientTap,
@@ -90,25 +90,13 @@ class FSDP2Tap(GradientTap):
     The reduced gradient is left out in steps where it is unknown: something was in ``.grad``
     before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 does not wait for
     it.
-
-    Args:
-        model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
-        parameters: The parameters to measure, by canonical name, all of them known to the
-            sketcher and reduced over the same workers: :func:`fsdp2_parameters`.
-        sketcher: Measures the gradients, on :func:`fsdp2_device`.
-        guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: Which totals of the reduced gradient to read.
-        observer: Called after each reduction.
-
-    Raises:
-        UnsupportedError: This torch's FSDP2 is unknown.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        parameters: dict[str, Tensor],
-        sketcher: Sketcher,
+        model: nn.Module,  # or a module around it; ``fully_shard`` was applied to it or to parts
+        parameters: dict[str, Tensor],  # as of fsdp2_parameters
+        sketcher: Sketcher,  # on fsdp2_device
         guarded: Guarded,
         *,
         reduced: ReadReduced,
@@ -302,10 +290,7 @@ class FSDP2Tap(GradientTap):
     def _close_backward(self, state: Any, *, settled: bool = False) -> None:
         """Close a backward pass, after the reductions if it has any.
 
-        Args:
-            state: FSDP2's state.
-            settled: Whether the reductions are known to be over; if not, they are unless the
-                training waits for them by hand, later.
+        Unless they are ``settled``, the training may wait for them by hand, later.
         """
         if state in self._states:
             self._end_pass(state, settled=settled)
@@ -388,9 +373,6 @@ class AccumulatedGradients:
     is not compared. One that has reduced some by then is known at once. Otherwise, since autograd
     adds to a gradient once in a pass: a gradient that has changed by then, and does not change
     afterwards, was reached before.
-
-    Attributes:
-        reduced: Totals of this rank's shards; None where they are not to be read.
     """
 
     def __init__(
@@ -399,6 +381,7 @@ class AccumulatedGradients:
         self._parameters = parameters
         self._sketcher = sketcher
         self._read = read
+        # totals of this rank's shards; None where they are not to be read
         self.reduced = None if read is ReadReduced.OFF else sketcher.new_totals()
         self._audit = AccumulatorAudit({p.name: p.tensor for p in parameters}, sketcher)
         self._scratch: GradientTotals | None = None
@@ -420,11 +403,7 @@ class AccumulatedGradients:
         return totals
 
     def measure_reduced(self, parameters: Collection[ManagedParameter]) -> bool:
-        """Measure this rank's shards, for which the current stream has been made to wait.
-
-        Returns:
-            Whether all of them are there.
-        """
+        """Measure this rank's shards, for which the current stream waits, if all are there."""
         readable = all(map(self._is_readable, parameters))
         if readable and self.reduced is not None:
             self.reduced.reset()
@@ -434,9 +413,7 @@ class AccumulatedGradients:
     def begin_pass(self, *, measure: bool, begun: bool) -> None:
         """Measure the gradients, as soon as a backward pass has reached the model's output.
 
-        Args:
-            measure: Whether to do so.
-            begun: Whether it has reduced some already.
+        It may have reduced some already (``begun``).
         """
         if self._noticed or not measure or self._left is None:
             return
@@ -456,8 +433,7 @@ class AccumulatedGradients:
     def drop_pass(self, *, reduced: bool) -> None:
         """Note that the pass has accumulated nothing: the training wanted other gradients.
 
-        Args:
-            reduced: Whether it has reduced the sum of earlier ones.
+        It may have reduced the sum of earlier ones.
         """
         self._audit.drop_pass()
         self._changed = {}
@@ -467,28 +443,23 @@ class AccumulatedGradients:
             self._left = None
 
     def end_unreduced(
-        self, totals: GradientTotals | None, states: Mapping[ManagedParameter, State]
+        self,
+        totals: GradientTotals | None,  # of measure_unreduced; None if nothing was measured
+        states: Mapping[ManagedParameter, State],
     ) -> None:
-        """End a pass that has left gradients to be reduced later.
-
-        Args:
-            totals: Of :meth:`measure_unreduced`; None if nothing was measured.
-            states: The gradients'.
-        """
+        """End a pass that has left gradients to be reduced later."""
         self._close()
         self._left = totals
         self._unreduced = states
         self._audit.end_pass(None if totals is None else self._read_unreduced)
 
     def end_reduced(
-        self, parameters: Collection[ManagedParameter] = (), *, again: bool = False
+        self,
+        parameters: Collection[ManagedParameter],  # whose shards measure_reduced has just measured
+        *,
+        again: bool,  # it has ended before the reduction
     ) -> None:
-        """End a pass that has reduced gradients.
-
-        Args:
-            parameters: Whose shards :meth:`measure_reduced` has just measured.
-            again: Whether it has ended before the reduction.
-        """
+        """End a pass that has reduced gradients."""
         self._close()
         self._left = self.reduced if parameters else None
         read = partial(self._measure_shards, parameters, ReadReduced.NORM)
@@ -551,5 +522,4 @@ def state_of(gradient: Tensor) -> State:
 
     Of a DTensor its own version counts: autograd leaves that of its local part alone.
     """
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local.data_ptr(), gradient._version
+    return local_of(gradient).data_ptr(), gradient._version

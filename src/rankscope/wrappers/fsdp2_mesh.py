@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.digest import digest_tensor
 from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
@@ -24,31 +25,20 @@ _SEQUENCES = ("cp", "context", "sp", "seq", "ulysses", "ring")  # of those that 
 
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
-    """This rank's place in a mesh beyond its data-parallel axes.
+    """This rank's place in a mesh beyond its data-parallel axes."""
 
-    Attributes:
-        rank: This rank in the job.
-        ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
-        axes: By name of each axis over which FSDP2 does not average, the ranks along it.
-        parameters: All parameters that FSDP2 shards, trained or not; along an axis of pipeline
-            stages, those that other stages hold as well, by their names in all of them.
-        shared: Along an axis of stages, the names of those whose equal content is known to be no
-            chance; None along other axes.
-    """
-
-    rank: int
-    ranks: tuple[int, ...]
-    axes: Mapping[str, tuple[int, ...]]
+    rank: int  # of the job
+    ranks: tuple[int, ...]  # of the mesh that hold the same parameters or other cuts of them
+    axes: Mapping[str, tuple[int, ...]]  # over which FSDP2 does not average: the ranks along each
     parameters: tuple[ManagedParameter, ...]
+    """All parameters that FSDP2 shards, trained or not; along an axis of pipeline stages, those
+    that other stages hold as well, by their names in all of them."""
     shared: tuple[str, ...] | None = None
+    """Along an axis of stages, the names of those whose equal content is known to be no chance."""
 
 
 def stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
-    """Return the axis of pipeline stages and the ranks along it through this one; None without.
-
-    Args:
-        model: A stage under ``fully_shard``.
-    """
+    """Return the axis of pipeline stages and the ranks along it through this one; None without."""
     for mesh in _meshes(managed_parameters(model)):
         for name in mesh.mesh_dim_names or ():
             line = _through(mesh, (name,))
@@ -62,12 +52,6 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
 
     Axes are found in the mesh from which FSDP2's own was cut, and in those of placements. Pipeline
     stages hold other parameters each, often by the same names: their axis is left out.
-
-    Args:
-        model: A model under ``fully_shard``.
-
-    Raises:
-        UnsupportedError: See :func:`managed_parameters`.
     """
     managed = managed_parameters(model)
     workers = frozenset(managed[0].group.ranks)
@@ -117,12 +101,7 @@ def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
 
 
 def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]) -> None:
-    """Log which parameters lie on another mesh.
-
-    Args:
-        watched: The parameters that are compared.
-        other: Those that are reduced otherwise.
-    """
+    """Log which parameters lie on another mesh than those that are compared."""
     group = watched[0].group
     apart = other[0].group
     some = f"{len(other)} parameters (from {other[0].name} on)"
@@ -172,36 +151,21 @@ def _through(mesh: DeviceMesh, axes: Collection[str]) -> tuple[int, ...]:
     return tuple(mesh.mesh[tuple(at)].flatten().tolist())
 
 
-_log = logging.getLogger("rankscope")
-
-
 class StageParameter(NamedTuple):
-    """A parameter of one stage that is not constant.
-
-    Attributes:
-        name: Its name.
-        shape: Its shape; of a DTensor, that of the whole.
-        digest: Digest of this rank's part.
-        before: Number of elements in such parameters before it, in the order of the model.
-    """
+    """A parameter of one stage that is not constant."""
 
     name: str
-    shape: tuple[int, ...]
-    digest: int
-    before: int
+    shape: tuple[int, ...]  # of a DTensor, that of the whole
+    digest: int  # of this rank's part
+    before: int  # elements in such parameters before it, in the order of the model
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A weight that several stages hold.
+    """A weight that several stages hold."""
 
-    Attributes:
-        names: Its name in each stage that holds it, by the stage's number.
-        certain: Whether neither one seed nor one layer explains that they are equal.
-    """
-
-    names: Mapping[int, str]
-    certain: bool
+    names: Mapping[int, str]  # in each stage that holds it, by the stage's number
+    certain: bool  # neither one seed nor one layer explains that they are equal
 
     @property
     def label(self) -> str:
@@ -210,16 +174,13 @@ class Tie:
 
 
 def find_ties(
-    held_T: Sequence[Sequence[StageParameter]], ranks_T: Sequence[int] | None = None
+    held_T: Sequence[Sequence[StageParameter]],  # parameters of each stage
+    ranks_T: Sequence[int] | None = None,  # by place along the axis; one for each if left out
 ) -> list[Tie]:
     """Return the weights that stages of several ranks hold.
 
     Tensors that have a twin on their own rank are left out, and so are those of stages most of
     whose tensors are equal by what a seed or a layer explains.
-
-    Args:
-        held_T: The parameters of each stage.
-        ranks_T: The rank of each stage, by its place along their axis; one for each if left out.
 
     Example:
         >>> block = StageParameter("block.0", (4, 4), 2, 36)
@@ -260,16 +221,12 @@ def _may_coincide(one: StageParameter, other: StageParameter) -> bool:
 
 @torch.no_grad()
 def held_by(parameters: Sequence[ManagedParameter]) -> list[StageParameter]:
-    """Return the parameters that are not constant, as this rank holds them; waits for the device.
-
-    Args:
-        parameters: All parameters of the stage, in the order of the model.
-    """
+    """Return those of a stage's parameters that are not constant; waits for the device."""
     found: list[StageParameter] = []
     before = 0
     for parameter in parameters:
         tensor = parameter.tensor.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_of(tensor)
         try:
             if not _varies(local):
                 continue

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
@@ -28,7 +27,7 @@ from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.private import find
 from rankscope.wrappers.calls import Listener, Relay
-from rankscope.wrappers.ranks import ranks_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 
 _GROUP_ATTRIBUTES = (
     *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
@@ -50,29 +49,18 @@ _SCRATCH_ELEMENTS = 1 << 20
 
 def listen(
     *,
-    backward_begins: Listener,
-    before_reduce: Listener,
-    backward_ends: Listener,
-    finalized: Listener,
+    backward_begins: Listener,  # takes a state of FSDP2 that a backward pass has reached
+    before_reduce: Listener,  # takes each group of parameters that is about to be reduced
+    backward_ends: Listener,  # takes a state of FSDP2 whose backward pass has ended, not raised
+    finalized: Listener,  # takes a state of FSDP2 for whose reductions the stream waits by now
 ) -> list[Callable[[], object]]:
-    """Call bound methods at all backward passes and reductions in this process.
+    """Call bound methods at backward passes and reductions; return functions that end the calls.
 
     It does not keep their object alive. While nobody listens, torch's own functions are in place.
 
-    Args:
-        backward_begins: Gets a state of FSDP2 that a backward pass has reached.
-        before_reduce: Gets each group of parameters that is about to be reduced.
-        backward_ends: Gets a state of FSDP2 whose backward pass has ended and has not raised. The
-            current stream then waits for all reductions of the pass; before torch 2.15.
-        finalized: Gets a state of FSDP2 after the stream was made to wait for its reductions. A
-            training may do that later (``set_manual_backward_finalization``), as pipeline
-            schedules do; otherwise the call comes before that of ``backward_ends``.
-
-    Returns:
-        Functions that end the calls.
-
-    Raises:
-        UnsupportedError: This torch lacks one of the functions.
+    Before torch 2.15, the current stream waits for all reductions of the pass at ``backward_ends``.
+    ``finalized`` comes before that, but where a training waits for the reductions later
+    (``set_manual_backward_finalization``), as pipeline schedules do.
     """
     expect(_STATE, "_register_root_post_backward_final_callback")
     expect(_GROUPS, "foreach_reduce")
@@ -86,11 +74,7 @@ def listen(
 
 
 def expect(owner: Any, *names: str) -> None:
-    """Check that an object of FSDP2 has the attributes that the monitor uses.
-
-    Raises:
-        UnsupportedError: It lacks one.
-    """
+    """Check that an object of FSDP2 has the attributes that the monitor uses."""
     for name in names:
         if not hasattr(owner, name):
             named = owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
@@ -103,9 +87,7 @@ def expect(owner: Any, *names: str) -> None:
 class ParameterGroup:
     """The parameters that FSDP2 gathers and reduces together.
 
-    Args:
-        inside: FSDP2's own object.
-        state: FSDP2's state of the module that holds them.
+    ``inside`` is FSDP2's own object, ``state`` its state of the module that holds them.
     """
 
     def __init__(self, inside: Any, state: Any) -> None:
@@ -185,17 +167,11 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlace:
-    """Which slice of a parameter a shard holds.
+    """Which slice of a parameter a shard holds."""
 
-    Attributes:
-        shape: Shape of the whole parameter.
-        dim: The dimension that is cut.
-        first: Index in that dimension where the shard begins.
-    """
-
-    shape: Sequence[int]
-    dim: int
-    first: int
+    shape: Sequence[int]  # of the whole parameter
+    dim: int  # that is cut
+    first: int  # index in that dimension where the shard begins
 
     @property
     def stride(self) -> int:
@@ -213,13 +189,7 @@ class ShardPlace:
 
 
 class ManagedParameter:
-    """A parameter that FSDP2 shards.
-
-    Args:
-        name: Its canonical name.
-        inside: FSDP2's own object.
-        group: The parameters that are reduced with it.
-    """
+    """A parameter that FSDP2 shards; ``inside`` is FSDP2's own object."""
 
     def __init__(self, name: str, inside: Any, group: ParameterGroup) -> None:
         expect(inside, *_PARAMETER_ATTRIBUTES)
@@ -262,7 +232,7 @@ class ManagedParameter:
     def reduced(self) -> Tensor | None:
         """This rank's shard of the reduced gradient."""
         gradient = self.tensor.grad
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return None if gradient is None else local_of(gradient)
 
     @property
     def place(self) -> ShardPlace:
@@ -293,14 +263,8 @@ def is_fsdp2(model: nn.Module) -> bool:
 def fsdp2_parameters(model: nn.Module, workers: Collection[int] = ()) -> dict[str, Tensor]:
     """Return the trainable parameters that FSDP2 reduces, by canonical name, in model order.
 
-    Parameters that it ignores are left out: nothing averages their gradients.
-
-    Args:
-        model: The model.
-        workers: As for :func:`managed_parameters`.
-
-    Raises:
-        UnsupportedError: See there.
+    Parameters that it ignores are left out: nothing averages their gradients. ``workers`` as for
+    :func:`managed_parameters`.
     """
     managed = managed_parameters(model, workers)
     return {p.name: p.tensor for p in managed if p.tensor.requires_grad}
@@ -345,16 +309,8 @@ def managed_parameters(model: nn.Module, workers: Collection[int] = ()) -> list[
     """Return the parameters that FSDP2 reduces over the same workers, in the model's order.
 
     Experts may lie on another mesh than the rest. A worker's gradient of its experts stems from
-    the tokens of others, too, so the two are never compared together.
-
-    Args:
-        model: The model.
-        workers: The ranks of the job that reduce them; by default the most that reduce any, and
-            among equally many those of the most elements.
-
-    Raises:
-        UnsupportedError: There are none, or this torch's FSDP2 differs inside from what the monitor
-            knows.
+    the tokens of others, too, so the two are never compared together. By default, ``workers`` are
+    the most that reduce any, and among equally many those of the most elements.
     """
     meshes = parameters_by_mesh(model)
     if not meshes:
@@ -379,9 +335,8 @@ def _in_words(ranks: Collection[int]) -> str:
 def parameters_by_mesh(model: nn.Module) -> list[list[ManagedParameter]]:
     """Return all parameters that FSDP2 shards, trainable or not, by how they are reduced.
 
-    Returns:
-        First those of the most workers, and among equally many those of the most elements; each in
-        the model's order.
+    First those of the most workers, and among equally many those of the most elements; each in the
+    model's order.
     """
     meshes: dict[tuple[object, ...], list[ManagedParameter]] = {}
     for parameter in every_parameter(model):
@@ -448,12 +403,7 @@ def measure_shards(sketcher: Sketcher, shards: Sequence[Shard], into: GradientTo
 
     In memory a shard is a number of runs of elements that lie apart in the parameter: one run when
     the first dimension is cut. All runs that are alone in a shard, or long, are measured in one
-    call.
-
-    Args:
-        sketcher: Measures.
-        shards: May be empty ones.
-        into: The totals to add to.
+    call. Shards may be empty.
     """
     runs: list[Measured] = []
     for name, shard, place in shards:
@@ -490,10 +440,6 @@ class ShardLookup:
     While a layer computes, its module holds the whole parameter; the root's does so from before
     the hooks of a forward pass until its backward pass ends, and after an evaluation. Name,
     gradient and optimizer state belong to the shard, which stays.
-
-    Args:
-        model: The model, or a module around it.
-        workers: As for :func:`managed_parameters`.
     """
 
     def __init__(self, model: nn.Module, workers: Collection[int] = ()) -> None:

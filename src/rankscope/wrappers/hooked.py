@@ -75,8 +75,7 @@ class HookCalls:
     def end_pass(self, late: Collection[str] = ()) -> bool:
         """End a backward pass; return whether a parameter was not called as often as expected.
 
-        Args:
-            late: Parameters whose number of calls does not matter: not read in their hooks.
+        The number does not matter for those that are read ``late``, and not in their hooks.
         """
         several = {name: count for name, count in self._counts.items() if count > 1}
         absent = {n: count for n, count in self._expected.items() if n not in self._counts}
@@ -88,12 +87,7 @@ class HookCalls:
 
 
 class GradientHooks:
-    """A hook on each parameter's gradient, or on a few of them.
-
-    Args:
-        parameters: The parameters, by name.
-        on_gradient: Called with a name and its parameter, once a gradient has been accumulated.
-    """
+    """A hook on each parameter's gradient, once it has been accumulated, or on a few of them."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], on_gradient: Callable[[str, Tensor], None]
@@ -101,8 +95,7 @@ class GradientHooks:
         self._parameters = parameters
         self._on_gradient = on_gradient
         self._handles: dict[str, RemovableHandle] = {}
-        self.all = True
-        """Whether no parameter is without its hook."""
+        self.all = True  # no parameter is without its hook
         self._kept: Collection[str] = ()
         self.keep(tuple(parameters))
 
@@ -140,27 +133,19 @@ class GradientHooks:
 class HookedTap(GradientTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters.
 
-    Args:
-        parameters: The parameters that require a gradient, by the sketcher's names.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: Which totals of the reduced gradient to read.
-        observer: Gets local gradients, and a call after their reduction.
-        in_buckets: Whether gradients are moved into buckets as soon as their hooks are done.
-        unawaited: Called in the hook of a backward pass's first gradient, if the pass was not
-            noticed before (argument False), or no forward pass waited for it (True): it may
-            announce one.
+    ``unawaited`` is called in the hook of a backward pass's first gradient, if the pass was not
+    noticed before (argument False), or no forward pass waited for it (True): it may announce one.
     """
 
     def __init__(
         self,
-        parameters: dict[str, Tensor],
+        parameters: dict[str, Tensor],  # that require a gradient, by the sketcher's names
         sketcher: Sketcher,
         guarded: Guarded,
         *,
         reduced: ReadReduced,
-        observer: GradientObserver,
-        in_buckets: bool = False,
+        observer: GradientObserver,  # gets local gradients, and a call after their reduction
+        in_buckets: bool = False,  # gradients are moved into buckets once their hooks are done
         unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
         self._parameters = parameters
@@ -241,11 +226,7 @@ class HookedTap(GradientTap):
         self.leave_out(())
 
     def _carried_over(self, first: str) -> Tensor | None:
-        """Begin a step in its first pass; return whether it adds to an older gradient.
-
-        Args:
-            first: The parameter whose gradient there is already.
-        """
+        """Begin a step in its first pass; return whether it adds to an older gradient."""
         held = self._reading.begin_step(first)
         return self._sketcher.holds_any(held, whole=self._reading.held_at_ends)
 
@@ -317,12 +298,9 @@ class HookedTap(GradientTap):
 
     @abstractmethod
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
-        """Read a gradient.
+        """Read a gradient, which the training may have taken away.
 
-        Args:
-            name: Of its parameter.
-            gradient: None where the training has taken it away.
-            last: Whether it is whole: hooks of shared parameters may be called several times.
+        The hook of a shared parameter may be called several times: the last one sees all of it.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
 
@@ -18,9 +19,8 @@ IGNORED_LABEL = -100
 def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:
     """Return the number of label tokens in a model's inputs (float64 ``[1]``), None without labels.
 
-    Args:
-        inputs: With ``labels``, or ``shift_labels`` that are aligned with what is predicted.
-        shifted: Whether the first of ``labels`` of each sequence is not a target.
+    These are in ``labels``, whose first of each sequence is no target where they are ``shifted``,
+    or in ``shift_labels`` that are aligned with what is predicted.
     """
     labels, first = labels_in(inputs, shifted=shifted)
     if labels is None:
@@ -51,8 +51,7 @@ def is_spread(value: Any) -> bool:
 
 def own(tensor: Tensor) -> Tensor:
     """Return a tensor, all of which this rank holds, as an ordinary one without a graph."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_of(tensor.detach())
 
 
 def shifts_labels(module: torch.nn.Module) -> bool:

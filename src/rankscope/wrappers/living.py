@@ -1,7 +1,7 @@
 """Objects of the training process, found by their classes."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from itertools import chain, compress, repeat
 from typing import Any
@@ -54,21 +54,19 @@ def _objects_of(classes: dict[int, type]) -> list[Any]:
             gc.enable()
 
 
-def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
-    modules: list[nn.Module] = [
-        each for each in living_modules() if id(each) not in inside and _is_frozen(each)
-    ]
+def frozen_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the outermost of some modules, all of whose parameters are frozen."""
+    modules = [each for each in outside if _is_frozen(each)]
     parts = {id(part) for each in modules for part in each.modules() if part is not each}
     yield from (each for each in modules if id(each) not in parts)
 
 
-def living_modules() -> list[nn.Module]:
-    """Return the living modules that are in no wrapper."""
+def living_modules(inside: Container[int]) -> list[nn.Module]:
+    """Return the living modules that are in no wrapper, and not ``inside`` by their ids."""
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     wrapped = [each for each in modules if not _WRAPPERS.isdisjoint(type(each).__mro__)]
     apart = {id(part) for each in wrapped for part in each.modules()}
-    return [each for each in modules if id(each) not in apart]
+    return [each for each in modules if id(each) not in apart and id(each) not in inside]
 
 
 def _is_frozen(module: nn.Module) -> bool:

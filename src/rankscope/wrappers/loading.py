@@ -69,11 +69,7 @@ class _Stream:
 
 
 class LoaderRows:
-    """Follows the batches that the loaders of this thread yield, until a forward pass takes them.
-
-    Args:
-        guard: Keeps exceptions of the monitor out of the training.
-    """
+    """Follows the batches that this thread's loaders yield, until a forward pass takes them."""
 
     def __init__(self, guard: Callable[..., None]) -> None:
         self._guard = guard

@@ -28,29 +28,17 @@ from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, Rea
 
 @dataclass(slots=True)
 class _Step:
-    """The state of the step that runs; there is a new one for each.
+    """The state of the step that runs; there is a new one for each."""
 
-    Attributes:
-        begun: A backward pass that is measured has begun.
-        ended: One has ended.
-        settled: The optimizer was called after it.
-        reduced_known: The reduced gradient was read.
-        spoiled: The measurements are not those of the step's local gradient.
-        carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
-        left: A parameter, and the version of the gradient that the last pass has left.
-        num_passes: Backward passes that have ended.
-        taken: The training's hooks have taken the gradients of a pass away before its end.
-    """
-
-    begun: bool = False
-    ended: bool = False
-    settled: bool = False
-    reduced_known: bool = False
-    spoiled: bool = False
-    carried_over: Tensor | None = None
-    left: tuple[Tensor, int] | None = None
-    num_passes: int = 0
-    taken: bool = False
+    begun: bool = False  # a backward pass that is measured has begun
+    ended: bool = False  # one has ended
+    settled: bool = False  # the optimizer was called after it
+    reduced_known: bool = False  # the reduced gradient was read
+    spoiled: bool = False  # the measurements are not those of the step's local gradient
+    carried_over: Tensor | None = None  # see LocalGradient
+    left: tuple[Tensor, int] | None = None  # by the last pass: a gradient's parameter and version
+    num_passes: int = 0  # backward passes that have ended
+    taken: bool = False  # hooks of the training's took the gradients away before the pass's end
 
 
 class LoopTap(HookedTap):

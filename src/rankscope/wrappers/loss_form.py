@@ -41,40 +41,26 @@ _SUM = 2
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """The ratio of a loss to the mean over a worker's own label tokens.
-
-    Attributes:
-        divided_by_all: Whether a sum was divided by the number of label tokens in all micro-batches
-            of the step (of all workers, or of this one: as the trainer has counted).
-        times_workers: Whether the result was multiplied by the number of workers.
-    """
+    """The ratio of a loss to the mean over a worker's own label tokens."""
 
     divided_by_all: bool
-    times_workers: bool
+    """Whether a sum was divided by the number of label tokens in all micro-batches of the step (of
+    all workers, or of this one: as the trainer has counted)."""
+    times_workers: bool  # the result was multiplied by the number of workers
 
     def factor(self, own: Tensor, num_items: Tensor | float, num_workers: int) -> Tensor | float:
-        """Return the loss over the mean per own label token.
-
-        Args:
-            own: Number of the micro-batch's own label tokens.
-            num_items: Number of tokens that the trainer counted.
-            num_workers: W.
-        """
+        """Return the loss over the mean per own label token; arguments as of :func:`read_form`."""
         workers = num_workers if self.times_workers else 1
         return own * workers / num_items if self.divided_by_all else workers
 
 
 def read_form(
-    loss: Tensor, own: Tensor | float, num_items: Tensor | float, num_workers: int
+    loss: Tensor,  # the scalar on which the training is about to call ``backward``
+    own: Tensor | float,  # the micro-batch's own label tokens
+    num_items: Tensor | float,  # tokens that the trainer counted; the loss may be divided by them
+    num_workers: int,
 ) -> LossForm | None:
-    """Return the form of a loss; None if unknown. Waits for the device.
-
-    Args:
-        loss: The scalar on which the training is about to call ``backward``.
-        own: Number of the micro-batch's own label tokens.
-        num_items: Number of tokens that the trainer counted and the loss may be divided by.
-        num_workers: W.
-    """
+    """Return the form of a loss; None if unknown. Waits for the device."""
     count = float(num_items)
     own = float(own)
     divided = mean = workers = False

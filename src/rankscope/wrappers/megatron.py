@@ -42,13 +42,7 @@ _NEEDED_OF_BUCKETS = "params_list", "grad_data", "gradient_scaling_factor"
 
 
 class MegatronTap(GradientTap):
-    """Reads gradients of Megatron-core's ``DistributedDataParallel``.
-
-    Its arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`, after the wrapper.
-
-    Raises:
-        UnsupportedError: The wrapper works in a way that cannot be watched.
-    """
+    """Reads gradients of Megatron-core's ``DistributedDataParallel``."""
 
     def __init__(
         self,
@@ -207,19 +201,13 @@ class MegatronTap(GradientTap):
 
 
 class _Group:
-    """A group of buckets, which are reduced together; ``starts`` is called before each reduction.
-
-    Attributes:
-        gradients: Those in it.
-        reads: How often they were read in this step: more than once where they are reduced again,
-            so that the later reading is not of a local gradient.
-    """
+    """A group of buckets that are reduced together; ``starts`` is called before each reduction."""
 
     def __init__(
         self, group: Any, names: Mapping[int, str], starts: Callable[["_Group"], None]
     ) -> None:
         self.gradients = whole_gradients(group, names)
-        self.reads = 0
+        self.reads = 0  # in this step; the second one is not of a local gradient
         self._group = group
         self._starts = starts
         self.stop = Relay(group, "start_grad_sync").subscribe(before=self._see_start)
@@ -253,11 +241,7 @@ def plain_megatron_optimizer(optimizer: Any) -> Any:
 
 
 def megatron_process_group(ddp: Any) -> dist.ProcessGroup:
-    """Return the ranks over which a wrapper reduces gradients; each of them is a worker.
-
-    Raises:
-        UnsupportedError: It works in a way that cannot be watched.
-    """
+    """Return the ranks over which a wrapper reduces gradients; each of them is a worker."""
     for reason, present in _obstacles(ddp):
         if present:
             raise UnsupportedError(
@@ -293,9 +277,7 @@ def factor_of_mean(ddp: Any) -> float:
 def whole_gradients(group: Any, names: Mapping[int, str]) -> list[Measured]:
     """Return the gradients in a group of buckets, each as a view of its buffer.
 
-    Args:
-        group: The group.
-        names: The parameters' names, by their ``id``; others are left out.
+    Parameters without a name by their ``id`` are left out.
     """
     parameters = [p for bucket in group.buckets for p in bucket.params_list]
     return [(names[id(p)], p.main_grad, 0) for p in parameters if id(p) in names]
@@ -306,10 +288,6 @@ def own_shards(group: Any, names: Mapping[int, str]) -> list[Measured]:
 
     Each bucket is cut into as many equal shards as there are workers; parameters in it begin at
     multiples of 64, with padding before them.
-
-    Args:
-        group: As for :func:`whole_gradients`.
-        names: As for :func:`whole_gradients`.
     """
     size = group.intra_distributed_optimizer_instance_size
     rank = group.intra_distributed_optimizer_instance_rank

@@ -88,11 +88,10 @@ class GradientParts:
         self._part.reset()
 
     def totals(self) -> GradientTotals:
-        """Return the totals of the sum of all closed parts.
+        """Return a copy of the totals of the sum of all closed parts.
 
-        Returns:
-            A copy. With more than one part, ``squared_norms`` are estimates; ``largest`` is the
-            largest magnitude in any part, ``nonfinite`` the count over all parts.
+        With more than one part, ``squared_norms`` are estimates; ``largest`` is the largest
+        magnitude in any part, ``nonfinite`` the count over all parts.
         """
         if self._count == 0:
             return self._sketcher.new_totals()
@@ -170,16 +169,10 @@ Watcher = Callable[[Tensor, Tensor], None]
 
 @dataclass(slots=True)
 class MicroBatchStream:
-    """A model's gradients as they come, one micro-batch at a time.
+    """A model's gradients as they come, one micro-batch at a time."""
 
-    Attributes:
-        factor: The reduced gradient is the mean over workers times this: W where workers'
-            gradients are summed, else 1.
-        watchers: Functions that get the gradients; they must not raise.
-    """
-
-    factor: float
-    watchers: list[Watcher] = field(default_factory=list)
+    factor: float  # of the reduced gradient over the workers' mean: W for a sum, else 1
+    watchers: list[Watcher] = field(default_factory=list)  # which must not raise
 
     def pass_on(self, parameter: Tensor, gradient: Tensor) -> None:
         """Pass a gradient to all watchers."""
@@ -238,13 +231,7 @@ class StreamReader:
     def gradient(
         self, reduced: GradientTotals | None, carried_over: Tensor | None
     ) -> LocalGradient:
-        """Return the step's measurements.
-
-        Args:
-            reduced: The totals of the reduced gradient, scaled in place to those of the mean over
-                workers.
-            carried_over: Watcher :class:`~rankscope.wrappers.tap.LocalGradient`.
-        """
+        """Return the step's measurements; ``reduced`` is scaled in place to the workers' mean."""
         count = self.parts.count
         one_each = count > 1 and count == self._num_passes
         if reduced is not None:

@@ -41,10 +41,8 @@ class ForwardPasses:
     an exception of the loss function inside the backward pass, or want other gradients than those
     of the parameters, as for adversarial examples.
 
-    Args:
-        reached: Called inside a backward pass that reaches the model's output; its argument is to
-            be called once the pass accumulates gradients of parameters.
-        guarded: Keeps exceptions out of the backward pass.
+    ``reached`` is called inside a backward pass that reaches the model's output; its argument is to
+    be called once the pass accumulates gradients of parameters.
     """
 
     def __init__(self, reached: Callable[[Callable[[], None]], None], guarded: Guarded) -> None:
@@ -103,12 +101,7 @@ def in_backward() -> bool:
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
-
-    Args:
-        tensor: An output of the model.
-        hook: Called with the gradient that arrives at it, for as long as the graph lives.
-    """
+    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle."""
     tensor_: Any = tensor
     known = type(tensor) is Tensor and _HAS_HOOKS
     if not known or not hasattr(tensor_.grad_fn, "_register_hook_dict"):
@@ -168,23 +161,14 @@ class BackwardEnd:
 
     Reentrant activation checkpointing runs passes of its own inside the outer one. They count as
     part of it if the outer pass was noticed first: as soon as it reaches the model's output.
-
-    Args:
-        began: Called when a backward pass is noticed.
-        ended: Called at its end, after its reduction.
-        guarded: Keeps exceptions out of the backward pass.
-        ending: Called when all gradients are there, before what finishes the reduction.
-
-    Raises:
-        UnsupportedError: This torch lacks a way to notice the end of a backward pass.
     """
 
     def __init__(
         self,
-        began: Callable[[], None],
-        ended: Callable[[], None],
+        began: Callable[[], None],  # called when a backward pass is noticed
+        ended: Callable[[], None],  # called at its end, after its reduction
         guarded: Guarded,
-        ending: Callable[[], None] | None = None,
+        ending: Callable[[], None] | None = None,  # when all gradients are there, before that
     ) -> None:
         self._began = began
         self._ended = ended

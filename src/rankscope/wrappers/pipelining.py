@@ -21,21 +21,14 @@ _RELAYS: dict[type, Relay] = {}
 
 
 class ScheduleCalls:
-    """The calls of schedules for one stage since the last :meth:`collect`.
-
-    Args:
-        module: The stage's module, inside its wrapper.
-        guarded: Keeps the monitor's exceptions out of the schedule.
-        count_passes: Returns the number of forward passes of the step so far.
-        after_call: Functions to call after each call.
-    """
+    """The calls of schedules for one stage since the last :meth:`collect`."""
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # of the stage, inside its wrapper
         guarded: Guarded,
-        count_passes: Callable[[], int],
-        after_call: Sequence[Callable[[], object]] = (),
+        count_passes: Callable[[], int],  # returns the forward passes of the step so far
+        after_call: Sequence[Callable[[], object]],  # called after each call
     ) -> None:
         self._after_call = after_call
         self._module = module
@@ -53,9 +46,7 @@ class ScheduleCalls:
     def collect(self) -> float:
         """Return by what the gradients were multiplied after the passes, and start again.
 
-        Returns:
-            The mean over all forward passes: 1/M after one call with M micro-batches. NaN without
-            a call.
+        The mean over all forward passes: 1/M after one call with M micro-batches. NaN without one.
         """
         calls = self._calls
         self._calls = []
@@ -79,11 +70,7 @@ class ScheduleCalls:
 
 
 class JoinedStages(nn.Module):
-    """The stages of a pipeline on one rank as one model, whose parts keep their names.
-
-    Raises:
-        UnsupportedError: Two stages call different parameters by one name.
-    """
+    """The stages of a pipeline on one rank as one model, whose parts keep their names."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

@@ -1,6 +1,13 @@
-"""The ranks of a process group."""
+"""The ranks of a process group, and what a rank holds of a tensor."""
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; a plain one as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

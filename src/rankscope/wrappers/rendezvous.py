@@ -50,27 +50,14 @@ class Rendezvous:
     The store may hold messages of an earlier attempt of the job: ``torchrun`` keeps it over
     restarts, and its count of them may differ between nodes. So the keys of a meeting carry a token
     that rank 0 draws, and each rank uses it only once rank 0 has repeated the rank's own token.
-
-    Args:
-        group: The data-parallel group, or one that holds all ``ranks``.
-        ranks: The ranks that meet; None: those of the group.
-        patience_seconds: How long this rank waits for the others at most; never longer than
-            :data:`PATIENCE_SECONDS`.
-
-    Attributes:
-        ranks: The ranks that meet.
-        patience_seconds: How long this rank waits for the others.
-
-    Raises:
-        UnsupportedError: The process group has no store that is in reach.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
-        ranks: Sequence[int] | None = None,
+        group: dist.ProcessGroup,  # the data-parallel one, or one that holds all ``ranks``
+        ranks: Sequence[int] | None = None,  # that meet; None: those of the group
         *,
-        patience_seconds: float = math.inf,
+        patience_seconds: float = math.inf,  # for the others; never more than PATIENCE_SECONDS
     ) -> None:
         kind = "" if ranks is None else "mesh/"
         ranks = ranks_of(group) if ranks is None else list(ranks)
@@ -88,11 +75,7 @@ class Rendezvous:
         )
 
     def gather(self, content: bytes) -> list[bytes] | None:
-        """Send this rank's message; rank 0 gets all messages, in rank order.
-
-        Raises:
-            LateError: A rank does not come.
-        """
+        """Send this rank's message; rank 0 gets all messages, in rank order."""
         if self.rank:
             self._join(content)
             return None
@@ -128,11 +111,7 @@ class Rendezvous:
         self._store.set(self._key(key), content)
 
     def read(self, *keys: str) -> list[bytes]:
-        """Return the values of keys; waits for them.
-
-        Raises:
-            LateError: One does not come.
-        """
+        """Return the values of keys; waits for them. LateError where one does not come."""
         named = [self._key(key) for key in keys]
         until = time.monotonic() + self.patience_seconds
         sleep = _FIRST_SLEEP
@@ -194,11 +173,7 @@ def _timeout(group: dist.ProcessGroup) -> float:
 
 
 def default_store() -> Any:
-    """Return the store of the training's process group.
-
-    Raises:
-        UnsupportedError: It is out of reach.
-    """
+    """Return the store of the training's process group."""
     c10d: Any = dist.distributed_c10d
     try:
         return c10d._get_default_store()
@@ -210,9 +185,9 @@ def default_store() -> Any:
 
 
 def agree(
-    store: Any,
-    num_ranks: int,
-    problem: str = "",
+    store: Any,  # one of torch's, in a part of its own for this question
+    num_ranks: int,  # that must be ready
+    problem: str = "",  # why this rank cannot do it; empty if it can
     patience_seconds: float = BEGIN_SECONDS,
     *,
     late: str = "after {seconds:.0f} s, {ready} of {num_ranks} ranks had come",
@@ -221,14 +196,8 @@ def agree(
 
     A rank that waits in a collective for one that never comes would hold up the training. So each
     rank notes in the store that it is ready; one of them, the last to be ready or the first to lose
-    patience, writes down the answer, and the store sees to it that there is only one.
-
-    Args:
-        store: One of torch's stores, in a part of its own for this question.
-        num_ranks: How many ranks must be ready.
-        problem: Why this rank cannot do it; empty if it can.
-        patience_seconds: How long to wait for the others.
-        late: The answer where some do not come.
+    patience, writes down the answer, and the store sees to it that there is only one. ``late`` is
+    the answer where some do not come.
     """
     if problem:
         return _answer(store, problem)

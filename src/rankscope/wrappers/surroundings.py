@@ -146,20 +146,14 @@ class _Stack:
     """A stack of the thread's: taken off, and put back in order.
 
     C code counts the entries on their way, so that no Ctrl-C can come in between.
-
-    Args:
-        top: Returns the top entry, as arguments of ``push``; None if there is none.
-        pop: Takes it off; a function of C.
-        push: Puts an entry on top; a function of C.
-        which: The argument of ``pop``.
     """
 
     def __init__(
         self,
-        top: Callable[[], _Entry | None],
-        pop: Callable[..., object],
-        push: Callable[..., object],
-        which: _Entry = (),
+        top: Callable[[], _Entry | None],  # returns the top entry, as arguments of ``push``
+        pop: Callable[..., object],  # a function of C
+        push: Callable[..., object],  # likewise
+        which: _Entry = (),  # the argument of ``pop``
     ) -> None:
         self._top = top
         self._pop = pop

@@ -48,35 +48,26 @@ class ReadReduced(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalGradient:
-    """One worker's gradient in one step, on the gradient's device.
+    """One worker's gradient in one step, on the gradient's device; None of what was not read.
 
     A tap may use the memory again in the next step.
-
-    Attributes:
-        totals: The local gradient before the reduction, summed over the step's micro-batches.
-        reduced: The part of the reduced gradient that this rank holds after the reduction: all of
-            it under DDP, its shard under FSDP2. None when it was not read. Its sketches are zero
-            when only the norm was read.
-        micro_squared_norms: float64 ``[M]``: squared norm of each micro-batch's own gradient, in
-            the units of ``totals``; empty when unknown or when there is a single one.
-        carried_over: Boolean scalar tensor: whether the gradient held something before the step
-            began (it was not zeroed), so that ``totals`` is not purely local. None when the tap
-            cannot be misled in this way.
-        norm_estimated: Whether the squared norms of ``totals`` are estimates, with a relative RMS
-            error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
-        reduced_product: float64 scalar tensor: inner product of the local gradient with the
-            reduced one; None when it was not read.
-        accumulator_changes: Changes of the gradient between the step's backward passes, see
-            :meth:`rankscope.wrappers.accumulator.AccumulatorAudit.collect`; None if unknown.
     """
 
-    totals: GradientTotals
+    totals: GradientTotals  # before the reduction, summed over the step's micro-batches
     reduced: GradientTotals | None = None
+    """The part of the reduced gradient that this rank holds after the reduction: all of it under
+    DDP, its shard under FSDP2. Its sketches are zero when only the norm was read."""
     micro_squared_norms: Tensor | None = None
+    """Squared norm of each micro-batch's own gradient, in the units of ``totals``, float64 ``[M]``;
+    None as well where there is a single one."""
     carried_over: Tensor | None = None
+    """Whether the gradient held something before the step began (it was not zeroed), so that
+    ``totals`` is not purely local, bool ``[]``; None when the tap cannot be misled in this way."""
     norm_estimated: bool = False
-    reduced_product: Tensor | None = None
-    accumulator_changes: Tensor | None = None
+    """Whether the squared norms of ``totals`` are estimates, with a relative RMS error of about
+    ``sqrt(2/k)``, since the gradient was only ever seen in parts."""
+    reduced_product: Tensor | None = None  # inner product with the reduced one, float64 ``[]``
+    accumulator_changes: Tensor | None = None  # between passes, see AccumulatorAudit.collect
 
 
 class GradientTap(Protocol):
@@ -101,29 +92,24 @@ class GradientTap(Protocol):
         return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
-        """Announce a forward pass in training whose backward pass will follow.
+        """Announce a forward pass in training whose backward pass will follow, to measure or not.
 
-        Args:
-            measure: Whether to measure that backward pass.
-            bypassed: Whether the training calls the module inside the wrapper, so that nothing
-                is reduced.
+        Where the training calls the module inside the wrapper (``bypassed``), nothing is reduced.
         """
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Note that the running backward pass has reached the model's output.
 
-        Args:
-            trained: Called once it proves to accumulate gradients, at its end at the latest; not
-                for ``torch.autograd.grad``, where that shows.
+        ``trained`` is called once it proves to accumulate gradients, at its end at the latest; not
+        for ``torch.autograd.grad``, where that shows.
         """
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Note that the running backward pass has reached a forward pass in evaluation mode.
 
-        Args:
-            announce: Announces that forward pass; called as soon as the backward pass proves to
-                train parameters, if the tap can still begin a step then. By default it cannot: the
-                step that the pass belongs to is under way.
+        ``announce`` announces that forward pass, as soon as the backward pass proves to train
+        parameters, if the tap can still begin a step then. By default it cannot: the step that the
+        pass belongs to is under way.
         """
         return
 
@@ -186,13 +172,10 @@ class GradientObserver(SeesReduced, Protocol):
         """
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Read the local gradient of a parameter, before the reduction.
+        """Read the local gradient of a parameter, before the reduction, by its canonical name.
 
-        With several micro-batches it is called for each, with the gradient accumulated so far.
-
-        Args:
-            name: The parameter's canonical name.
-            gradient: Any shape; it may be overwritten as soon as this returns.
+        With several micro-batches it is called for each, with the gradient accumulated so far,
+        which may be overwritten as soon as this returns.
         """
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:

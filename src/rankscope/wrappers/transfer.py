@@ -30,24 +30,16 @@ class GradientTransfer:
     kernel of its own, one launch gathers them, and one more for each measurement that not all steps
     have: norms of micro-batches, the carried-over flag, the product with the reduced gradient. They
     are copied with all else that the step measures there.
-
-    Args:
-        measured: The gradient's totals, on their device.
-        sketch_width: Numbers to send of the total's sketch, at most its width; or 0.
-        group_width: Numbers to send of each group's sketch.
-        section_counts: How many rows of the totals each group has, where the reduction is audited;
-            empty: one.
-        audit_width: Numbers in each section's sketch for the audit; 0 without.
     """
 
     def __init__(
         self,
         measured: LocalGradient,
         *,
-        sketch_width: int,
-        group_width: int,
-        section_counts: tuple[int, ...] = (),
-        audit_width: int = 0,
+        sketch_width: int,  # numbers to send of the total's sketch, at most its width; or 0
+        group_width: int,  # of each group's sketch
+        section_counts: tuple[int, ...] = (),  # rows of each group, in an audit; empty: one
+        audit_width: int = 0,  # numbers in each section's sketch for the audit; 0 without
     ) -> None:
         totals = measured.totals
         micro = measured.micro_squared_norms
@@ -95,25 +87,19 @@ class GradientTransfer:
 
 
 class _Form:
-    """The layout of the message of gradients that are alike.
-
-    Args:
-        folding: The sketches.
-        lengths: Number of numbers in each part, by its name in ``NUMBERS``.
-        norm_estimated: Whether the norm is an estimate.
-
-    Attributes:
-        sizes: The parts of numbers and sketches, int64.
-        num_bytes: Bytes of the numbers.
-        end: Bytes of the numbers and the sketches.
-    """
+    """The layout of the message of gradients that are alike."""
 
     def __init__(
-        self, folding: Folding, lengths: Mapping[str, int], *, norm_estimated: bool
+        self,
+        folding: Folding,
+        lengths: Mapping[str, int],  # numbers in each part, by its name in NUMBERS
+        *,
+        norm_estimated: bool,
     ) -> None:
         self.folding = folding
         sizes = sizes_of(lengths, folding.lengths, norm_estimated=norm_estimated)
-        self.sizes = array("q", sizes).tobytes()
+        self.sizes = array("q", sizes).tobytes()  # of the parts of numbers and sketches
+        # the bytes where the numbers end, and then the sketches
         *firsts, self.num_bytes = accumulate((8 * lengths[name] for name in NUMBERS), initial=0)
         self._firsts = dict(zip(NUMBERS, firsts, strict=True))
         self.end = self.num_bytes + 4 * sum(folding.lengths.values())
@@ -121,11 +107,7 @@ class _Form:
         self._micro = lengths["micro"]
 
     def gather(self, measured: LocalGradient) -> bytearray:
-        """Return numbers and sketches of totals in the host's memory, one behind the other.
-
-        Raises:
-            NoLibraryError: There is no library.
-        """
+        """Return numbers and sketches of totals in the host's memory, one behind the other."""
         if self._native is None:
             self._native = self._prepare()
         function, form, folds, _ = self._native
@@ -166,31 +148,20 @@ class _Form:
 
 @functools.lru_cache(maxsize=64)
 def _form(
-    shape: tuple[int, int],
-    section_counts: tuple[int, ...],
-    widths: tuple[int, int, int],
-    micro: int,
+    shape: tuple[int, int],  # rows of the totals, and numbers in the sketch of each
+    section_counts: tuple[int, ...],  # rows of each group; empty: one
+    widths: tuple[int, int, int],  # of the sketch of the total, of each group, of each section
+    micro: int,  # micro-batches that have norms
     *,
     reduced: bool,
     carried: bool,
     product: bool,
     norm_estimated: bool,
-    accumulator_changes: int,
+    accumulator_changes: int,  # numbers that describe changes between micro-batches
 ) -> _Form:
     """Return the layout of the message.
 
     Where each group has one section, the sketch for the audit is that of the group as well.
-
-    Args:
-        shape: Rows of the totals, and numbers in the sketch of each.
-        section_counts: How many rows each group has; empty: one.
-        widths: Numbers in the sketch of the total, of each group, and of each section.
-        micro: How many micro-batches have norms.
-        reduced: Whether there is a reduced gradient.
-        carried: Whether there is a carried-over flag.
-        product: Whether there is a product with the reduced gradient.
-        norm_estimated: Whether the norm is an estimate.
-        accumulator_changes: How many numbers describe changes between micro-batches.
     """
     num_rows, wide = shape
     counts = section_counts or (1,) * num_rows
@@ -233,15 +204,9 @@ def _launches_on(tensor: Tensor) -> bool:
 def launch(
     measured: LocalGradient, folding: Folding, take: Callable[[int], Tensor] | None = None
 ) -> Tensor:
-    """Gather numbers and sketches with one launch.
+    """Gather numbers, float64 ``[n]``, and behind them float32 sketches with one launch.
 
-    Args:
-        measured: The gradient.
-        folding: Which sketches are wanted.
-        take: Returns so many words of 64 bits on the device; None for new ones.
-
-    Returns:
-        float64 ``[n]``: the numbers, and behind them the float32 sketches.
+    ``take`` returns so many words of 64 bits on the device; None for new ones.
     """
     from rankscope.gradients.kernels.fused import hand_over
 

@@ -9,7 +9,7 @@ from torch import nn
 from rankscope import Run
 from rankscope.bus.finding import Severity
 from rankscope.evidence.state.judge import FROZEN_DIFFER
-from rankscope.wrappers.living import frozen_modules
+from rankscope.wrappers.living import frozen_modules, living_modules
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -53,6 +53,6 @@ def test_only_outermost_modules_of_ordinary_frozen_tensors_count():
     holder = nn.ModuleList([trained, teacher])
     meta = nn.Linear(2, 2, device="meta").requires_grad_(False)
     ours = {id(each) for each in (teacher, *teacher, trained, holder, meta)}
-    assert [id(m) for m in frozen_modules(set()) if id(m) in ours] == [id(teacher)]
+    assert [id(m) for m in frozen_modules(living_modules(set())) if id(m) in ours] == [id(teacher)]
     inside = {id(part) for part in teacher.modules()}
-    assert [id(m) for m in frozen_modules(inside) if id(m) in ours] == []
+    assert [id(m) for m in frozen_modules(living_modules(inside)) if id(m) in ours] == []

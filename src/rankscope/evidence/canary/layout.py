@@ -16,11 +16,6 @@ def layout_of(tensor: Tensor) -> Layout | None:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; a plain one as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole_of(tensor: Tensor) -> Tensor:
     """Return a whole tensor, which all its ranks gather; a plain one as it is.
 

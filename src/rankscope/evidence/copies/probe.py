@@ -209,10 +209,10 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
         if held and 2 * len(held) >= len(trained):  # else a layer of any other model may look alike
             parts.setdefault(_shapes(part), part)
     inside = {id(part) for part in model.modules()}
-    outside = [each for each in living_modules() if id(each) not in inside]
+    outside = living_modules(inside)
     averages = list(_averages([model, *_outermost(outside)], parts, trained))
     seen = {id(part) for module, _ in averages for part in module.modules()}
-    others = [each for each in frozen_modules(inside) if seen.isdisjoint(map(id, each.modules()))]
+    others = [one for one in frozen_modules(outside) if seen.isdisjoint(map(id, one.modules()))]
     found = [*averages, *((each, None) for each in others)][:_MOST_COPIES]
     labels = [label_of(module) for module, _ in found]
     for number, (module, source) in enumerate(found):

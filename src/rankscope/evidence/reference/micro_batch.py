@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from rankscope.bus.words import shortened
 from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
-from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
+from rankscope.evidence.canary.layout import Layout, layout_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hides_tensors, hook_gradient, tensors_in
+from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.surroundings import outside
 
 MOST_BATCH_BYTES = 2**30

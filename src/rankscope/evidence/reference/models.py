@@ -127,15 +127,7 @@ class ShardedModel:
 
     def check(self) -> None:
         """Check that a whole copy can be made and run."""
-        if len(parameters_by_mesh(self._model)) > 1:
-            raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
-        if any(p.tensor.device != p.group.device for p in self._managed.values()):
-            raise CanaryDeclined("parameters are offloaded, and no worker holds the whole model")
-        if any(p.group.half_reduced for p in self._trained):
-            raise CanaryDeclined("a part of the gradients waits for its all-reduce")
-        every = [p.tensor for p in self._managed.values()]
-        needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in every)
-        check_room(needed, self._trained[0].group.device, "the whole model and its gradient")
+        _check_gathering(self._model, list(self._managed.values()))
 
     def digests(self) -> dict[str, int]:
         """Return nothing: workers hold other shards."""
@@ -164,7 +156,7 @@ class ShardedModel:
             memo[id(sharded)] = whole[name]
             if shared is not None and not torch.equal(full, own):
                 shared.replicas[whole[name]] = own.to(dtype)
-        memo |= {id(b): whole_of(b.detach()).clone() for b in self._model.buffers() if layout_of(b)}
+        memo |= _whole_buffers(self._model)
         try:
             yield plain_copy(self._model, memo), [whole[name] for name in self.names]
         finally:
@@ -189,16 +181,9 @@ class GatheredModel:
 
     def check(self) -> None:
         """Check that a copy can be made and run."""
-        if len(parameters_by_mesh(self._model)) > 1:
-            raise CanaryDeclined("experts lie on another mesh than the rest")
-        if any(p.tensor.device != p.group.device for p in self._managed):
-            raise CanaryDeclined("parameters are offloaded")
-        if any(p.group.half_reduced for p in self._managed if p.tensor.requires_grad):
-            raise CanaryDeclined("a part of the gradients waits for its all-reduce")
+        _check_gathering(self._model, self._managed)
         if all(tensor.grad is None for tensor in self.parameters.values()):
             raise CanaryDeclined("its parameters have no gradients")
-        needed = 3 * sum(p.tensor.numel() * p.tensor.element_size() for p in self._managed)
-        check_room(needed, self._managed[0].group.device, "the whole model and its gradient")
 
     @contextmanager
     def opened(self) -> Iterator[tuple[nn.Module, list[Tensor], list[Tensor | None]]]:
@@ -220,8 +205,25 @@ class GatheredModel:
             if sharded.requires_grad:
                 own[managed.name] = part
                 gradients.append(None if sharded.grad is None else _gathered(managed, sharded.grad))
-        memo |= {id(b): whole_of(b.detach()).clone() for b in self._model.buffers() if layout_of(b)}
+        memo |= _whole_buffers(self._model)
         yield plain_copy(self._model, memo, _MADE_BY), list(own.values()), gradients
+
+
+def _check_gathering(model: nn.Module, managed: Sequence[ManagedParameter]) -> None:
+    """Check that all ranks can gather a model under FSDP2, and have room for it."""
+    if len(parameters_by_mesh(model)) > 1:
+        raise CanaryDeclined("experts lie on another mesh than the rest")
+    if any(p.tensor.device != p.group.device for p in managed):
+        raise CanaryDeclined("parameters are offloaded")
+    if any(p.group.half_reduced for p in managed if p.tensor.requires_grad):
+        raise CanaryDeclined("a part of the gradients waits for its all-reduce")
+    needed = 3 * sum(p.tensor.numel() * p.tensor.element_size() for p in managed)
+    check_room(needed, managed[0].group.device, "the whole model and its gradient")
+
+
+def _whole_buffers(model: nn.Module) -> dict[int, Tensor]:
+    """Return whole copies of the buffers that ranks share, by the id of the original."""
+    return {id(b): whole_of(b.detach()).clone() for b in model.buffers() if layout_of(b)}
 
 
 def _gathered(managed: ManagedParameter, tensor: Any) -> Tensor:

@@ -26,7 +26,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import FSDP2, MEGATRON
 from rankscope.wrappers.fsdp2_model import ShardLookup
-from rankscope.wrappers.living import frozen_modules, label_of
+from rankscope.wrappers.living import frozen_modules, label_of, living_modules
 from rankscope.wrappers.ranks import ranks_of
 
 _log = logging.getLogger("rankscope")
@@ -296,7 +296,8 @@ class FrozenProbe(Probe):
     @torch.no_grad()
     def _begin(self) -> None:
         if self._modules is None:
-            self._modules = [weakref.ref(module) for module in frozen_modules(self._inside)]
+            outside = living_modules(self._inside)
+            self._modules = [weakref.ref(module) for module in frozen_modules(outside)]
         modules = [module for one in self._modules if (module := one()) is not None]
         parameters: list[list[Tensor]] = [list(module.parameters()) for module in modules]
         digests = [digest_tensor(p, stop=_BEGINNING) for each in parameters for p in each]

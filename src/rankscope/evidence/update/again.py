@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.evidence.canary.alone import alone
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.layout import local_of, whole_of
+from rankscope.evidence.canary.layout import whole_of
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.canary.state import RandomGenerators
+from rankscope.wrappers.ranks import local_of
 
 _SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _LEFT_OUT = frozenset({"state", "param_groups", "step"})

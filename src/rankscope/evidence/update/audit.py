@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
-from rankscope.evidence.canary.layout import layout_of, local_of
+from rankscope.evidence.canary.layout import layout_of
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.again import (
     Cuts,
@@ -25,6 +25,7 @@ from rankscope.evidence.update.again import (
     why_apart,
 )
 from rankscope.evidence.update.compare import FIELDS, PartOfUpdate, UpdateShare
+from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.rendezvous import Rendezvous
 
 MOST = 8

@@ -50,19 +50,12 @@ class Grid:
 
 
 class JobTables(NamedTuple):
-    """The kernels' tables of gradients.
+    """The kernels' tables of gradients."""
 
-    Attributes:
-        segments: Rows of the table ``[S, FIELDS]``, int64.
-        jobs: The first segment of each job, and S; int64 ``[J + 1]``.
-        jobs_of: The first job of each row of the totals, and J; int64 ``[R + 1]``.
-        row_signs: Of all pieces, float32.
-    """
-
-    segments: Tensor
-    jobs: Tensor
-    jobs_of: Tensor
-    row_signs: Tensor
+    segments: Tensor  # rows of the table ``[S, FIELDS]``, int64
+    jobs: Tensor  # the first segment of each job, and S; int64 ``[J + 1]``
+    jobs_of: Tensor  # the first job of each row of the totals, and J; int64 ``[R + 1]``
+    row_signs: Tensor  # of all pieces, float32
 
 
 def share_out(

@@ -18,10 +18,9 @@ _FIRST_DRAW = 64
 class ParameterSigns:
     """Where one parameter lies in the sketch, and the signs of its rows, drawn as needed.
 
-    Attributes:
-        first: Position of the parameter's first element, to be taken modulo the sketch's width.
-            Small parameters would otherwise all lie in the same few buckets.
-        shift: Where the signs of prime period begin.
+    The position of its ``first`` element, modulo the sketch's width, depends on its name: small
+    parameters would otherwise all lie in the same few buckets. The signs of prime period begin at
+    ``shift``.
     """
 
     def __init__(self, name: str, seed: int, device: torch.device) -> None:
@@ -65,25 +64,15 @@ def _generator(seed: int) -> torch.Generator:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Consecutive elements of a gradient, all of which count to one row of the totals.
+    """Consecutive elements of a gradient, all of which count to one row of the totals."""
 
-    Attributes:
-        source: Which of the gradients.
-        offset: Position of the piece's first element in it.
-        count: Number of elements, at least one.
-        dtype: Of the gradient: float32, bfloat16 or float16; any floating one of a single piece.
-        row: Of the totals.
-        signs: The parameter's signs; None where norms alone are measured.
-        start: Position of the first element in the whole flat parameter, as a kernel counts.
-    """
-
-    source: int
-    offset: int
-    count: int
-    dtype: torch.dtype
-    row: int
-    signs: ParameterSigns | None
-    start: int
+    source: int  # which of the gradients
+    offset: int  # position of the piece's first element in it
+    count: int  # of elements, at least one
+    dtype: torch.dtype  # float32, bfloat16 or float16; any floating one of a single piece
+    row: int  # of the totals
+    signs: ParameterSigns | None  # the parameter's; None where norms alone are measured
+    start: int  # position of the first element in the whole flat parameter, as a kernel counts
 
 
 class Prepared(Protocol):

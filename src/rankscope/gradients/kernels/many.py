@@ -70,22 +70,14 @@ class DeviceReader:
 
 
 class _Chunks:
-    """Parts cut into chunks.
-
-    Attributes:
-        owners_C: Which part each chunk is of.
-        filled_F: The parts that have chunks.
-        firsts_F: The first chunk of each of them.
-        factors_C: The factor on its sum.
-        room: C, rounded up so that what comes behind is aligned.
-        table: The kernel's table, on the device.
-    """
+    """Parts cut into chunks."""
 
     def __init__(self, parts: tuple[int, ...], device: torch.device) -> None:
         parts_N = np.array(parts, np.int64).reshape(-1, 3)
         address_N, bytes_N, _ = parts_N.T
         counts_N = -(-bytes_N // CHUNK_BYTES)
-        self.owners_C = np.repeat(np.arange(len(parts_N)), counts_N)
+        self.owners_C = np.repeat(np.arange(len(parts_N)), counts_N)  # the part of each chunk
+        # C, rounded up so that what comes behind is aligned
         self.room = -(-len(self.owners_C) // _ALIGNED) * _ALIGNED
         first_C = np.repeat(np.cumsum(counts_N) - counts_N, counts_N)
         start_C = (np.arange(len(self.owners_C)) - first_C) * CHUNK_BYTES
@@ -96,7 +88,7 @@ class _Chunks:
         table_C[:, 3] = np.gcd(np.gcd(address_N, bytes_N), 4)[self.owners_C]
         table_C[:, 4] = parts_N[self.owners_C, 2]
         blocks_C = (start_C // _BLOCK_BYTES).tolist()
-        self.filled_F = np.flatnonzero(counts_N)
+        self.filled_F = np.flatnonzero(counts_N)  # parts that have chunks, and their first ones
         self.firsts_F = np.cumsum(counts_N)[self.filled_F] - counts_N[self.filled_F]
         self.factors_C = np.array([block_factor(block) for block in blocks_C], np.uint64)
         host = torch.from_numpy(table_C)

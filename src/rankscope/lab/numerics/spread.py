@@ -111,11 +111,7 @@ LEAST_PER_LAYER = 256
 
 @dataclass(frozen=True, slots=True)
 class SumOptions:
-    """The options of a measurement.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
+    """The options of a measurement."""
 
     workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)  # world sizes, rising, each at least 2
     # orders to try, at least 2; up to five workers all there are are tried instead

@@ -69,11 +69,7 @@ class Divide(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The types of a reduction, and when it divides; the mean comes back in the buffer's type.
-
-    Raises:
-        UsageError: A type is not one of these.
-    """
+    """The types of a reduction, and when it divides; the mean comes back in the buffer's type."""
 
     inputs: str = "float32"  # type of the buffer: ``float32``, ``bfloat16`` or ``float16``
     sums: str = "float32"  # type of partial sums

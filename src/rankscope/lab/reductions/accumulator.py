@@ -121,9 +121,8 @@ def add_bounds(bounds_P3: Tensor) -> Tensor:
 def verdicts(bounds: Tensor) -> Tensor:
     """Return the term of bounds in a sum: float64 ``[...]`` from ``[..., 3]``, to be added to it.
 
-    Returns:
-        0 for a sum within the range, else NaN or an infinity of the sign of what left the range
-        (NaN if it was left on both sides).
+    0 for a sum within the range, else NaN or an infinity of the sign of what left the range (NaN if
+    it was left on both sides).
     """
     count, below, above = bounds.unbind(-1)
     limit = (LARGEST_TOTAL / count.clamp(min=1.0)).clamp(max=LARGEST)

@@ -83,24 +83,19 @@ class RecordSet:
     total: int
 
 
-def load_records(source: str | None, *, seed: int = 0, limit: int | None = None) -> RecordSet:
-    """Read a data set and split it.
+def load_records(
+    source: str | None,
+    *,
+    seed: int = 0,  # decides the content of the built-in data; files do not depend on it
+    limit: int | None = None,  # use only the first so many records
+) -> RecordSet:
+    """Read a data set and split it into the records below the limit and the held-out ones.
 
-    Args:
-        source: None or ``"builtin"`` for the built-in data, the path of a ``.json`` file (a list)
-            or ``.jsonl`` file (a record per line), or the name of a Hugging Face data set.
-        seed: Decides the content of the built-in data; files do not depend on it.
-        limit: Use only the first so many records; all when None.
+    ``source`` is None or ``"builtin"`` for the built-in data, the path of a ``.json`` file (a list)
+    or ``.jsonl`` file (a record per line), or the name of a Hugging Face data set.
 
-    Returns:
-        The records below the limit and the held-out ones: up to a tenth of the file, at most
-        2,048, from its end. Where fewer than 256 records lie beyond the limit, they are the last
-        tenth of the selected records instead.
-
-    Raises:
-        UsageError: ``limit`` is less than 1.
-        DataError: The source cannot be read, or a record in it is malformed.
-        MissingExtraError: A data set is named, and ``datasets`` is not installed.
+    Held out is up to a tenth of the file, at most 2,048 records, from its end. Where fewer than 256
+    lie beyond the limit, they are the last tenth of the selected records instead.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"the limit on records must be at least 1, got {limit}")

@@ -74,13 +74,8 @@ class EncodedSet:
     def collate(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], list[int]]:
         """Make a batch of the samples at some positions, padded on the right to the longest.
 
-        Returns:
-            The model's arguments ``input_ids``, ``attention_mask`` and ``labels``, int64
-            ``[len(positions), longest]``, and the samples' indices in the file.
-
-        Raises:
-            UsageError: No position is given.
-            IndexError: There is no such position.
+        That is the model's arguments ``input_ids``, ``attention_mask`` and ``labels``, int64
+        ``[len(positions), longest]``, and the samples' indices in the file.
         """
         if not positions:
             raise UsageError("expected a batch of at least one sample, got none")
@@ -100,20 +95,15 @@ class EncodedSet:
         return tensors, [sample.index for sample in batch]
 
 
-def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> EncodedSet:
+def encode(
+    records: Sequence[Record],
+    tokenizer: Any,  # of transformers, with an end token
+    max_length: int,  # longest sample in tokens; longer ones are cut at the end
+) -> EncodedSet:
     """Turn records into prompt, response and end token, with labels on the response only.
 
     Prompt and response are encoded apart, so that the labels begin exactly at the response. A
     begin token is put in front where the tokenizer itself would.
-
-    Args:
-        records: What to encode.
-        tokenizer: A transformers tokenizer with an end token.
-        max_length: Longest sample in tokens; longer ones are cut at the end.
-
-    Raises:
-        UsageError: ``max_length`` is less than 2, or the tokenizer has no end token.
-        DataError: No sample keeps a label token.
     """
     if max_length < 2:
         raise UsageError(f"the maximum length must be at least 2 tokens, got {max_length}")
@@ -183,9 +173,6 @@ def draw_batches(
 
     Both readings use torch's own samplers, as training scripts do. Incomplete batches at the end
     of an epoch are dropped.
-
-    Raises:
-        UsageError: A worker's share is smaller than one batch.
     """
     own_seed = combination.setting.seed_of(rank, seed)
     positions = TensorDataset(torch.arange(num_samples))

@@ -1,5 +1,6 @@
 """Starts a study's workers on this machine, or joins those that an outer ``torchrun`` started."""
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -74,6 +75,7 @@ def launch(
 
 def _begin(work: Callable[..., None], *args: Any) -> None:
     """Run ``work(*args)`` in a started process; one of our errors ends it without a traceback."""
+    gc.freeze()  # nothing then looks through, and so copies, what all workers share
     try:
         _heed_signals()
         record(work)(*args)

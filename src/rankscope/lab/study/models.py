@@ -35,29 +35,18 @@ class LoadedModel:
 
 
 def load_model(
-    spec: str,
+    spec: str,  # ``"tiny"``, ``"pangu-1b"``, or a Hugging Face name or directory
     *,
-    weights: Path | None = None,
-    seed: int = 0,
+    weights: Path | None = None,  # directory of published ones and tokenizer, for ``pangu-1b`` only
+    seed: int = 0,  # decides random weights
     tokenizer_records: Sequence[Record] = (),
-    cache_dir: Path | None = None,
-    base_steps: int = BASE_STEPS,
+    cache_dir: Path | None = None,  # of base models; None: the user's
+    base_steps: int = BASE_STEPS,  # of the tiny model's base training
 ) -> LoadedModel:
     """Load a model by name, on the CPU.
 
-    Args:
-        spec: ``"tiny"``, ``"pangu-1b"``, or a Hugging Face name or directory.
-        weights: Directory with published weights and tokenizer, for ``pangu-1b`` only.
-        seed: Decides random weights.
-        tokenizer_records: Held-out records: the built-in tokenizer learns from them, and the tiny
-            model's base training runs on them.
-        cache_dir: Where base models are kept; the user's cache directory when None.
-        base_steps: Steps of the tiny model's base training.
-
-    Raises:
-        UsageError: There is no such model, or its files do not fit it.
-        DataError: The built-in tokenizer has no records to learn from.
-        MissingExtraError: ``transformers`` is not installed.
+    The built-in tokenizer learns from ``tokenizer_records``, which are held out, and the tiny
+    model's base training runs on them.
     """
     if weights is not None and spec != PANGU:
         raise UsageError(f"published weights can be given for {PANGU} only, the model is {spec!r}")

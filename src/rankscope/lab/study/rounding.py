@@ -67,32 +67,16 @@ MAX_STEP = 10_000
 def record_gradients(
     num_workers: int,
     *,
-    step: int = 0,
-    seed: int = 0,
-    batch_size: int = 0,
-    base_steps: int = BASE_STEPS,
-    progress: Callable[[str, int, int], None] | None = None,
+    step: int = 0,  # steps to take before; 0 records the base model's gradients
+    seed: int = 0,  # decides data, base model and batches
+    base_steps: int = BASE_STEPS,  # of the base model's training
+    progress: Callable[[str, int, int], None] | None = None,  # takes a part's name, done, and all
 ) -> LocalGradients:
-    """Fine-tune the built-in model and return the workers' gradients of one step.
+    """Fine-tune the built-in model; return gradients of one step by parameter, float32 ``[W, n]``.
 
     The workers are computed one after the other in this process. Each draws batches from its own
     shard, as in a study with the sharded reading, and steps are taken with the study's optimizer
     on the mean of their gradients.
-
-    Args:
-        num_workers: W, at least 2.
-        step: Steps to take before; 0 records the base model's gradients.
-        seed: Decides data, base model and batches.
-        batch_size: Samples per worker; 0 for the study's own.
-        base_steps: Steps of the base model's training.
-        progress: Called with the name of the present part, the parts done, and their number.
-
-    Returns:
-        Gradients by parameter name, float32 ``[W, n]``.
-
-    Raises:
-        UsageError: There are too few workers, or no such step.
-        MissingExtraError: ``transformers`` is not installed.
     """
     if num_workers < 2:
         raise UsageError(f"expected at least 2 workers, got {num_workers}")
@@ -113,7 +97,7 @@ def record_gradients(
         draw_batches(
             Combination(ShardReading.SHARDED, Setting.S1_1),
             num_samples=len(samples),
-            batch_size=batch_size or config.batch_size,
+            batch_size=config.batch_size,
             rank=rank,
             num_workers=num_workers,
             seed=seed,
@@ -271,10 +255,8 @@ class Reducer:
 
         Every worker adds its own micro-batches in fp32, one after the other, divides by W as DDP
         does, and rounds to the buffer's type. The buffers are then added in that type. A scale of
-        the loss is a power of two: it is applied to the gradient here, with the same bits.
-
-        Returns:
-            None when the scaled sum is not finite; the scale is then halved for the next step.
+        the loss is a power of two: it is applied to the gradient here, with the same bits. None
+        when the scaled sum is not finite; the scale is then halved for the next step.
         """
         reduction = self._reduction
         local_WP = _local_means(micro_gradients_MP, reduction.num_workers) * self._scale
@@ -411,9 +393,6 @@ def run_growth(options: GrowthOptions, progress: Progress | None = None) -> Grow
 
     It computes on the CPU, on one thread, where the same computation gives the same bits.
     ``progress`` is called with ``(what, done, total)``, first for the base model, then per step.
-
-    Raises:
-        MissingExtraError: ``transformers`` is not installed.
     """
     report = progress or (lambda what, done, total: None)
     with one_thread():

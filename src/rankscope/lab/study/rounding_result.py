@@ -134,16 +134,10 @@ class Growth:
 
 
 def fit_growth(distances_T: Sequence[float]) -> Growth | None:
-    """Fit a power law and an exponential to the growing part of a distance.
+    """Fit a power law and an exponential to the growing part of a distance after steps 1 … T.
 
     The growing part goes from the first positive value to the largest one. Values of 0 and
-    values that are not finite are left out of it.
-
-    Args:
-        distances_T: The distance after steps 1 … T.
-
-    Returns:
-        None when no value is positive.
+    values that are not finite are left out of it. None when no value is positive.
     """
     values_T = np.asarray(distances_T, dtype=float)
     positive_T = np.isfinite(values_T) & (values_T > 0)

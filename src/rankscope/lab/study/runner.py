@@ -36,26 +36,17 @@ Entry = dict[str, Any]
 
 
 def run_study(
-    config: StudyConfig, output: Path, *, resume: bool = False, overwrite: bool = False
+    config: StudyConfig,
+    output: Path,  # the study's directory
+    *,
+    resume: bool = False,  # continue a study with the same options; finished trainings are kept
+    overwrite: bool = False,  # remove a study that is there
 ) -> list[Entry] | None:
     """Fine-tune under every combination and summarise; the entries of ``summary.json``.
 
     Starts its own workers on this machine, or is one of them when an outer ``torchrun`` started
-    this process; all but rank 0 then return None.
-
-    Args:
-        config: What to do.
-        output: The study's directory.
-        resume: Continue a study with the same options; finished trainings are kept.
-        overwrite: Remove a study that is there.
-
-    Raises:
-        UsageError: Options that cannot work; the directory is taken.
-        DataError: The data cannot be used.
-        RunError: The directory cannot be written.
-        MissingExtraError: A package of the extra ``study`` is missing.
-        StudyInterrupted: A signal came.
-        WorkerFailedError: A worker failed.
+    this process; all but rank 0 then return None. StudyInterrupted if a signal came,
+    WorkerFailedError if a worker failed.
     """
     quiet_deepspeed()
     try:
