@@ -272,6 +272,8 @@ def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
         largest = max(largest, size)
         if size > ROUNDING and not (parts and name == names[1]):
             parts.append(f"{name} is {words}")
+    if not parts and not largest:
+        return "in some of the gradient's elements; loss and norm are the same"
     if not parts:
         return f"by {largest:.1g} of loss or gradient, no more than rounding may"
     if len(set(ranks)) == len(results.losses_W):
