@@ -91,7 +91,7 @@ class _OfWholeSamples(OutlierSearch):
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
-        if not self._parts_of_sequences or evidence.severity is Severity.NOTE:
+        if not self._parts_of_sequences or fault.absorbed:
             return evidence
         fields = {**evidence.fields, "many": self._parts_of_sequences}
         return replace(evidence, cause="inconclusive", severity=Severity.NOTE, fields=fields)
