@@ -297,9 +297,11 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
     if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
-        copied = [module for module in modules if _is_copied(module, list(wanted.values()))]
-        with_gradients = [module for module in copied if _have_gradients(module)]
-        found = with_gradients or [m for m in copied if m.training]  # the loop takes them away
+        copies = list(wanted.values())
+        copied = [module for module in modules if _is_copied(module, copies)]
+        found = [module for module in copied if _have_gradients(module)]
+        if not found:  # the loop takes them away
+            found = [module for module in copied if _have_other_types(module, copies)]
     if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
         return []
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
@@ -326,6 +328,10 @@ def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
 
 def _have_gradients(module: nn.Module) -> bool:
     return all(p.grad is not None for p in module.parameters() if p.requires_grad)
+
+
+def _have_other_types(module: nn.Module, copies: list[Tensor]) -> bool:
+    return {p.dtype for p in module.parameters()}.isdisjoint(copy.dtype for copy in copies)
 
 
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:
