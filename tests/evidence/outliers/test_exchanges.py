@@ -7,7 +7,6 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run, Severity
@@ -49,12 +48,11 @@ class Model(nn.Module):
         return self.mix(hidden + keys.mean(1, keepdim=True)).square().mean()
 
 
-def train(rank, run_dir, gathers, shards):
+def train(rank, run_dir, gathers):
     torch.manual_seed(0)
     model = Model(gathers)
-    if shards:
-        fully_shard(model.mix)
-    model = fully_shard(model) if shards else DistributedDataParallel(model)
+    fully_shard(model.mix)
+    fully_shard(model)  # which gathers parameters, and that is no exchange
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(1 + rank)
     options = {"canary": False, "announce": False, "agent": "thread"}
@@ -70,35 +68,34 @@ def train(rank, run_dir, gathers, shards):
 
 def train_all(rank, folder):
     for gathers in (False, True):
-        for shards in (False, True):
-            train(rank, f"{folder}/{gathers}-{shards}", gathers, shards)
+        train(rank, f"{folder}/{gathers}", gathers)
 
 
 def test_workers_that_exchange_tensors_in_the_forward_pass_may_differ_on_purpose(tmp_path):
     run_ranks(train_all, 2, str(tmp_path))
     for gathers in (False, True):
-        for shards in (False, True):  # which gathers parameters, and that is no exchange
-            run = Run.open(tmp_path / f"{gathers}-{shards}")
-            [found] = [one for one in run.findings() if one.id == "workers-differ"]
-            assert found.severity is (Severity.NOTE if gathers else Severity.WARNING)
-            assert ("exchanges tensors among them (all-gather)" in found.explanation) == gathers
-            kinds = run.columns(Table.DIGESTS, "kind")["kind"]
-            assert ("exchanged" in kinds) == gathers
+        run = Run.open(tmp_path / f"{gathers}")
+        [found] = [one for one in run.findings() if one.id == "workers-differ"]
+        assert found.severity is (Severity.NOTE if gathers else Severity.WARNING)
+        assert ("exchanges tensors among them (all-gather)" in found.explanation) == gathers
+        kinds = run.columns(Table.DIGESTS, "kind")["kind"]
+        assert ("exchanged" in kinds) == gathers
 
 
 def exchange(rank, folder):
     """Note what is found of some operations, each in a forward pass of its own."""
     half = dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(3)][rank]
-    source, target = torch.ones(6, 2), torch.empty(6, 2)
+    source, target = torch.ones(6, 2, 4), torch.empty(6, 2, 4)
     uneven = [1, 2, 3]
     took = [uneven[rank]] * 3
     operations = {
         "even": lambda: dist.all_to_all_single(target, source),
         "uneven": lambda: dist.all_to_all_single(
-            torch.empty(sum(took), 2), source, took, uneven
+            torch.empty(sum(took), 2, 4), source, took, uneven
         ),
         "sum": lambda: dist.all_reduce(source),
+        "rows": lambda: dist.all_gather(list(target[:3]), source[0]),
         "alone": lambda: dist.all_gather([target], source, group=alone),
         "ring": lambda: [
             work.wait()
@@ -120,7 +117,7 @@ def exchange(rank, folder):
         probe.after_forward()
         pending = probe.collect(END)
         found[name] = {} if pending is None else pending.read().names[EXCHANGES]["exchanged"]
-    nothing = {"uneven": {}, "sum": {}, "alone": {}}
+    nothing = {"uneven": {}, "sum": {}, "rows": {}, "alone": {}}
     expected = {
         **nothing,
         "even": {"all-to-all": 1},
@@ -130,5 +127,5 @@ def exchange(rank, folder):
     assert found == expected, found
 
 
-def test_sums_and_tokens_for_experts_are_no_exchange_of_parts(tmp_path):
+def test_sums_rows_of_samples_and_tokens_for_experts_are_no_exchange_of_parts(tmp_path):
     run_ranks(exchange, 3, str(tmp_path))

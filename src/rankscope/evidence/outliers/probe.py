@@ -21,6 +21,7 @@ from rankscope.bus.rare import RareProbe
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.private import Patch, callers, find
+from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.ranks import ranks_of
 
 _log = logging.getLogger("rankscope")
@@ -49,6 +50,8 @@ _NOT_THE_MODEL = (
     *("deepspeed.runtime", "megatron.core.distributed"),
 )
 """Packages that gather parameters, or statistics of normalisations."""
+
+_ROWS = 2  # dimensions of samples with one row each
 
 _MODULE_CALL = "torch.nn.modules.module"
 
@@ -119,17 +122,24 @@ class ExchangeProbe(RareProbe):
             given = [*args, *kwargs.values()]
             group = next((one for one in given if isinstance(one, ProcessGroup)), None)
             ranks = [] if group is None else ranks_of(group)
-            alike = operation != "all-to-all" or _are_even(given)
-            if alike and len(self._workers.intersection(ranks)) > 1 and _is_the_models():
+            among = len(self._workers.intersection(ranks)) > 1
+            if among and _may_be_parts(operation, given) and _is_the_models():
                 self._found[operation] += 1
         except Exception as error:
             _log.debug("a collective of the forward pass is not read: %r", error)
 
 
-def _are_even(given: list[Any]) -> bool:
-    """Return whether each rank gets as much: not so where tokens are sent to their experts."""
+def _may_be_parts(operation: str, given: list[Any]) -> bool:
+    """Return whether what is exchanged may be parts of sequences, ``[B, L, ...]``.
+
+    It is not where each sample has one row, as for a loss over the samples of all workers, and
+    where ranks get unequal numbers of rows, as where tokens are sent to their experts.
+    """
+    if operation == "send":
+        return True
     splits = [one for one in given if isinstance(one, list) and all(type(n) is int for n in one)]
-    return all(len(set(one)) <= 1 for one in splits)
+    are_even = all(len(set(one)) <= 1 for one in splits)
+    return are_even and all(tensor.dim() > _ROWS for tensor in tensors_in(given))
 
 
 def _is_the_models() -> bool:
