@@ -47,7 +47,7 @@ _FUNCTIONAL = {
 
 _NOT_THE_MODEL = (
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.nn.modules"),
-    *("deepspeed.runtime", "megatron.core.distributed"),
+    *("deepspeed.runtime.", "megatron.core.distributed"),
 )
 """Packages that gather parameters, or statistics of normalisations."""
 
