@@ -41,7 +41,7 @@ NO_COLUMNS = {
         "split_dataset_by_node",
         "state_dict",
     ),
-    *("overlap_comm", "reduce_dtype", "set_epoch", "set_gradient_divide_factor"),
+    *("overlap_comm", "reduce_dtype", "requires_grad", "set_epoch", "set_gradient_divide_factor"),
     *("split_by_node", "split_by_worker", "worker_init_fn", "zero_grad"),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options

@@ -266,6 +266,21 @@ USES = (
         "no canaries",
         need="canary",
     ),
+    # Exchanges in a forward pass
+    Use(
+        "torch.distributed.ProcessGroup",
+        "_allgather_base",
+        "evidence.outliers.probe",
+        "tensors that the model's forward pass gathers from other workers",
+        "workers that differ as they have parts of the same sequences may be a warning",
+    ),
+    Use(
+        "torch.distributed._functional_collectives",
+        "permute_tensor",
+        "evidence.outliers.probe",
+        "likewise, by torch's functional collectives",
+        "likewise",
+    ),
     # Collectives in a hang
     Use(
         "torch._C._distributed_c10d",

@@ -1,6 +1,7 @@
 """The parts of ``rankscope run``, without ranks."""
 
 import threading
+from copy import deepcopy
 
 import pytest
 import torch
@@ -107,7 +108,11 @@ def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
     around = nn.Sequential(model)
     copies = [nn.Parameter(p.detach().float() + 1e-3) for p in reversed([*model.parameters()])]
     optimizer = torch.optim.SGD(copies, lr=1)
-    assert bare_models([optimizer]) == [], "no parameter has a gradient"
+    assert {id(found) for found in bare_models([optimizer])} == {id(around), id(model)}
+    teacher = deepcopy(model)
+    assert id(teacher) in {id(found) for found in bare_models([optimizer])}, "none has a gradient"
+    alike = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    assert bare_models([torch.optim.SGD(alike, lr=1)]) == [], "a call may be given these in place"
     for each in (model, other):
         each(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
     assert {id(found) for found in bare_models([optimizer])} == {id(around), id(model)}

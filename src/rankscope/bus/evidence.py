@@ -163,7 +163,7 @@ KEYS = (
         Table.DIGESTS,
         _STEP,
         _RANK,
-        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state; started, saved, rounded, constant and follows are what each worker holds, updates or gets"),
+        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state; started, saved, rounded, constant, exchanged and follows are what each worker holds, updates or gets"),
         ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; of the kinds of a model's state, only differences between workers are recorded"),
     ),
     *declare(

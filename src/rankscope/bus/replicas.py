@@ -58,6 +58,8 @@ class StateKind(StrEnum):
     """Running statistics that a backward pass moves; 1 on workers where it does."""
     COUNTS = "counts"
     """A buffer of 16 bits that counts tokens; the largest value."""
+    ADAPTED = "adapted"
+    """A matrix that an adapter is added to, and that is trained; 1 on workers where it is."""
     MODE = "mode"
     """Modules in training mode on some workers and in evaluation mode on others; in words."""
     PRECISION = "precision"
@@ -84,6 +86,8 @@ class StateKind(StrEnum):
     """Updates of parameters of low precision against what rounding loses."""
     CONSTANT = "constant"
     """An input of the model that stays the same from step to step."""
+    EXCHANGED = "exchanged"
+    """An operation by which the model's forward pass exchanges tensors among workers; its calls."""
     FOLLOWS = "follows"
     """How a copy of the model beside it follows it."""
 
@@ -284,12 +288,12 @@ def name_values(values: Sequence[_Value | None], word: Callable[[_Value], str] =
     """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``."""
     ranks = ranks_by(values)
     common = majority(Counter({value: len(own) for value, own in ranks.items()}))
-    rest = [value for value in ranks if value != common]
+    rest = [value for value in ranks if value != common] or list(ranks)
     parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
     if len(rest) > _MOST_GROUPS:
         others = sum(len(ranks[value]) for value in rest[_MOST_GROUPS:])
         parts.append(f"other values on {others} more")
-    if common is not None:
+    if common is not None and common not in rest:
         parts.append(f"{word(common)} on the others")
     return ", ".join(parts)
 

@@ -297,7 +297,11 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
     if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
-        found = [module for module in modules if _is_copied(module, list(wanted.values()))]
+        copies = list(wanted.values())
+        copied = [module for module in modules if _is_copied(module, copies)]
+        found = [module for module in copied if _have_gradients(module)]
+        if not found:  # the loop takes them away
+            found = [module for module in copied if _have_other_types(module, copies)]
     if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
         return []
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
@@ -308,11 +312,10 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
 def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
     """Return whether tensors are copies of a module's parameters, a small update later.
 
-    They have the shapes of those that require a gradient, which all have one, and the values of
-    their first elements.
+    They have the shapes of those that require a gradient, and the values of their first elements.
     """
     own = [p for p in module.parameters() if p.requires_grad]
-    if not copies or len(own) != len(copies) or any(p.grad is None for p in own):
+    if not copies or len(own) != len(copies):
         return False
     ordered = (sorted(some, key=lambda tensor: tuple(tensor.shape)) for some in (own, copies))
     pairs = list(zip(*ordered, strict=True))
@@ -321,6 +324,14 @@ def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
     own_K = torch.cat([_first_of(each) for each, _ in pairs])
     copied_K = torch.cat([_first_of(copy) for _, copy in pairs])
     return float((own_K - copied_K).norm()) < _APART * float(copied_K.norm())
+
+
+def _have_gradients(module: nn.Module) -> bool:
+    return all(p.grad is not None for p in module.parameters() if p.requires_grad)
+
+
+def _have_other_types(module: nn.Module, copies: list[Tensor]) -> bool:
+    return {p.dtype for p in module.parameters()}.isdisjoint(copy.dtype for copy in copies)
 
 
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:

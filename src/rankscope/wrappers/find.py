@@ -518,6 +518,17 @@ def _trained_in(module: nn.Module, left_out: Collection[str] = ()) -> dict[str, 
     }
 
 
+def all_parameters(wrapped: Wrapped) -> dict[str, Tensor]:
+    """Return all parameters of a watched model by canonical name, frozen ones, too.
+
+    Under FSDP2 these are the shards, also where the model holds gathered parameters.
+    """
+    if wrapped.kind is FSDP2:
+        meshes = parameters_by_mesh(wrapped.wrapper)
+        return {p.name: p.tensor for managed in meshes for p in managed}
+    return {canonical_name(name): p for name, p in wrapped.module.named_parameters()}
+
+
 def reduced_types(
     wrapper: nn.Module, parameters: dict[str, Tensor], groups: Groups
 ) -> dict[str, str]:

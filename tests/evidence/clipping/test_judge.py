@@ -81,6 +81,13 @@ def test_factors_by_the_norm_of_each_ranks_own_shards():
     assert "fits the norm of its own shards" in words(evidence)
 
 
+def test_factors_that_are_nearly_equal_have_the_digits_that_tell_them_apart():
+    nearly_W = 0.4 * (1 + 1e-3 * np.array([0, 0, 1, 1]))
+    assert "0.4 on ranks 0 and 1, 0.4004 on ranks 2 and 3" in words(
+        watch(lambda parts_W: nearly_W)["sync.shard_factors"]
+    )
+
+
 @pytest.mark.parametrize("columns", [called(mean), {"planned": LIMIT}])
 def test_the_mean_of_the_ranks_norms(columns):
     found = watch(by(mean), **columns)

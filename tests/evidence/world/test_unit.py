@@ -74,12 +74,12 @@ def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
 def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
     one, other = (tensor_parallel(rank, apart=8) for rank in (0, 1))
     names = [f"p{number}" for number in range(8)]
-    assert replicas_apart(one, other) == (0, names)
+    assert replicas_apart(one, other) == (0, names, [f"p{number}" for number in range(8, 12)])
     assert first_apart(one, other) is None
     [finding] = found([one], [other]).values()
     assert (finding.id, finding.cause) == ("replicas-of-groups-differ", "state.replicas_differ")
     assert finding.severity is Severity.WARNING
-    assert "p0, p1, p2 and others" in finding.explanation
+    assert "p0, p1, p2 and 5 others, began" in finding.explanation
     assert found([one], [other], independent=True) == {}
 
 

@@ -68,8 +68,10 @@ class FactorLaw(Detector):
             far_W = known_W & (np.abs(scales_W - typical) > bound * typical)
             odd_W = far_W if 2 * far_W.sum() < known_W.sum() else known_W
             ranks = np.flatnonzero(odd_W).tolist()
-            shown = [None if v is None else f"{v:.3g}" for v in known_values(scales_W, known_W)]
-            self._words = name_values(shown)
+            apart = float(np.ptp(scales_W[known_W]) / scales_W[known_W].max())
+            digits = max(3, 1 - math.floor(math.log10(apart)))  # so that the factors look different
+            values = known_values(scales_W, known_W)
+            self._words = name_values([None if v is None else f"{v:.{digits}g}" for v in values])
             clipped_W = known_W & (scales_W < 1 - bound)
             if np.count_nonzero(clipped_W) >= 2:
                 after_W = (scales_W * workers["reduced_norm"])[clipped_W]

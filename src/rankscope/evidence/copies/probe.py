@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Job, MessagePart
+from rankscope.bus.rare import RareProbe, is_power
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.copies import KEY
 from rankscope.gradients.host import HostCopy
@@ -143,21 +144,20 @@ def rest_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats, dtype: tor
     return float(kept_E[apart_E].mean())
 
 
-class CopiesProbe(Probe):
+class CopiesProbe(RareProbe):
     """Reads the copies before steps 0, 1, 2, 4, 8 and so on, and before each one after these."""
 
     def __init__(self, job: Job) -> None:
+        super().__init__(job.first_step)
         self._job = job
-        self._first_step = job.first_step
         self._step = -1
         self._copies: list[_Copy] | None = None
         self._last: tuple[int, dict[str, _Reading]] = (-2, {})
-        self._pending: PendingCopies | None = None
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Read the copies before the step's first forward pass, where it is due."""
         age = step - self._first_step
-        if step == self._step or not (_is_power(age) or _is_power(age - 1)):
+        if step == self._step or not (is_power(age) or is_power(age - 1)):
             return
         self._step = step
         try:
@@ -186,16 +186,11 @@ class CopiesProbe(Probe):
         before_age, before = self._last
         self._last = age, now
         if now:
-            self._pending = PendingCopies(now, before if before_age == age - 1 else {})
-
-    def collect(self, end: StepEnd) -> PendingCopies | None:
-        """Return what was read in this step."""
-        pending, self._pending = self._pending, None
-        return pending
+            self.pending = PendingCopies(now, before if before_age == age - 1 else {})
 
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self._pending = None
+        super().abort()
         self._step = -1
 
 
@@ -264,10 +259,6 @@ def _elements(tensors: Sequence[Tensor]) -> HostCopy:
 def _narrow_type(tensors: Sequence[Tensor]) -> torch.dtype | None:
     types = {tensor.dtype for tensor in tensors}
     return types.pop() if len(types) == 1 and types <= {torch.bfloat16, torch.float16} else None
-
-
-def _is_power(age: int) -> bool:
-    return age >= 0 and age & (age - 1) == 0
 
 
 def make_probe(job: Job) -> CopiesProbe | None:

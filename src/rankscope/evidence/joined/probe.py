@@ -9,9 +9,7 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.joined import KEY
-from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE
-from rankscope.wrappers.fsdp2_model import parameters_by_mesh
+from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE, all_parameters
 
 EVERY = 8
 """Calls of the optimizer from one look to the next."""
@@ -88,10 +86,6 @@ def make_probe(job: Job) -> Probe | None:
         return None
     if getattr(job.optimizer, "param_groups", None) is None:
         return None
-    if wrapped.kind is FSDP2:  # the shards, also where the model holds gathered parameters
-        meshes = parameters_by_mesh(wrapped.wrapper)
-        named = {p.name: p.tensor for managed in meshes for p in managed}
-    else:
-        named = {canonical_name(name): p for name, p in wrapped.module.named_parameters()}
+    named = all_parameters(wrapped)
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
     return JoinedProbe(frozen, job.optimizer, wrapped.parameters)

@@ -2,4 +2,7 @@
 
 from rankscope.bus.evidence import Evidence
 
-EVIDENCE = Evidence("outliers", __name__)
+EXCHANGES = "forward"
+"""Key of the exchanges among workers in the model's forward pass."""
+
+EVIDENCE = Evidence("outliers", __name__, held=EXCHANGES)

@@ -33,10 +33,12 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
-from rankscope.bus.replicas import StateKind
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
-from rankscope.bus.words import count
+from rankscope.bus.words import count, listed
+from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
@@ -76,7 +78,26 @@ DIFFERENCE = 0.25
 """The same for shares, as a difference."""
 
 
-class UnequalAmounts(OutlierSearch):
+class _OfWholeSamples(OutlierSearch):
+    """A search whose workers are alike where each has whole samples of its own.
+
+    Where they have parts of the same sequences, a difference between them is a note.
+    """
+
+    _parts_of_sequences = ""
+
+    def _see_parts(self, gathered: GatheredStep) -> None:
+        self._parts_of_sequences = self._parts_of_sequences or _signs_of_parts(gathered)
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        if not self._parts_of_sequences or fault.absorbed:
+            return evidence
+        fields = {**evidence.fields, "many": self._parts_of_sequences}
+        return replace(evidence, cause="inconclusive", severity=Severity.NOTE, fields=fields)
+
+
+class UnequalAmounts(_OfWholeSamples):
     """Finds workers whose amount of data differs from the others'."""
 
     FAMILY = AMOUNTS
@@ -93,6 +114,7 @@ class UnequalAmounts(OutlierSearch):
         if self._num_workers < 2:
             return ()
         self._steps += 1
+        self._see_parts(step.gathered)
         workers = step.gathered.workers
         # The amount of a repeated batch is no new draw.
         usable_W = step.recurrence.ages_W == 0
@@ -140,7 +162,7 @@ def _level(values_W: Floats, *, relative: bool) -> bool:
     return not near.all()
 
 
-class WorkerOutliers(OutlierSearch):
+class WorkerOutliers(_OfWholeSamples):
     """Finds workers that differ from the others."""
 
     FAMILY = OUTLIERS
@@ -155,7 +177,6 @@ class WorkerOutliers(OutlierSearch):
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
         self._visits = RecentVisits()
-        self._have_places = False
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -232,19 +253,12 @@ class WorkerOutliers(OutlierSearch):
         return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
 
     def _judge_step(self, step: Step) -> list[FaultEvidence]:
-        self._have_places = self._have_places or _have_places(step.gathered)
+        self._see_parts(step.gathered)
         self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
-
-    def _evidence(self, fault: Fault) -> FaultEvidence:
-        evidence = super()._evidence(fault)
-        if not (fault.tie and self._have_places):
-            return evidence
-        fields = {**evidence.fields, "many": _PLACES}
-        return replace(evidence, severity=Severity.NOTE, fields=fields)
 
     @property
     def not_compared(self) -> tuple[int, ...]:
@@ -302,16 +316,27 @@ _PLACES = (
     " Each is given an input of its own that stays the same from step to step, as positions do "
     "where workers have parts of the same sequences: they may differ on purpose."
 )
+_EXCHANGES = (
+    " The model's forward pass exchanges tensors among them ({operations}), as where workers have "
+    "parts of the same sequences: their losses are not independent, and they may differ on purpose."
+)
 
 
-def _have_places(gathered: GatheredStep) -> bool:
+def _signs_of_parts(gathered: GatheredStep) -> str:
+    """Return in a sentence why workers may have parts of the same sequences; empty if nothing."""
+    rows = gathered.differences
+    if not rows:
+        return ""
+    operations = held_values(rows, StateKind.EXCHANGED, EXCHANGES)
+    if operations:
+        return _EXCHANGES.format(operations=listed(list(operations)))
+    return _PLACES if any(map(_is_of_each, rows)) else ""
+
+
+def _is_of_each(row: StateDifference) -> bool:
     """Return whether each worker has an input that stays the same, and is not that of all."""
-    return any(
-        found.kind is StateKind.CONSTANT
-        and (found.digests_W != MISSING_INT).all()
-        and len(np.unique(found.digests_W)) > 1
-        for found in gathered.differences
-    )
+    constant = row.kind is StateKind.CONSTANT and bool((row.digests_W != MISSING_INT).all())
+    return constant and len(np.unique(row.digests_W)) > 1
 
 
 class RecentVisits(Stateful):

@@ -89,6 +89,8 @@ class WholeModel:
         held = self._held
         pairs = zip(self.names, self._parameters, strict=True)
         gradients = [p.grad if held is None or name in held else None for name, p in pairs]
+        if all(p.grad is None for p in self._parameters):
+            raise CanaryDeclined("the gradients were taken away before the optimizer's call")
         measure_gradients(sketcher, self.names, gradients, into)
 
     @contextmanager

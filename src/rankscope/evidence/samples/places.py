@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from rankscope.bus.probe import MessagePart, Probe, StepEnd
+from rankscope.bus.probe import MessagePart
+from rankscope.bus.rare import RareProbe
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.samples import INPUTS
 from rankscope.gradients.digest import digest_tensor
@@ -65,24 +66,16 @@ class _Known:
         return self._constant if self._num_readings >= _READINGS else {}
 
 
-class PlaceProbe(Probe):
+class PlaceProbe(RareProbe):
     """Digests the model's inputs in growing distances."""
 
     def __init__(self, first_step: int) -> None:
-        self._first_step = first_step
-        self._due = False
+        super().__init__(first_step, last=_LAST)
         self._known = _Known()
-        self._reading: _Reading | None = None
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Note whether the step is due."""
-        age = step - self._first_step
-        self._due = age <= _LAST and age & (age - 1) == 0
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Digest the inputs of the step's first forward pass."""
-        due, self._due = self._due, False
-        if not due or forward:
+        if not self.due or forward:
             return
         try:
             found = tensors_in([args, kwargs])
@@ -91,15 +84,6 @@ class PlaceProbe(Probe):
             if len(inputs) <= _MOST_INPUTS and len(devices) == 1:
                 digests = torch.stack([digest_tensor(tensor) for tensor in inputs])
                 shapes = [tensor.shape for tensor in inputs]
-                self._reading = _Reading(shapes, HostCopy(digests, own=True), self._known)
+                self.pending = _Reading(shapes, HostCopy(digests, own=True), self._known)
         except Exception as error:  # whatever a model is given
             _log.debug("inputs that stay the same are not looked for: %r", error)
-
-    def collect(self, end: StepEnd) -> _Reading | None:
-        """Return what was read in this step."""
-        reading, self._reading = self._reading, None
-        return reading
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        self._reading = None

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankscope.bus.probe import MessagePart, Probe, StepEnd
+from rankscope.bus.probe import MessagePart
+from rankscope.bus.rare import RareProbe
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import tensors_in
@@ -70,33 +71,26 @@ def _is_count(for_each: Sequence[float]) -> bool:
     return number > 0 and alike and len(for_each) >= _READINGS
 
 
-class CountsProbe(Probe):
+class CountsProbe(RareProbe):
     """Reads small buffers of 16 bits around forward passes, in growing distances."""
 
     def __init__(self, buffers: Mapping[str, tuple[nn.Module, str]], first_step: int) -> None:
+        super().__init__(first_step)
         self._buffers = buffers
-        self._first_step = first_step
-        self._due = False
         self._num_tokens = 0
         self._before: dict[str, tuple[int, HostCopy]] = {}
         self._known: dict[str, list[float]] = {}
-        self._pending: _Counted | None = None
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Note whether the step is due."""
-        age = step - self._first_step
-        self._due = age & (age - 1) == 0
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Note the number of tokens in the forward pass, where it is due."""
-        if not self._due:
+        if not self.due:
             return
         tokens = (t for t in tensors_in([args, kwargs]) if not t.is_floating_point())
         self._num_tokens = next((tensor.numel() for tensor in tokens), 0)
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Read the buffers before the step's first forward pass, where it is due."""
-        if first and self._due:
+        if first and self.due:
             present = self._present()
             self._before = {name: (buffer._version, _copy(buffer)) for name, buffer in present}
 
@@ -109,20 +103,15 @@ class CountsProbe(Probe):
             if name in before and before[name][0] != buffer._version
         ]
         if changes and self._num_tokens:
-            self._pending = _Counted(changes, self._num_tokens, self._known)
+            self.pending = _Counted(changes, self._num_tokens, self._known)
 
     def _present(self) -> list[tuple[str, Tensor]]:
         found = [(name, module._buffers.get(key)) for name, (module, key) in self._buffers.items()]
         return [(name, b) for name, b in found if type(b) is Tensor and b.dtype in _TYPES]
 
-    def collect(self, end: StepEnd) -> _Counted | None:
-        """Return what was read in this step."""
-        pending, self._pending = self._pending, None
-        return pending
-
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self._pending = None
+        super().abort()
         self._before = {}
 
 

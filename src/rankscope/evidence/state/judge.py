@@ -40,8 +40,8 @@ from rankscope.evidence.state.roles import (
     changed_gradients,
     counts_of,
     moved_in_passes,
+    named_by,
     owned_names,
-    recomputed_by,
     replaced_differences,
     role_differences,
     unchanged_differences,
@@ -69,6 +69,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         MovesInPasses(),
         RoundedCounts(),
         CountedTwice(),
+        AdaptedTrains(),
         FrozenDiffer(),
     )
 
@@ -257,6 +258,23 @@ class CountedTwice(Detector):
             yield self._span.evidence(COUNTED_TWICE, Severity.WARNING, (), fields, named(names))
 
 
+ADAPTED = "state.adapted_trains"
+
+
+class AdaptedTrains(Detector):
+    """Matrices that are trained beside the adapters that are added to them."""
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report such matrices."""
+        found = [d.name for d in step.gathered.differences if d.kind is StateKind.ADAPTED]
+        if found:
+            at = step.gathered.step
+            fields = {"names": shortened(found, _NAMED), "are": "is" if len(found) == 1 else "are"}
+            yield FaultEvidence(
+                ADAPTED, Severity.WARNING, (), at, at, 1, fields, named(found), key=ADAPTED
+            )
+
+
 FROZEN_DIFFER = "state.frozen_differ"
 
 
@@ -373,7 +391,8 @@ class ComparedState(Combiner):
         moved = (
             *moved_in_passes([names.get("passes", ()) for names in names_W]),
             *counts_of([names.get("counts", ()) for names in names_W]),
-            *recomputed_by([names.get("recomputed", ()) for names in names_W]),
+            *named_by(StateKind.RECOMPUTED, [names.get("recomputed", ()) for names in names_W]),
+            *named_by(StateKind.ADAPTED, [names.get("adapted", ()) for names in names_W]),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
+from rankscope.evidence.state.adapters import make_adapter_probe
 from rankscope.evidence.state.counts import make_counts_probe
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.recomputed import make_recomputed_probe
@@ -54,9 +55,12 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
     if job.exact:
         frozen = FrozenProbe([wrapped.wrapper, wrapped.module], job.first_step)
         probes += [_meter(job), PassMeter(wrapped.module), frozen]
-        counts = make_counts_probe(wrapped.module, job.first_step)
-        recomputed = make_recomputed_probe(wrapped.module, job.first_step)
-        probes += [each for each in (counts, recomputed) if each is not None]
+        others = (
+            make_counts_probe(wrapped.module, job.first_step),
+            make_recomputed_probe(wrapped.module, job.first_step),
+            make_adapter_probe(job),
+        )
+        probes += [each for each in others if each is not None]
     if job.trace:
         probes.append(
             TraceMeter(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from rankscope.bus.probe import MessagePart, Probe, StepEnd
+from rankscope.bus.probe import MessagePart
+from rankscope.bus.rare import RareProbe
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 
@@ -38,24 +39,17 @@ class _Moved:
         return MessagePart(names={"recomputed": names} if names else {})
 
 
-class RecomputedProbe(Probe):
+class RecomputedProbe(RareProbe):
     """Reads how many batches normalisations have counted, around backward passes now and then."""
 
     def __init__(self, norms: Sequence[tuple[str, nn.Module]], first_step: int) -> None:
+        super().__init__(first_step)
         self._norms = norms
-        self._first_step = first_step
-        self._due = False
         self._before: HostCopy | None = None
-        self._pending: _Moved | None = None
-
-    def begin_step(self, step: int, *, paused: bool) -> None:
-        """Note whether the step is due."""
-        age = step - self._first_step
-        self._due = age & (age - 1) == 0
 
     def after_forward(self) -> None:
         """Read them at the end of a forward pass; the step's last one counts."""
-        if self._due:
+        if self.due:
             self._before = self._counts()
 
     def see_reduced(self) -> None:
@@ -63,21 +57,17 @@ class RecomputedProbe(Probe):
         before, self._before = self._before, None
         after = None if before is None else self._counts()
         if before is not None and after is not None:
-            self._pending = _Moved([name for name, _ in self._norms], before, after)
+            self.pending = _Moved([name for name, _ in self._norms], before, after)
 
     def _counts(self) -> HostCopy | None:
         buffers = [module._buffers.get("num_batches_tracked") for _, module in self._norms]
         counts = [buffer.detach().reshape(()) for buffer in buffers if buffer is not None]
         return HostCopy(torch.stack(counts), own=True) if len(counts) == len(buffers) else None
 
-    def collect(self, end: StepEnd) -> _Moved | None:
-        """Return what was read in this step."""
-        pending, self._pending = self._pending, None
-        return pending
-
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self._before = self._pending = None
+        super().abort()
+        self._before = None
 
 
 def make_recomputed_probe(module: nn.Module, first_step: int) -> RecomputedProbe | None:

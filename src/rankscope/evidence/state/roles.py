@@ -286,13 +286,11 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
 
 
-def recomputed_by(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
-    """Return the running statistics that backward passes move, for the record."""
+def named_by(kind: StateKind, names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
+    """Return what workers name, for the record: 1 on those that do."""
     none_W = np.zeros(len(names_W), bool)
     return tuple(
-        StateDifference(
-            StateKind.RECOMPUTED, name, np.array([name in own for own in names_W], np.int64), none_W
-        )
+        StateDifference(kind, name, np.array([name in own for own in names_W], np.int64), none_W)
         for name in dict.fromkeys(name for own in names_W for name in own)
     )
 

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import unpack_headed
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.words import count, listed, name_ranks
+from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.files import parse, read_file
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF
@@ -114,8 +114,16 @@ def is_same_model(one: Unit, other: Unit) -> bool:
     )
 
 
-def replicas_apart(one: Unit, other: Unit) -> tuple[int, list[str]] | None:
-    """Return since when replicas of two groups that share each sample differ, and their names.
+class Replicas(NamedTuple):
+    """Replicas of two groups of ranks that are trained apart."""
+
+    first: int  # the first age at which they are
+    names: list[str]
+    maybe: list[str]  # parameters that begin with one constant, and are apart as well
+
+
+def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
+    """Return the replicas of two groups that share each sample and differ; None if there are none.
 
     Parameters that begin with equal values are replicas, unless these are constant; there must be
     others, of which the groups hold parts. All replicas that move have to differ: a part that
@@ -137,23 +145,32 @@ def replicas_apart(one: Unit, other: Unit) -> tuple[int, list[str]] | None:
     replicas_P = equal_P & (np.ptp(begins_PE, axis=1) > 0)
     if equal_P.all() or not replicas_P.any():
         return None
-    apart = list(takewhile(lambda at: _all_apart(one, other, at, replicas_P), reversed(common)))
-    names = [name for name, is_one in zip(one.names, replicas_P, strict=False) if is_one]
-    return (apart[-1] - 1, names) if len(apart) > 1 else None
+    since: list[int] = []
+    found: list[NDArray[np.bool_]] = []
+    for at in reversed(common):
+        moved_P, apart_P = _apart(one, other, at)
+        if not moved_P[replicas_P].any() or not apart_P[replicas_P & moved_P].all():
+            break
+        since.append(at)
+        found.append(apart_P)
+    if len(since) < 2:
+        return None
+    kinds = (replicas_P & found[0], equal_P & ~replicas_P & found[0])
+    names, maybe = ([one.names[p] for p in np.flatnonzero(kind_P)] for kind_P in kinds)
+    return Replicas(since[-1] - 1, names, maybe)
 
 
-def _all_apart(one: Unit, other: Unit, at: int, chosen_P: NDArray[np.bool_]) -> bool:
-    """Return whether all of these parameters that have moved differ between two groups."""
-    begins_PE = one.elements(0).reshape(-1, ELEMENTS)[chosen_P]
+def _apart(one: Unit, other: Unit, at: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return which parameters have moved in a group, and which of them differ between two."""
+    begins_PE = one.elements(0).reshape(-1, ELEMENTS)
     moved_PE, other_PE = (
-        unit.elements(at).reshape(-1, ELEMENTS)[chosen_P] - begins_PE for unit in (one, other)
+        unit.elements(at).reshape(-1, ELEMENTS) - begins_PE for unit in (one, other)
     )
     size_P = np.maximum(np.linalg.norm(moved_PE, axis=1), np.linalg.norm(other_PE, axis=1))
     rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
     allowed_P = _REPLICAS_APART * size_P + rounding * np.linalg.norm(begins_PE, axis=1)
     distance_P = np.linalg.norm(moved_PE - other_PE, axis=1)
-    moved_P = size_P > 0
-    return bool(moved_P.any() and (distance_P > allowed_P)[moved_P].all())
+    return size_P > 0, (size_P > 0) & (distance_P > allowed_P)
 
 
 def first_apart(one: Unit, other: Unit) -> int | None:
@@ -258,7 +275,7 @@ class World(Director):
         fields = {
             "size": len(unit.ranks),
             "total": f"at least {total}" if len(others) >= MOST_UNITS - 1 else total,
-            "what": "all parameters" if unit.main else _named(unit.names),
+            "what": "all parameters" if unit.main else shortened(unit.names, _MOST_NAMED),
             "groups": _listed_groups(groups),
             "how": f"{unit.wrapper}{without}",
             "first": f"{first:,}",
@@ -271,15 +288,16 @@ class World(Director):
         apart = {other.ranks: found for other in others if (found := replicas_apart(unit, other))}
         if not apart or self._independent:
             return None
-        first = self._first_step + min(first for first, _ in apart.values())
+        first = self._first_step + min(one.first for one in apart.values())
         groups = sorted([unit.ranks, *apart])
-        names = next(iter(apart.values()))[1]
+        _, names, maybe = next(iter(apart.values()))
         fields = {
-            "names": _named(names),
+            "names": shortened(names, _MOST_NAMED),
+            "maybe": _MAYBE.format(names=shortened(maybe, _MOST_NAMED)) if maybe else "",
             "groups": _listed_groups(groups),
             "first": f"{first:,}",
         }
-        numbers = {"groups": [list(ranks) for ranks in groups], "parameters": names}
+        numbers = {"groups": [list(ranks) for ranks in groups], "parameters": names, "maybe": maybe}
         cause = "state.replicas_differ"
         return self._finding(cause, Severity.WARNING, fields, numbers, first, step, key=REPLICAS)
 
@@ -304,7 +322,7 @@ class World(Director):
         if any(is_same_model(unit, one) for one in apart):
             return None  # replicas that are not reduced together, until their updates are known
         fields = {
-            "names": _named(unit.names),
+            "names": shortened(unit.names, _MOST_NAMED),
             "divisor": f"{unit.divisor:g}",
             "main_divisor": f"{main.divisor:g}",
             "times": f"{times:g} times" if times > 1 else f"{1 / times:g} times",
@@ -329,9 +347,10 @@ class World(Director):
         return finding_of(evidence, step, begun_at=self._first_step)
 
 
-def _named(names: Sequence[str]) -> str:
-    more = ["others"] if len(names) > _MOST_NAMED else []
-    return listed([*names[:_MOST_NAMED], *more])
+_MAYBE = (
+    " {names} began with one constant and differ as well: these are replicas, too, unless they are "
+    "parts."
+)
 
 
 def _listed_groups(groups: Sequence[Sequence[int]]) -> str:
