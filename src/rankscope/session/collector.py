@@ -25,6 +25,7 @@ from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
+from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
@@ -259,6 +260,7 @@ class StepCollector:
         kept = [each for call in self._calls["on_evaluation"] if (each := call(output, kwargs))]
         train = partial(self._train_on_evaluation, args, kwargs, kept)
 
+        @untraced
         def reached(gradient: torch.Tensor) -> None:
             self._guard(self._tap.notice_unannounced, train)
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -112,6 +112,25 @@ def notify(
         listener(*args, **kwargs)
 
 
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_set_strategy: Any = find(f"{_EVAL_FRAME}.set_code_exec_strategy")
+_Strategy: Any = find(f"{_EVAL_FRAME}._FrameExecStrategy")
+_Action: Any = find(f"{_EVAL_FRAME}._FrameAction")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Have ``torch.compile`` leave a function, and all that it calls, as they are.
+
+    That is where torch calls it in a compiled region, as autograd calls hooks in a training step
+    that is compiled as a whole. A function that traced code calls is traced with it.
+    """
+    if None not in (_set_strategy, _Strategy, _Action):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))  # type: ignore[attr-defined]
+    return function
+
+
 _OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule")
 _callback: Callable[[], object] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or (
     lambda: True
@@ -135,6 +154,7 @@ class ForeignHook:
         self._untraced = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._compiled = compiled
 
+    @untraced
     def __call__(self, *args: Any) -> None:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
         if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.tap import Guarded
 
@@ -197,6 +198,7 @@ class _PartsReader(LocalReader):
             handle.remove()
         self._handles.clear()
 
+    @untraced
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self.on:
             self._guarded(self._parts.measure, name, gradient)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
 from rankscope.wrappers.parts import MicroBatches
 from rankscope.wrappers.passes import BackwardEnd
@@ -271,6 +272,7 @@ class HookedTap(GradientTap):
             trained()
         return True
 
+    @untraced
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         if name in self._reading.late:
             self._counted.append(name)
@@ -308,6 +310,7 @@ class HookedTap(GradientTap):
         self._backward.notice()
         self._reached += reached
 
+    @untraced
     def _forget_unannounced(self) -> None:
         self._announce = None
 

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.distributions import Distribution
 
 from rankscope.private import require
+from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.tap import Guarded
 
 _HAS_HOOKS = hasattr(Tensor, "_backward_hooks")
@@ -90,6 +91,7 @@ class ForwardPasses:
         self._passes.clear()
         return idle
 
+    @untraced
     def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if this.backward != backward:  # it may reach several outputs
@@ -207,14 +209,16 @@ class BackwardEnd:
         if self._running is not None:
             return
         this = self._running = object()
-        Variable._execution_engine.queue_callback(lambda: self._near_end(this))
+        Variable._execution_engine.queue_callback(partial(self._near_end, this))
         self._began()
 
+    @untraced
     def _near_end(self, this: object) -> None:
         if this is self._running and self._ending is not None:
             self._guarded(self._ending)
-        Variable._execution_engine.queue_callback(lambda: self._end(this))
+        Variable._execution_engine.queue_callback(partial(self._end, this))
 
+    @untraced
     def _end(self, this: object) -> None:
         if this is self._running:
             self._guarded(self._ended)

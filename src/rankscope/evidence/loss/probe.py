@@ -26,6 +26,7 @@ from rankscope.bus.steps import LEAST_SCALER
 from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.labels import (
     IGNORED_LABEL,
     count_label_tokens,
@@ -99,6 +100,7 @@ class _Multiplier:
             if divisor is not None and node is not None:
                 node.register_prehook(partial(self._see_dividend, place, own(divisor)))
 
+    @untraced
     def _see_dividend(self, place: int, divisor: Tensor, gradients: Sequence[Any]) -> None:
         gradient = gradients[place]
         if gradient is None or is_spread(gradient):
@@ -111,6 +113,7 @@ class _Multiplier:
     def _read_dividend(self, gradient: Tensor, divisor: Tensor) -> None:
         self.of_dividend = gradient.sum(dtype=torch.float64) * _moved(divisor, gradient.device)
 
+    @untraced
     def _see(self, gradient: Tensor | None) -> None:
         try:
             outside(self._read, gradient)
