@@ -435,7 +435,7 @@ USES = (
     Use(
         "torch._C._dynamo.eval_frame",
         "set_code_exec_strategy _FrameExecStrategy _FrameAction",
-        "wrappers.calls",
+        "wrappers.untraced",
         "that the compiler leaves hooks alone which autograd calls in a compiled step",
         "such a step compiles the monitor's hooks, which takes minutes",
     ),

@@ -25,7 +25,6 @@ from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
@@ -34,6 +33,7 @@ from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
 from rankscope.wrappers.transfer import GradientTransfer
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 

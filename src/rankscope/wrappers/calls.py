@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from rankscope.private import Patch, find
+from rankscope.wrappers.untraced import untraced
 
 Listener = Callable[..., None]
 """A bound method; gets the arguments of the call."""
@@ -110,25 +111,6 @@ def notify(
     listener = reference()
     if listener is not None:
         listener(*args, **kwargs)
-
-
-_EVAL_FRAME = "torch._C._dynamo.eval_frame"
-_set_strategy: Any = find(f"{_EVAL_FRAME}.set_code_exec_strategy")
-_Strategy: Any = find(f"{_EVAL_FRAME}._FrameExecStrategy")
-_Action: Any = find(f"{_EVAL_FRAME}._FrameAction")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def untraced(function: Function) -> Function:
-    """Have ``torch.compile`` leave a function, and all that it calls, as they are.
-
-    That is where torch calls it in a compiled region, as autograd calls hooks in a training step
-    that is compiled as a whole. A function that traced code calls is traced with it.
-    """
-    if None not in (_set_strategy, _Strategy, _Action):
-        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))  # type: ignore[attr-defined]
-    return function
 
 
 _OptimizedModule: Any = find("torch._dynamo.eval_frame.OptimizedModule")

@@ -13,9 +13,9 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.tap import Guarded
+from rankscope.wrappers.untraced import untraced
 
 
 class LocalReader(ABC):

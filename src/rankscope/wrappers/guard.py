@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 

@@ -17,11 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.accumulator import AccumulatorAudit
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
 from rankscope.wrappers.parts import MicroBatches
 from rankscope.wrappers.passes import BackwardEnd
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+from rankscope.wrappers.untraced import untraced
 
 
 class HookCalls:

@@ -13,8 +13,8 @@ from torch.autograd import Variable
 from torch.distributions import Distribution
 
 from rankscope.private import require
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.tap import Guarded
+from rankscope.wrappers.untraced import untraced
 
 _HAS_HOOKS = hasattr(Tensor, "_backward_hooks")
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})

@@ -27,9 +27,9 @@ from rankscope.gradients.kernels.flat import blocks_of
 from rankscope.gradients.kernels.native import TYPES, compiled
 from rankscope.gradients.sketch import Sketcher
 from rankscope.private import available, find
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.surroundings import has_left_modes
 from rankscope.wrappers.tap import Guarded, ReadReduced, guarded
+from rankscope.wrappers.untraced import untraced
 
 _COPY = torch.ops.aten.copy_.default
 _COPY_SEVERAL = find("torch.ops.aten._foreach_copy_.default")

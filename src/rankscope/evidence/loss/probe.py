@@ -26,7 +26,6 @@ from rankscope.bus.steps import LEAST_SCALER
 from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
-from rankscope.wrappers.calls import untraced
 from rankscope.wrappers.labels import (
     IGNORED_LABEL,
     count_label_tokens,
@@ -44,6 +43,7 @@ from rankscope.wrappers.loss_form import (
 )
 from rankscope.wrappers.passes import hook_gradient
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
