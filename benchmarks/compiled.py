@@ -38,7 +38,7 @@ class Training:
         self.called: Any = torch.compile(model, backend=backend) if compiled else model
         self.scope: Any = None
         if run_dir is not None:
-            seen = self.called if compiled == "before" else model
+            seen: Any = self.called if compiled == "before" else model
             self.scope = rankscope.watch(seen, self.optimizer, run_dir=run_dir)
 
     def step(self, tokens: int) -> None:

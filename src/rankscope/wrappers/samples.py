@@ -279,7 +279,7 @@ def find_batch(
             if part.dim() > 1:
                 return part, None
             lengths = _lengths_in([named, *args], len(part))
-            packed = part[: sum(lengths)].split(list(lengths)) if lengths else ()
+            packed = torch.split(part[: sum(lengths)], list(lengths)) if lengths else ()
             return packed or next(texts, part), None
         if items := items_in(part):
             return items, None

@@ -190,7 +190,7 @@ class _Keeper:
 
 def _is_record(value: Any) -> bool:
     """Return whether an object is what its attributes are, and can be made of them alone."""
-    kind = type(value)
+    kind: Any = type(value)
     defined = {name: own for each in kind.__mro__[-2::-1] for name, own in vars(each).items()}
     return (
         hasattr(value, "__dict__")
@@ -242,7 +242,7 @@ def _restore(
     if tag == "object":
         if not isinstance(content, type):  # no JSON has one
             raise TypeError("it holds an object")
-        made_again = object.__new__(content)
+        made_again: Any = object.__new__(content)
         vars(made_again).update(_restore(value["members"], arrays, device, made))
         return made_again
     if tag == "dict":
