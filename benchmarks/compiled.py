@@ -32,7 +32,6 @@ class Training:
     """A model under DDP that is trained as one way says, watched or not."""
 
     def __init__(self, compiled: str, backend: str, width: int, run_dir: Path | None) -> None:
-        torch.manual_seed(0)
         model = DistributedDataParallel(Model(width))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.called: Any = torch.compile(model, backend=backend) if compiled else model
