@@ -292,7 +292,8 @@ def _lengths_in(values: Iterable[Any], most: int) -> Sequence[int]:
     A list of them is a named part, or an attribute of any object.
     """
     for part in _parts_of(values):
-        named = part if isinstance(part, Mapping) else getattr(part, "__dict__", {})
+        held = vars(part) if type(part).__dictoffset__ else {}  # past any __getattr__
+        named = part if isinstance(part, Mapping) else held
         for name, value in islice(named.items(), _BREADTH):
             given = "len" in str(name) and isinstance(value, (list, tuple)) and len(value) > 0
             whole = given and all(type(length) is int and length > 0 for length in value)
