@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_cost
+import compiled
 import detection
 import gpu_page
 import in_turns
@@ -63,6 +64,11 @@ def bench_fsdp2(options: argparse.Namespace) -> list[Row]:
 def bench_turns(options: argparse.Namespace) -> list[Row]:
     """Measure what a training feels, in blocks of ten steps in turns."""
     return [{"markdown": in_turns.render(in_turns.run_all(options.blocks))}]
+
+
+def bench_compiled(options: argparse.Namespace) -> list[Row]:
+    """Count graphs of compiled models, and measure what such a training feels."""
+    return [{"markdown": compiled.render(compiled.run_all(options.blocks))}]
 
 
 def bench_probe(options: argparse.Namespace) -> list[Row]:
@@ -146,6 +152,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "fsdp2": bench_fsdp2,
     "evidence": bench_evidence,
     "turns": bench_turns,
+    "compiled": bench_compiled,
     "probe": bench_probe,
     "launches": bench_launches,
     "agent": bench_agent,
@@ -192,6 +199,11 @@ UNMEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
         "| step | agent on its own core | without pinning |",
         ("16 ms", "70 ms", "439 ms"),
     ),
+    "compiled": (
+        "| way | graphs, compilations, breaks: unwatched | watched | step, ms "
+        "| watched / unwatched | added wall, ms | added CPU, a rank, ms |",
+        tuple(compiled.WAYS),
+    ),
     "launches": ("| parameter tensors | launches and copies per step |", ("10", "100", "1,000")),
     "hosts": (
         "| two hosts, 2 ranks each | the record |",
@@ -229,6 +241,10 @@ def render(results: dict[str, list[Row]]) -> str:
         given("turns"),
         "Other settings:",
         _table([row for part in _STEP_TIMES for row in results.get(part, [])]),
+        "## Compiled models",
+        "`torch.compile` around DDP (`python benchmarks/compiled.py`). What is added to a step is "
+        "the same work as without it, in a shorter step.",
+        given("compiled"),
         "## Launches",
         "Kernels, torch operations that would be one, and copies between host and device, "
         "counted on the CPU (`python benchmarks/launches.py`).",

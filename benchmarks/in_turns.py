@@ -13,13 +13,15 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import Step, run_ranks
 from probe_cost import llama
 from rich.console import Console
 from torch import nn
@@ -28,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 Row = dict[str, Any]
+Seconds = np.ndarray[Any, Any]
 BLOCK = 10
 WARM_UPS = {"always observed": 7, "within the budget": 31}
 """Blocks before those that count: by 7, the first canary and the first looks at all state are over;
@@ -78,16 +81,32 @@ def _train(name: str, blocks: int, pin: bool, warm_up: int) -> Row:
         pid = None if agent is None else agent.pid
         if pin and pid is not None:
             os.sched_setaffinity(pid, cores[1:2] or cores)
-        wall, processor, own = _blocks(trained, batch, length, (warm_up, blocks), pid)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            ids = torch.randint(0, 4096, (batch, length), generator=generator)
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+
+        steps = [partial(step, *each) for each in trained]
+        wall, processor, own = time_blocks(steps, (warm_up, blocks), pid)
         scope.close()
     return {
         "tensors": sum(1 for _ in trained[0][0].parameters()),
         "parameters": sum(p.numel() for p in trained[0][0].parameters()),
+        **added(wall, processor),
+        "agent_cpu_ms": 1e3 * own / (BLOCK * blocks),
+    }
+
+
+def added(wall: Seconds, processor: Seconds) -> Row:
+    """Return what watching adds to a step, from what :func:`time_blocks` has measured."""
+    return {
         "step_ms": 1e3 * float(np.median(wall[0])),
         "ratio": float(np.median(wall[1] / wall[0])),
         "added_wall_ms": 1e3 * float(np.median(wall[1] - wall[0])),
         "added_cpu_ms": 1e3 * float(np.median(processor[1] - processor[0])),
-        "agent_cpu_ms": 1e3 * own / (BLOCK * blocks),
     }
 
 
@@ -97,24 +116,17 @@ def _make(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def _blocks(
-    trained: list[tuple[nn.Module, torch.optim.Optimizer]],
-    batch: int,
-    length: int,
-    numbers: tuple[int, int],
-    agent: int | None,
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]:
+def time_blocks(
+    steps: Sequence[Step], numbers: tuple[int, int], agent: int | None
+) -> tuple[Seconds, Seconds, float]:
     """Return wall and processor seconds a step ``[2, blocks]``, and the agent's in all.
 
     Args:
-        trained: The unwatched model and the watched one, with their optimizers.
-        batch: Sequences in a step.
-        length: Tokens in each.
+        steps: Trains the unwatched model on a batch, and the watched one.
         numbers: Of blocks that do not count, and that do.
         agent: Its process, if it has one.
     """
     warm_up, blocks = numbers
-    generator = torch.Generator().manual_seed(dist.get_rank())
     wall, processor = np.zeros((2, blocks)), np.zeros((2, blocks))
     begun = 0.0
     for number in range(-warm_up, blocks):
@@ -124,8 +136,7 @@ def _blocks(
             dist.barrier()
             start, used = time.perf_counter(), time.process_time()
             for _ in range(BLOCK):
-                ids = torch.randint(0, 4096, (batch, length), generator=generator)
-                _step(*trained[which], ids)
+                steps[which]()
             dist.barrier()
             seconds = time.perf_counter() - start
             time.sleep(0.1)  # what was left to a thread counts, too
@@ -133,12 +144,6 @@ def _blocks(
                 wall[which, number] = seconds / BLOCK
                 processor[which, number] = (time.process_time() - used) / BLOCK
     return wall, processor, _seconds_of(agent) - begun
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
 
 
 def _seconds_of(pid: int | None) -> float:

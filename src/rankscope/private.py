@@ -448,6 +448,13 @@ USES = (
         "hooks are always called past the compiler, which takes longer",
     ),
     Use(
+        "torch._C._dynamo.eval_frame",
+        "set_code_exec_strategy _FrameExecStrategy _FrameAction",
+        "wrappers.untraced",
+        "that the compiler leaves hooks alone which autograd calls in a compiled step",
+        "such a step compiles the monitor's hooks, which takes minutes",
+    ),
+    Use(
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
         "wrappers.labels gradients.names integrations.catch lab.reductions.fixed_order"

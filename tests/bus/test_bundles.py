@@ -76,6 +76,17 @@ def test_nothing_is_ever_pickled(tmp_path):
         load_bundle(path)
 
 
+def test_a_folder_without_a_bundle_leads_to_those_that_there_are(tmp_path):
+    with pytest.raises(RunError, match=r"holds no replay bundle .*: name a directory under RUN"):
+        load_bundle(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RunError, match="has no saved batches to replay"):
+        load_bundle(tmp_path)
+    path = save_bundle(tmp_path, bundle())
+    with pytest.raises(RunError, match=f"there are {path}"):
+        load_bundle(tmp_path)
+
+
 def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
     left = tmp_path / "replay" / f".{bundle().name}.tmp"
     left.mkdir(parents=True)

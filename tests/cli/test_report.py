@@ -87,7 +87,7 @@ def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):
     full = call(copied, "--full")
     assert full.exit_code == 1
     assert "Check next:" in full.output
-    assert "What the measurements say" in full.output
+    assert "What the measurements show" in full.output
 
 
 def with_findings(run: Path, place: Path, *events: dict[str, object]) -> Path:

@@ -52,6 +52,15 @@ def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(copied_run: Run,
     assert_renders(page, sorted(page.specs))
 
 
+def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=4)
+    page = read(write_report(run, tmp_path / "report.html"))
+    assert {name for name in page.specs if "cosine" in name} == {
+        "cosine_mean",
+        "workers-cosine_rest",
+    }
+
+
 def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: Path):
     words = read(write_report(copied_run, tmp_path / "report.html")).words
 

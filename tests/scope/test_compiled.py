@@ -42,7 +42,7 @@ def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Mo
         model.compile(backend="eager", fullgraph=where.startswith("loop"))
     elif where.endswith("function"):
         called = torch.compile(lambda inputs: model(inputs) * 2, backend="eager", fullgraph=True)
-    elif not where.endswith("optimizer"):
+    elif not where.endswith(("optimizer", "whole step")):
         called = torch.compile(model, backend="eager", fullgraph=where.startswith("loop"))
     if when == "before":
         watch(called if isinstance(called, nn.Module) else model)
@@ -55,7 +55,27 @@ WAYS = [
     "loop, before",
     "loop in a function, after",
     "DDP with its optimizer, after",
+    "DDP in a whole step, after",
 ]
+
+
+def make_step(
+    way: str, net: nn.Module, called: nn.Module, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor], None]:
+    """Return what trains on a batch, compiled as a whole or in part, or not."""
+    update = optimizer.step
+    if "optimizer" in way:
+        update = torch.compile(update, backend="eager")
+
+    def step(inputs: torch.Tensor) -> None:
+        called(inputs).square().mean().backward()
+        if way.startswith("loop"):
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad)
+        update()
+        optimizer.zero_grad()
+
+    return torch.compile(step, backend="eager") if "whole step" in way else step
 
 
 def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
@@ -71,24 +91,15 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
             options: dict[str, Any] = {"run_dir": run_dir, "overhead_budget": None}
             scopes.append(rankscope.watch(model, optimizer, **options))
 
-    called = build(way, net, watch)
-    step = optimizer.step
-    if "optimizer" in way:
-        step = torch.compile(step, backend="eager")
+    step = make_step(way, net, build(way, net, watch), optimizer)
     for number in range(STEPS):
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank))
-        called(inputs).square().mean().backward()
-        if way.startswith("loop"):
-            for parameter in net.parameters():
-                dist.all_reduce(parameter.grad)
-        step()
-        optimizer.zero_grad()
+        step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))
     for scope in scopes:
         scope.close()
     counted = torch._dynamo.utils.counters
     facts: dict[str, Any] = {"bits": net.head.weight.detach().numpy().tobytes()}
     facts["graphs"] = counted["stats"]["unique_graphs"], counted["stats"]["calls_captured"]
-    if "optimizer" not in way:  # whose hooks break the graph where torch's own code does
+    if "optimizer" not in way and "whole step" not in way:  # an optimizer's hooks are breaks, too
         kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
         facts["breaks"] = sorted(kinds)
     return facts

@@ -62,6 +62,8 @@ class Headless(TinyLM):
 class Off:
     """An argument that is False, and no value that can be kept."""
 
+    __slots__ = ("kept",)
+
     def __bool__(self) -> bool:
         return False
 

@@ -49,7 +49,7 @@ def test_name_group_tags_and_notes_are_those_of_the_open_run(tmp_path):
     assert tracked == {
         "tracker": "wandb", "name": "first try", "group": "seeds", "tags": ["a", "b"]
     }  # fmt: skip
-    shown = dict(facts(info, "complete", {}, 2, 1))
+    shown = dict(facts(info, "complete", 2, 1))
     assert (shown["Run in wandb"], shown["Group"], shown["Tags"]) == ("first try", "seeds", "a, b")
     assert Run.open(tmp_path / "beside-mlflow").info["tracked"] == {
         "tracker": "mlflow", "name": "second try", "tags": ["stage=dev"], "notes": "why"

@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.record import Run
 from report.html_reader import Page
-from support.recomputed import Recomputed, rounded
+from support.recomputed import Recomputed, rounded_alike
 from support.study_command import FinishedStudy, StudyCommand, shared_folder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -116,7 +116,7 @@ def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
         np.testing.assert_allclose(
             [row["high"] for row in band], run.losses_TW.max(axis=1), rtol=1e-5
         )
-        assert f"{rounded(run.first)} → {rounded(run.last)}" in page.words
+        assert rounded_alike(run.first, run.last) in page.words
         assert f"{run.mean['cosine_mean']:.3f}" in page.words
     assert "train on the same batches" in page.words
 

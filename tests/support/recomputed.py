@@ -14,6 +14,12 @@ def rounded(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
+def rounded_alike(first: float, last: float) -> str:
+    """Two losses as a tile has them: both with as many decimals as the finer one needs."""
+    decimals = max(len(rounded(value).partition(".")[2]) for value in (first, last))
+    return f"{first:.{decimals}f} → {last:.{decimals}f}"
+
+
 def _std(values_TW: np.ndarray) -> np.ndarray:
     """The population std over workers; 0, without rounding, where all are equal."""
     return np.where(np.ptp(values_TW, axis=1) == 0, 0.0, values_TW.std(axis=1))

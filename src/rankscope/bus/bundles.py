@@ -120,10 +120,7 @@ def load_bundle(path: Path) -> ReplayBundle:
     try:
         info = parse(read_file(folder / _INFO))
     except (FileNotFoundError, NotADirectoryError):
-        raise RunError(
-            f"{folder} holds no replay bundle (no {_INFO}): name a directory under RUN/{FOLDER}/"
-            f"{_listed(folder)}"
-        ) from None
+        raise RunError(_without_bundle(folder)) from None
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {folder / _INFO} ({error}): the bundle is damaged") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT:
@@ -291,6 +288,15 @@ def _check_sizes(content: bytes) -> None:
                 raise ValueError(f"{entry.filename} is shorter than it says")
 
 
-def _listed(folder: Path) -> str:
+def _without_bundle(folder: Path) -> str:
+    """Return what to name in place of a folder without a bundle, in words."""
     found = [str(path) for path in find_bundles(folder)]
-    return f"; there are {', '.join(found)}" if found else ""
+    if (folder / "run.json").exists() and not found:
+        return (
+            f"the run {folder} has no saved batches to replay: a finding saves them when a worker "
+            "differs from the others"
+        )
+    there = f"; there are {', '.join(found)}" if found else ""
+    return (
+        f"{folder} holds no replay bundle (no {_INFO}): name a directory under RUN/{FOLDER}/{there}"
+    )

@@ -90,7 +90,7 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
     heading(console, verdict.line, space=not verdict.findings)
     show(console, numbers_grid(verdict.tiles, narrow=console.width < NARROW))
     if assessment.statements:
-        heading(console, "What the measurements say")
+        heading(console, "What the measurements show")
         points(console, assessment.statements)
     console.print()
 

@@ -37,6 +37,7 @@ from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, a
 from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
 from rankscope.record.stores import Store
+from rankscope.wrappers.untraced import untraced
 
 if TYPE_CHECKING:
     from rankscope.integrations.beginning import Watching
@@ -121,6 +122,7 @@ class Catch:
         """Hook the first call of an optimizer in a job of several ranks."""
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if not self._done and register is not None:
+            untraced(Catch._after_optimizer)
             self._after_step = register(self._after_optimizer)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from rankscope.private import Patch, available, callers
+from rankscope.wrappers.untraced import untraced
 
 _MOST_NODES = 1000
 
@@ -76,6 +77,7 @@ class CallHook:
         self.holder = holder
         self._before = before
         self._own: Any = vars(holder).get("__call__")
+        untraced(CallHook.__get__)
         self._patch = Patch(holder, "__call__", lambda _: self)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -101,6 +103,7 @@ class CallerHook:
     def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
         self.function = function
         self._see = see
+        untraced(vars(CallerHook)["__call__"].fget)
 
     @property
     def __call__(self) -> Callable[..., Any]:

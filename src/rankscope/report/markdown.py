@@ -71,7 +71,7 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
         ),
         "### Key numbers",
         _table(("", "", ""), [(label, f"**{value}**", note) for label, value, note in tiles]),
-        *_listed("### What the measurements say", assessment.statements),
+        *_listed("### What the measurements show", assessment.statements),
         *_shown(pictures),
     ]
     return "\n\n".join(parts) + "\n"

@@ -85,6 +85,10 @@ class FigureSource:
         """Return whether any worker has a finite value of a signal."""
         return bool(np.isfinite(self.overviews[name].mean_BW).any())
 
+    def compares(self, name: str) -> bool:
+        """Return whether workers can differ in a signal: two have one cosine with each other."""
+        return self.num_workers > (2 if name == "cosine_rest" else 1)
+
 
 def read_source(tables: Tables, run: Run, named: Sequence[int]) -> FigureSource:
     """Read the data of a run's figures."""
@@ -158,7 +162,8 @@ def _map_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]
     for name, title in MAP_FIGURES:
         rows = series.map_rows(source.overviews[name], widest if name in _GRADIENTS else 1)
         apart = any(value for row in rows for value in row["deviation"])
-        if rows and (apart or name != "step_seconds"):  # equal losses are copies, and worth seeing
+        shown = apart or name != "step_seconds"  # equal losses are copies, and worth seeing
+        if rows and shown and source.compares(name):
             width = source.num_workers
             chart = figures.worker_map(source.tables, rows, width, title, source.named)
             specs[f"map-{name}"] = chart
@@ -189,7 +194,7 @@ def _worker_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Sp
         rows = series.lines(view, source.drawn)
         lines = figures.worker_lines(source.tables, rows, unit, source.named)
         specs[f"workers-{name}"] = lines
-        if source.num_workers > 1:
+        if source.compares(name):
             rows = series.deviations(view.mean_BW)
             dots = figures.worker_deviations(source.tables, rows, source.named)
             specs[f"apart-{name}"] = dots
@@ -233,7 +238,7 @@ def _group_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spe
     return {
         name: figures.group_map(source.tables, rows, source.num_workers, title, legend, far=far)
         for name, rows, title, legend, far in shapes
-        if rows
+        if rows and (name == "group-norm" or source.compares("cosine_rest"))
     }
 
 
@@ -385,13 +390,10 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
         | _cost_figures(source, notes)
     )
     num_steps = len(source.steps["step"])
-    spent = source.steps["overhead_seconds"]
-    known = spent[np.isfinite(spent)]
-    timing = {"overhead": float(np.median(known))} if known.size else {}
     return RunView(
         key=key,
         verdict=verdict,
-        facts=facts(run.info, run.status, timing, run.num_workers, num_steps),
+        facts=facts(run.info, run.status, run.num_workers, num_steps),
         figures=specs,
         ranks=source.drawn if len(source.drawn) <= MAX_CHIPS else (),
         num_workers=run.num_workers,

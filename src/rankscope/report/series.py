@@ -98,6 +98,7 @@ def deviations(values_TW: Floats) -> list[Row]:
     ranks = np.flatnonzero(known_TW.any(axis=0))
     known_WT = np.ascontiguousarray(known_TW.T[ranks])
     apart_WT = np.where(known_WT, values_TW.T[ranks], means_T) - means_T
+    apart_WT[np.abs(apart_WT) <= _ROUNDING * np.abs(means_T)] = 0.0  # of copies
     counts_W = known_WT.sum(axis=1)
     middle_W = apart_WT.sum(axis=1) / counts_W
     squares_W = np.square(np.where(known_WT, apart_WT - middle_W[:, None], 0.0)).sum(axis=1)

@@ -33,6 +33,7 @@ from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
 from rankscope.wrappers.transfer import GradientTransfer
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
@@ -259,6 +260,7 @@ class StepCollector:
         kept = [each for call in self._calls["on_evaluation"] if (each := call(output, kwargs))]
         train = partial(self._train_on_evaluation, args, kwargs, kept)
 
+        @untraced
         def reached(gradient: torch.Tensor) -> None:
             self._guard(self._tap.notice_unannounced, train)
 

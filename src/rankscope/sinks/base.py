@@ -202,7 +202,7 @@ def plain_finding(finding: Finding) -> dict[str, Any]:
 def _step_values(report: StepReport) -> dict[str, float]:
     values = {**report.values, "observed": report.observed}
     numbers = ((signal.name, float(values[signal.name])) for signal in STEP_SIGNALS)
-    return {name: value for name, value in numbers if isfinite(value) and value != MISSING_INT}
+    return {name: value for name, value in numbers if isfinite(value)}
 
 
 def _worker_values(report: StepReport) -> Floats:

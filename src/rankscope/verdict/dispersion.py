@@ -134,6 +134,20 @@ def short(value: float | None) -> str:
     return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def short_pair(first: float, last: float) -> tuple[str, str]:
+    """Return two numbers as :func:`short` does, with as many decimals in both.
+
+    Example:
+        >>> short_pair(1.39, 1.4)
+        ('1.39', '1.40')
+    """
+    pair = short(first), short(last)
+    if any("e" in words for words in pair) or max(abs(first), abs(last)) >= 1000:
+        return pair
+    decimals = max(len(words.partition(".")[2]) for words in pair)
+    return f"{first:.{decimals}f}", f"{last:.{decimals}f}"
+
+
 Numbers = Mapping[str, float | int | None]
 
 MAX_MICRO_ROWS = 2**20

@@ -17,6 +17,7 @@ from rankscope.verdict.dispersion import (
     describe_dispersion,
     describe_noise_scale,
     short,
+    short_pair,
     spread_in_words,
 )
 from rankscope.verdict.rules import first_sentence, next_check_of, ranked
@@ -373,8 +374,9 @@ def _describe_loss(values: Values) -> str:
     last = values["loss_last"]
     if first is None or last is None:
         return "No loss was measured, so the workers' losses were not compared."
+    began, ended = short_pair(first, last)
     return (
-        f"The averaged loss went from {short(first)} to {short(last)} over "
+        f"The averaged loss went from {began} to {ended} over "
         f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "
         "workers agree or not."
     )

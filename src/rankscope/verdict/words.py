@@ -19,7 +19,7 @@ from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment, assess
-from rankscope.verdict.dispersion import dispersion_figures, short
+from rankscope.verdict.dispersion import dispersion_figures, short, short_pair
 from rankscope.verdict.rules import explanations, next_check_of, ranked, section_of
 
 UNKNOWN = "–"
@@ -141,13 +141,11 @@ def coverage_in_words(values: Values) -> str:
 
 def tiles(values: Values) -> list[dict[str, str]]:
     """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
-    first = values.get("loss_first")
-    last = values.get("loss_last")
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
     cells = (
-        ("Averaged loss", f"{_short(first)} → {_short(last)}", f"{unit}; first and last 5 steps"),
+        ("Averaged loss", _first_and_last(values), f"{unit}; first and last 5 steps"),
         (
             "Loss dispersion",
             _short(values.get("loss_std")),
@@ -170,6 +168,14 @@ def tiles(values: Values) -> list[dict[str, str]]:
         ),
     )
     return [{"label": label, "value": value, "note": note} for label, value, note in cells]
+
+
+def _first_and_last(values: Values) -> str:
+    first = values.get("loss_first")
+    last = values.get("loss_last")
+    if missing(first) or missing(last):
+        return f"{_short(first)} → {_short(last)}"
+    return " → ".join(short_pair(float(first), float(last)))  # type: ignore[arg-type]
 
 
 def _short(value: Any) -> str:
@@ -310,9 +316,7 @@ def _verdict_of(run: Run, assessment: Assessment, key: str) -> VerdictWords:
     )
 
 
-def facts(
-    info: Values, status: str, timing: Mapping[str, float], num_workers: int, num_steps: int
-) -> list[tuple[str, str]]:
+def facts(info: Values, status: str, num_workers: int, num_steps: int) -> list[tuple[str, str]]:
     """Return facts about a run besides its measurements, as label and words."""
     versions = info.get("versions")
     listed = versions if isinstance(versions, dict) else {}
@@ -324,7 +328,6 @@ def facts(
         *((label, _time(info.get(key))) for label, key in _TIMES),
         *_tracked(info.get("tracked")),
         ("Backend", _shown(info.get("backend"))),
-        ("Watching took", _overhead(timing)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in listed.items())),
     ]
     return [(label, words) for label, words in rows if words and words != UNKNOWN]
@@ -355,16 +358,6 @@ def _tracked(tracked: Any) -> list[tuple[str, str]]:
         (f"Run in {_shown(tracked.get('tracker'))}", there),
         *((label, _shown(tracked.get(label.lower()))) for label in ("Group", "Tags", "Notes")),
     ]
-
-
-def _overhead(timing: Mapping[str, float]) -> str:
-    """Return the median cost of a step; its share of the time is among the statements."""
-    overhead = timing.get("overhead")
-    return (
-        UNKNOWN
-        if overhead is None
-        else f"{1e3 * overhead:.2g} ms in the median step, on its slowest worker"
-    )
 
 
 def _time(value: Any) -> str:

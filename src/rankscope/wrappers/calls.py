@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.private import Patch, find
+from rankscope.wrappers.untraced import untraced
 
 Listener = Callable[..., None]
 """A bound method; gets the arguments of the call."""
@@ -130,6 +131,7 @@ class ForeignHook:
         self._untraced = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
         self._compiled = compiled
 
+    @untraced
     def __call__(self, *args: Any) -> None:
         """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
         if torch.compiler.is_compiling():

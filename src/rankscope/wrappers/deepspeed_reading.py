@@ -15,6 +15,7 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.tap import Guarded
+from rankscope.wrappers.untraced import untraced
 
 _Sums = Iterator[tuple[str, Tensor]]
 
@@ -184,6 +185,7 @@ class _PartsReader(LocalReader):
             handle.remove()
         self._handles.clear()
 
+    @untraced
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
         if self.on:
             self._guarded(self._parts.measure, name, gradient)

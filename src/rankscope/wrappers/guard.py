@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
@@ -167,6 +168,7 @@ class Guard:
         self._depth = 0
         self._cut_short = False
 
+    @untraced
     def __call__(self, work: Callable[..., None], *args: Any) -> None:
         """Run ``work`` with the arguments, unless the guard is shut."""
         if not self.open:

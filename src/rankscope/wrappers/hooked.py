@@ -21,6 +21,7 @@ from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
 from rankscope.wrappers.parts import MicroBatches
 from rankscope.wrappers.passes import BackwardEnd
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+from rankscope.wrappers.untraced import untraced
 
 
 class HookCalls:
@@ -252,6 +253,7 @@ class HookedTap(GradientTap):
             trained()
         return True
 
+    @untraced
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         if name in self._reading.late:
             self._counted.append(name)
@@ -289,6 +291,7 @@ class HookedTap(GradientTap):
         self._backward.notice()
         self._reached += reached
 
+    @untraced
     def _forget_unannounced(self) -> None:
         self._announce = None
 

@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from rankscope.private import require
 from rankscope.wrappers.tap import Guarded
+from rankscope.wrappers.untraced import untraced
 
 _HAS_HOOKS = hasattr(Tensor, "_backward_hooks")
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -88,6 +89,7 @@ class ForwardPasses:
         self._passes.clear()
         return idle
 
+    @untraced
     def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if this.backward != backward:  # it may reach several outputs
@@ -191,14 +193,16 @@ class BackwardEnd:
         if self._running is not None:
             return
         this = self._running = object()
-        Variable._execution_engine.queue_callback(lambda: self._near_end(this))
+        Variable._execution_engine.queue_callback(partial(self._near_end, this))
         self._began()
 
+    @untraced
     def _near_end(self, this: object) -> None:
         if this is self._running and self._ending is not None:
             self._guarded(self._ending)
-        Variable._execution_engine.queue_callback(lambda: self._end(this))
+        Variable._execution_engine.queue_callback(partial(self._end, this))
 
+    @untraced
     def _end(self, this: object) -> None:
         if this is self._running:
             self._guarded(self._ended)

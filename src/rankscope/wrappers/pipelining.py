@@ -78,7 +78,9 @@ class JoinedStages(nn.Module):
         known: dict[str, nn.Parameter] = {}
         for name, parameter in self.named_parameters():
             if known.setdefault(name, parameter) is not parameter:
-                raise UnsupportedError(f"two stages of a pipeline on one rank have a {name}")
+                raise UnsupportedError(
+                    f"two stages of a pipeline on one rank have different parameters named {name}"
+                )
 
     def named_parameters(self, *args: Any, **more: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all stages."""

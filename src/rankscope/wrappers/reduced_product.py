@@ -29,6 +29,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.private import available, find
 from rankscope.wrappers.surroundings import has_left_modes
 from rankscope.wrappers.tap import Guarded, ReadReduced, guarded
+from rankscope.wrappers.untraced import untraced
 
 _COPY = torch.ops.aten.copy_.default
 _COPY_SEVERAL = find("torch.ops.aten._foreach_copy_.default")
@@ -90,6 +91,7 @@ class ReducedProduct:
         )
         return self._sum.clone() if watched and whole and not self._disturbed else None
 
+    @untraced
     def _stop(self) -> None:
         """Stop watching; not under the guard, which leaves our own mode, too, for its work."""
         height = torch._C._len_torch_dispatch_stack()

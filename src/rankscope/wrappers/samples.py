@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,10 +36,11 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
     batch, mask = find_batch(args, kwargs)
     if batch is None:
         return None
-    if not isinstance(batch, Tensor):
-        items = items_in(batch)
-        return _digests_of_items(items) if items else torch.from_numpy(digests_of_texts(batch))
-    return _digests(batch, mask)
+    if isinstance(batch, Tensor):
+        return _digests(batch, mask)
+    if isinstance(batch[0], Tensor):
+        return _digests_of_items(batch)
+    return torch.from_numpy(digests_of_texts(batch))
 
 
 def _digests_of_ids(ids: Any, mask: Any) -> NDArray[np.int64] | None:
@@ -212,7 +213,7 @@ def identity_of(samples: object) -> HostCopy | NDArray[np.int64] | None:
         if all(isinstance(one, Tensor) and is_dense(one) and one.dim() == 1 for one in samples):
             return HostCopy(_digests_of_items(samples))
     batch, _ = find_batch((samples,), {})
-    if isinstance(batch, Tensor) or (batch is not None and items_in(batch)):
+    if batch is not None and isinstance(batch[0], Tensor):
         digests = digest_inputs((samples,), {})
         return None if digests is None else HostCopy(digests)
     return ids_of(samples)
@@ -256,6 +257,7 @@ def find_batch(
     That is ``input_ids``, with ``attention_mask`` beside it, in any mapping or dataclass; else the
     first tensor with a batch dimension, or list with one tensor or one mapping with an image per
     sample; else the first list of texts, which also comes before a tensor of one number per sample.
+    A tensor of sequences that are packed one after the other is cut, where their lengths are known.
     Of named parts, those with a label, target or mask in the name come last: many samples share a
     label. The result is a tensor
     ``[B, ...]``, a list of one tensor or text per sample, or None.
@@ -274,10 +276,30 @@ def find_batch(
     texts = (part for part in _parts_of(values) if _are_texts(part))
     for part in _parts_of(values):
         if isinstance(part, Tensor) and _has_samples(part):
-            return (next(texts, part) if part.dim() == 1 else part), None
+            if part.dim() > 1:
+                return part, None
+            lengths = _lengths_in([named, *args], len(part))
+            packed = torch.split(part[: sum(lengths)], list(lengths)) if lengths else ()
+            return packed or next(texts, part), None
         if items := items_in(part):
             return items, None
     return next(texts, None), None
+
+
+def _lengths_in(values: Iterable[Any], most: int) -> Sequence[int]:
+    """Return the lengths of sequences that fit into one of ``most`` elements; nothing if unknown.
+
+    A list of them is a named part, or an attribute of any object.
+    """
+    for part in _parts_of(values):
+        held = vars(part) if type(part).__dictoffset__ else {}  # past any __getattr__
+        named = part if isinstance(part, Mapping) else held
+        for name, value in islice(named.items(), _BREADTH):
+            given = "len" in str(name) and isinstance(value, (list, tuple)) and len(value) > 0
+            whole = given and all(type(length) is int and length > 0 for length in value)
+            if whole and sum(value) <= most:
+                return cast("Sequence[int]", value)
+    return ()
 
 
 def items_in(value: object) -> Sequence[Tensor]:

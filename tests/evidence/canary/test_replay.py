@@ -76,6 +76,58 @@ def test_what_is_kept_does_not_change_with_the_batch():
     assert back.tolist() == [0, 1, 2]
 
 
+class Boxes:
+    """An object of tensors, which checks what it is given."""
+
+    def __init__(self, size, **fields):
+        self.size = size
+        vars(self)["fields"] = fields
+
+    def __setattr__(self, name, value):
+        assert name == "size", name
+        vars(self)[name] = value
+
+    def __getattr__(self, name):
+        if name not in vars(self)["fields"]:
+            raise AttributeError(name)
+        return vars(self)["fields"][name]
+
+
+def test_objects_stay_in_this_process_alone():
+    corners = torch.arange(8.0).view(2, 4)
+    samples = [{"image": torch.eye(3), "boxes": Boxes((3, 3), corners=corners, names=["a", "b"])}]
+    captured = capture_batch((samples,), {"same": corners}, objects=True)
+    ((back,),), named = restore_batch(captured.plain(), CPU)
+    boxes = back["boxes"]
+    assert (type(boxes), boxes.size, boxes.names) == (Boxes, (3, 3), ["a", "b"])
+    assert boxes is not samples[0]["boxes"]
+    assert torch.equal(boxes.corners, corners)
+    assert boxes.corners is named["same"]
+    with pytest.raises(CanaryDeclined, match="holds a value of type Boxes"):
+        capture_batch((samples,), {})
+
+
+class Locked:
+    """An object whose content is elsewhere."""
+
+    __slots__ = ("__dict__", "secret")
+
+
+class Closing:
+    """An object that ends something with itself."""
+
+    def __del__(self) -> None:
+        """End it."""
+
+
+@pytest.mark.parametrize(
+    "value", [Locked(), Closing(), nn.Linear(1, 1), ValueError(), random.Random(0), Boxes(object())]
+)
+def test_objects_that_are_more_than_their_attributes_are_declined(value):
+    with pytest.raises(CanaryDeclined, match="holds a value of type"):
+        capture_batch((value,), {}, objects=True)
+
+
 Pair = namedtuple("Pair", "a b")
 
 
@@ -114,6 +166,7 @@ for _ in range(5000):
         *({**TENSOR, "tensor": index} for index in (-1, True, "0")),
         *({**TENSOR, "dtype": name} for name in ("float64", "nn")),
         *({"array": 1, "scalar": False}, {"list": 3}, {"dict": [1]}),
+        {"object": "Boxes", "members": {"dict": []}},
         {"list": DEEP},
     ],
 )

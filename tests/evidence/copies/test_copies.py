@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -199,3 +200,27 @@ def test_the_share_of_torch_s_average_is_recorded(folder):
             shares.setdefault(str(name), []).append(np.int64(digest).view(np.float64))
     [own] = [found for found in shares.values() if max(found) > 0]
     np.testing.assert_allclose(own[1:], 0.1, rtol=1e-4)
+
+
+def train_sharded(rank, run_dir):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    average = copy.deepcopy(model).requires_grad_(False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    options = {"canary": False, "announce": False, "agent": "thread"}
+    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
+        for _ in range(STEPS):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(new.full_tensor(), 0.1)
+
+
+def test_a_whole_average_beside_a_sharded_model_is_left_alone(tmp_path):
+    run_ranks(train_sharded, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert run.num_rows(Table.STEPS) == STEPS
+    assert not [finding for finding in run.findings() if finding.cause.startswith("state.")]

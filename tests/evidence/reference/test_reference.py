@@ -17,6 +17,14 @@ from rankscope.evidence.reference.reference import ReferenceStep
 CPU = torch.device("cpu")
 
 
+class Tokens:
+    """A batch that is an object, as those of detectors are."""
+
+    def __init__(self, ids) -> None:
+        self.fields = {"ids": ids}
+        self.size = tuple(ids.shape)
+
+
 class Net(nn.Module):
     """Draws from every generator, normalises by batch, counts, and returns what it is asked for."""
 
@@ -34,6 +42,7 @@ class Net(nn.Module):
 
     def forward(self, ids, labels=None):
         self.calls += 1
+        ids = ids.fields["ids"] if isinstance(ids, Tokens) else ids
         self.scale.mul_(1.01)
         hidden = F.dropout(self.embedding(ids), 0.2).flatten(0, 1)
         hidden = hidden * (1 + 0.1 * torch.rand((), generator=self.own))
@@ -66,6 +75,8 @@ def train(model, kind, *, autocast=False, num_micro=3):
     for number in range(num_micro):
         batch = make_batch(number)
         arguments = (batch["ids"],) if kind == "logits" else (batch["ids"], batch["labels"])
+        if kind == "an object":
+            arguments = (Tokens(batch["ids"]), batch["labels"])
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             micro = MicroBatch(model, CPU, arguments, {})
             output = model(*arguments)
@@ -95,7 +106,8 @@ def assert_same(before, after):
 
 
 @pytest.mark.parametrize(
-    ("autocast", "kind"), [(False, "loss"), (True, "logits"), (False, "own loss")]
+    ("autocast", "kind"),
+    [(False, "loss"), (True, "logits"), (False, "own loss"), (False, "an object")],
 )
 def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, autocast):
     model = Net("logits" if kind == "logits" else "loss")

@@ -5,6 +5,7 @@ from datetime import date
 from decimal import Decimal
 from enum import Enum
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 from uuid import UUID
 
 import numpy as np
@@ -137,6 +138,20 @@ def test_lists_of_one_mapping_per_sample():
     assert digest_inputs((samples[:1],), {}).tolist() == expected[:1]
     del samples[1]["image"]
     assert digest_inputs((samples,), {}).tolist() != expected
+
+
+def test_packed_sequences_are_cut_where_their_lengths_are_known():
+    sequences = [tokens(1, 5), tokens(2, 7), tokens(3, 5)]
+    expected = [digest_inputs((one[None],), {}).item() for one in sequences]
+    packed, padded_packed = torch.cat(sequences), torch.cat([*sequences, torch.zeros(3).long()])
+    layout = SimpleNamespace(_packed=True, _seq_lens=[5, 7, 5], _width=17)
+    for args in ((packed, layout), (padded_packed, layout), ({"x": packed, "lengths": (5, 7, 5)},)):
+        assert digest_inputs(args, {}).tolist() == expected
+    assert digest_inputs((packed,), {"seq_lens": [5, 7, 5]}).tolist() == expected
+    alike = torch.cat([sequences[1]] * 2)
+    assert digest_inputs((alike,), {"seq_lens": [7, 7]}).tolist() == [expected[1]] * 2
+    for lengths in ([5, 7, 6], [0, 17], [True], [], None, 17, packed):  # no lengths of these
+        assert len(digest_inputs((packed,), {"seq_lens": lengths})) == 17
 
 
 def test_texts_come_before_their_labels():

@@ -2,7 +2,7 @@
 
 Tensors start their way to the host at once and are read on arrival. A batch may also hold numbers,
 text, None, and lists, tuples and mappings of all these. Anything else would need pickle, which is
-never used.
+never used. What stays in this process may also hold objects of these, such as a detector's boxes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
 class CapturedBatch:
     """A batch on its way to the host."""
 
-    structure: Any  # plain JSON
+    structure: Any  # plain JSON, and the classes of objects
     arrays: Sequence[HostCopy | NDArray[Any]]  # those that numpy lacks as integers of the same bits
     samples: HostCopy | None = None  # digest of each, where a batch was recognised
 
@@ -68,9 +68,10 @@ def capture_batch(
     *,
     moves_inputs: bool = False,  # to the model's device, as DDP does with ``device_ids``
     most_bytes: int = MAX_BATCH_BYTES,  # larger batches are declined
+    objects: bool = False,  # of batches that stay in this process
 ) -> CapturedBatch:
     """Return a copy of the inputs of a forward pass."""
-    keeper = _Keeper(moves_inputs, most_bytes)
+    keeper = _Keeper(moves_inputs, most_bytes, objects)
     try:
         structure = keeper.keep((tuple(args), dict(kwargs)))
     except CanaryDeclined:
@@ -119,7 +120,8 @@ def samples_of(batch: PlainBatch) -> list[PlainBatch]:
 class _Keeper:
     """Turns nested arguments into JSON, and collects their tensors."""
 
-    def __init__(self, moves_inputs: bool, most_bytes: int) -> None:
+    def __init__(self, moves_inputs: bool, most_bytes: int, objects: bool) -> None:
+        self._objects = objects
         self._most_bytes = most_bytes
         self.arrays: list[HostCopy | NDArray[Any]] = []
         self._moves_inputs = moves_inputs
@@ -142,13 +144,19 @@ class _Keeper:
         if isinstance(value, Tensor):
             _check_tensor(value)
             return self._keep_once(value, self._keep_tensor)
+        return self._keep_parts(value)
+
+    def _keep_parts(self, value: Any) -> Any:
+        """Return the JSON of a value that holds others."""
         if isinstance(value, Mapping):
             return {"dict": [[self.keep(key), self.keep(item)] for key, item in value.items()]}
         if type(value) is list:
             return {"list": [self.keep(item) for item in value]}
         if type(value) in (tuple, torch.Size):
             return {"tuple": [self.keep(item) for item in value]}
-        raise _unknown(type(value).__name__)
+        if self._objects and _is_record(value):
+            return {"object": type(value), "members": self.keep(vars(value))}
+        raise _unknown(f"value of type {type(value).__name__}")
 
     def _keep_once(self, value: Any, keep: Any) -> Any:
         if id(value) not in self._places:
@@ -180,10 +188,23 @@ class _Keeper:
         return {"array": len(self.arrays) - 1, "scalar": isinstance(array, np.generic)}
 
 
+def _is_record(value: Any) -> bool:
+    """Return whether an object is what its attributes are, and can be made of them alone."""
+    kind: Any = type(value)
+    defined = {name: own for each in kind.__mro__[-2::-1] for name, own in vars(each).items()}
+    return (
+        hasattr(value, "__dict__")
+        and kind.__new__ is object.__new__
+        and not callable(value)
+        and not defined.get("__slots__")
+        and defined.keys().isdisjoint(("__del__", "__getstate__", "__reduce__", "__reduce_ex__"))
+    )
+
+
 def _check_tensor(tensor: Tensor) -> None:
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-        raise _unknown(f"tensor of the kind {type(tensor).__name__}, {tensor.layout}")
+        raise _unknown(f"tensor of type {type(tensor).__name__}, {tensor.layout}")
 
 
 def _digests(args: Sequence[Any], kwargs: Mapping[str, Any]) -> HostCopy | None:
@@ -206,7 +227,7 @@ def _restore(
 ) -> Any:
     if not isinstance(value, dict):
         return value
-    [tag] = value.keys() & {"float", "tensor", "array", "dict", "list", "tuple"}
+    [tag] = value.keys() & {"float", "tensor", "array", "dict", "list", "tuple", "object"}
     content = value[tag]
     if tag in ("tensor", "array") and (type(content) is not int or content < 0):
         raise IndexError(f"it has no tensor {content!r:.40}")
@@ -218,6 +239,12 @@ def _restore(
         return made[content]
     if tag == "array":
         return arrays[content][()] if value["scalar"] else arrays[content].copy()
+    if tag == "object":
+        if not isinstance(content, type):  # no JSON has one
+            raise TypeError("it holds an object")
+        made_again: Any = object.__new__(content)
+        vars(made_again).update(_restore(value["members"], arrays, device, made))
+        return made_again
     if tag == "dict":
         pairs = [[_restore(part, arrays, device, made) for part in pair] for pair in content]
         return {key: item for key, item in pairs}  # noqa: C416 - the pairs are lists

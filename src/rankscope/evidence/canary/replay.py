@@ -202,8 +202,8 @@ def check_module(module: nn.Module) -> None:
         for kind in type(part).__mro__:
             if kind.__name__ in _COMMUNICATING:
                 raise CanaryDeclined(
-                    f"a canary runs on each worker alone, and the model has a {kind.__name__}, "
-                    "which needs the others in every forward pass"
+                    "a canary runs on each worker alone, and the model has a layer of type "
+                    f"{kind.__name__}, which needs the others in every forward pass"
                 )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise CanaryDeclined(

@@ -63,6 +63,7 @@ class _Reading:
     source: HostCopy | None
     writes: int  # of its tensors, so far
     narrow: torch.dtype | None  # its type, where that has 16 bits
+    shapes: Sequence[torch.Size]  # of what this rank holds of its tensors
 
 
 class PendingCopies:
@@ -94,6 +95,8 @@ class PendingCopies:
                 source_E = one.source.numpy().astype(np.float64)
                 values["equal"] = int(np.array_equal(elements_E, source_E))
                 before = self._before.get(label)
+                if before is not None and before.shapes != one.shapes:
+                    before = None  # sharded in the meantime, or gathered
                 if before is not None:
                     share = share_of(before.elements.numpy(), elements_E, source_E)
                     values["share"] = int(np.float64(share).view(np.int64))
@@ -177,11 +180,15 @@ class CopiesProbe(RareProbe):
             if module is None or (copy.source is not None and source is None):
                 continue
             tensors = _readable(module)
+            shapes = [tensor.shape for tensor in tensors]
+            sources = [] if source is None else _readable(source)
+            alike = bool(sources) and [tensor.shape for tensor in sources] == shapes
             now[copy.label] = _Reading(
                 _elements(tensors),
-                None if source is None else _elements(_readable(source)),
+                _elements(sources) if alike else None,
                 sum(tensor._version for tensor in tensors),
                 _narrow_type(tensors),
+                shapes,
             )
         before_age, before = self._last
         self._last = age, now

@@ -43,6 +43,7 @@ from rankscope.wrappers.loss_form import (
 )
 from rankscope.wrappers.passes import hook_gradient
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
@@ -99,6 +100,7 @@ class _Multiplier:
             if divisor is not None and node is not None:
                 node.register_prehook(partial(self._see_dividend, place, own(divisor)))
 
+    @untraced
     def _see_dividend(self, place: int, divisor: Tensor, gradients: Sequence[Any]) -> None:
         gradient = gradients[place]
         if gradient is None or is_spread(gradient):
@@ -111,6 +113,7 @@ class _Multiplier:
     def _read_dividend(self, gradient: Tensor, divisor: Tensor) -> None:
         self.of_dividend = gradient.sum(dtype=torch.float64) * _moved(divisor, gradient.device)
 
+    @untraced
     def _see(self, gradient: Tensor | None) -> None:
         try:
             outside(self._read, gradient)

@@ -71,7 +71,7 @@ class MicroBatch:
         inner: bool = False,  # compare logits as well: the loss alone may hide differences
     ) -> None:
         self._inner = inner
-        self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
+        self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES, objects=True)
         self._generators = generators_of(module, device)
         self.autocast = Autocast.in_force(device)
         self._buffers = {
@@ -148,7 +148,9 @@ class MicroBatch:
     def check_kept(self) -> None:
         """Check that the gradients of the outputs are known; raises CanaryDeclined if not."""
         if self._hidden:
-            raise CanaryDeclined(f"the model returns a {self._hidden}, whose tensors are not seen")
+            raise CanaryDeclined(
+                f"the model returns a value of type {self._hidden}, whose tensors are not seen"
+            )
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
             raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")

@@ -89,9 +89,9 @@ def _problem(trainer: Any, rollout: Any, mask: Any) -> str:
     given = [trainer, rollout, *([] if mask is None else [mask])]
     for each in given:
         if not isinstance(each, Tensor):
-            return f"a {type(each).__name__}"
+            return f"a value of type {type(each).__name__}"
         if not is_dense(each):
-            return f"a {type(each).__name__} whose elements are not at hand"
+            return f"a tensor of type {type(each).__name__} whose elements are not at hand"
     if not (trainer.is_floating_point() and rollout.is_floating_point()):
         return f"log-probabilities in {trainer.dtype} and {rollout.dtype}"
     shapes = [tuple(each.shape) for each in given]

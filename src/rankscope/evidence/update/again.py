@@ -273,7 +273,9 @@ def why_apart(parameter: Tensor, state: Mapping[str, Any]) -> str:
             if not known and value.shape != local_of(parameter).shape:
                 return f"its state {name} belongs to a part of the parameter, and has another shape"
         elif not isinstance(value, bool | int | float | str | type(None)):
-            return f"its state {name} is a {type(value).__name__}, which cannot be put together"
+            return (
+                f"its state {name} is of type {type(value).__name__}, which cannot be put together"
+            )
     return ""
 
 

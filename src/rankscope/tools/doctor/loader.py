@@ -223,7 +223,7 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(
             SHARDS,
             Status.SKIPPED,
-            f"the samples of a batch could not be told apart (it is a {unread[0]['kind']})",
+            f"the samples of a batch could not be told apart (it is of type {unread[0]['kind']})",
             "Batches of tensors, of text, or tuples and mappings of these are understood.",
         )
     if not any(fact["tokens"] for fact in facts):
