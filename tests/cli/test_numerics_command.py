@@ -51,7 +51,7 @@ def test_the_built_in_model_is_recorded_saved_and_trained(
 ) -> None:
     record, options = rounding.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick = functools.partial(record, base_steps=0, batch_size=1)
+    quick = functools.partial(record, base_steps=0)
     monkeypatch.setattr(rounding, "record_gradients", quick)
     small = functools.partial(options, workers=2, base_steps=0, pairs=("order",))
     monkeypatch.setattr(rounding_result, "GrowthOptions", small)

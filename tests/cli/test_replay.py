@@ -171,7 +171,7 @@ def test_on_ranks_that_agree(path: str):
     [
         ("other_parameter", "Parameters or buffers are known to differ (head.bias)."),
         ("other_arithmetic", "so the device computes differently, or it is hooks of head ("),
-        ("other_code", "What differs is forward of head (other_code.<locals>.<lambda>"),
+        ("other_code", 'What differs is "forward" of head (other_code.<locals>.<lambda>'),
     ],
 )
 def test_on_ranks_that_differ(path: str, name: str, words: str):

@@ -106,6 +106,9 @@ def test_resumed_and_uninterrupted_measure_the_same(
     whole = tables(resumed[0].path / "runs" / "replicated-s1-1")[Table.WORKERS]
     part = tables(stopped.path / "runs" / "replicated-s1-1")[Table.WORKERS]
     assert part.num_rows > 0
+    # A canary runs in the step after its batches have come back from the agent.
+    compared = [name for name in whole.column_names if not name.startswith("canary_")]
+    whole, part = whole.select(compared), part.select(compared)
     whole, ended = whole.slice(0, part.num_rows), part.num_rows - 2
     assert whole.slice(0, ended).equals(part.slice(0, ended))
     # In the last step, a worker may have been interrupted wherever it was.

@@ -55,7 +55,7 @@ def test_a_kind_that_rests_is_named_with_numbers():
     assert found.numbers["parameters"] == 3
     assert found.numbers["half_step"] == 2**-9
     assert "All parameters of the kind RMSNorm.weight (3 parameters in bfloat16" in words(found)
-    assert "kept their bits over 32 updates" in words(found)
+    assert "have not changed in 32 updates" in words(found)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_tokens_without_a_finite_value_do_not_count():
     ("given", "what"),
     [
         ((torch.zeros(2, 3), torch.zeros(2, 4)), "the shapes (2, 3), (2, 4)"),
-        ((torch.zeros(2, 3), [[-1.0], [-2.0]]), "a list"),
+        ((torch.zeros(2, 3), [[-1.0], [-2.0]]), "a value of type list"),
         ((torch.zeros(2), torch.zeros(2).to_sparse()), "not at hand"),
     ],
 )

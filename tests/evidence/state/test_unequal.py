@@ -162,7 +162,7 @@ def test_the_worker_that_missed_an_average_is_named_after_it():
     assert (found.key, found.cause) == (AVERAGES, "state.parameters_differ")
     assert (found.ranks, found.first_step, found.severity) == ((2,), 7, Severity.ERROR)
     explanation, _ = describe(found)
-    assert "The parameters of rank 2 (head.weight) are not the other workers'" in explanation
+    assert "The parameters of rank 2 (head.weight) differ from the other workers'" in explanation
 
 
 def test_what_is_equal_or_has_one_owner_is_no_fault():

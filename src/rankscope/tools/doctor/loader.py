@@ -220,10 +220,12 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
         return declared
     unread = [fact for fact in facts if not fact["recognised"]]
     if unread:
+        kind = unread[0]["kind"]
+        article = "an" if kind[:1] in "AEIOUaeiou" else "a"
         return CheckResult(
             SHARDS,
             Status.SKIPPED,
-            f"the samples of a batch could not be told apart (it is of type {unread[0]['kind']})",
+            f"the samples of a batch could not be told apart (it is {article} {kind})",
             "Batches of tensors, of text, or tuples and mappings of these are understood.",
         )
     if not any(fact["tokens"] for fact in facts):
