@@ -242,8 +242,7 @@ def render(results: dict[str, list[Row]]) -> str:
         "Other settings:",
         _table([row for part in _STEP_TIMES for row in results.get(part, [])]),
         "## Compiled models",
-        "`torch.compile` around DDP (`python benchmarks/compiled.py`). What is added to a step is "
-        "the same work as without it, in a shorter step.",
+        "`torch.compile` around DDP (`python benchmarks/compiled.py`).",
         given("compiled"),
         "## Launches",
         "Kernels, torch operations that would be one, and copies between host and device, "
