@@ -226,6 +226,27 @@ PAIRS = (
         "gradient",
     ),
     Pair(
+        "DeepSpeed, experts",
+        "1 deepspeed_loop.py --clip 0 --experts 1",
+        "2 deepspeed_loop.py --clip 0 --batch 4 --experts 2",
+    ),
+    Pair(
+        "DeepSpeed, experts, ZeRO 1, four ranks",
+        "1 deepspeed_loop.py --clip 0 --experts 1",
+        "4 deepspeed_loop.py --clip 0 --batch 2 --experts 2 --stage 1",
+    ),
+    Pair(
+        "DeepSpeed, experts, ZeRO 2",
+        "1 deepspeed_loop.py --clip 0 --experts 1",
+        "2 deepspeed_loop.py --clip 0 --batch 4 --experts 2 --stage 2",
+    ),
+    Pair(
+        "DeepSpeed, experts, clipped, by the mean of the ranks' norms",
+        "1 deepspeed_loop.py --experts 1",
+        "2 deepspeed_loop.py --batch 4 --experts 2",
+        "gradient",
+    ),
+    Pair(
         "Accelerate, a schedule with a length in updates",
         "0 accelerate_loop.py --schedule",
         "2 accelerate_loop.py --batch 4 --schedule",
@@ -270,6 +291,28 @@ PAIRS = (
         "1 megatron_loop.py --clip 0",
         "2 megatron_loop.py --batch 2 --accumulate 2 --clip 0 --fault not_divided",
         "gradient",
+    ),
+    Pair(
+        "Megatron-core, experts",
+        "1 megatron_loop.py --experts 1",
+        "2 megatron_loop.py --batch 4 --experts 2",
+    ),
+    Pair(
+        "Megatron-core, experts, distributed optimizer",
+        "1 megatron_loop.py --experts 1",
+        "2 megatron_loop.py --batch 4 --experts 2 --distributed",
+    ),
+    Pair(
+        "Megatron-core, experts, four ranks, bfloat16, distributed optimizer",
+        "1 megatron_loop.py --bf16 --experts 1",
+        "4 megatron_loop.py --bf16 --batch 2 --experts 2 --distributed",
+    ),
+    Pair(
+        "Megatron-core, an expert's gradient halved",
+        "1 megatron_loop.py --experts 1",
+        "2 megatron_loop.py --batch 4 --experts 2 --distributed --fault expert_halved",
+        "gradient",
+        words="experts.local_experts.3.linear_fc1.weight, × 1/2",
     ),
     Pair(
         "torchtitan, tensor parallelism",

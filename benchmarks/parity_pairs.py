@@ -113,6 +113,8 @@ def _healthy(seed: int) -> list[Pair]:
         pair("a teacher, accumulation", (1, "--teacher"), (1, "--teacher --accumulate 4")),
         pair("experts 1 and 2", (1, "--experts"), (2, "--layout ep --experts")),
         pair("experts 1 and 4", (1, "--experts"), (4, "--layout ep --experts")),
+        pair("experts of one name 1 and 2", (1, "--experts"), (2, "--layout ep_local --experts")),
+        pair("experts of one name 1 and 4", (1, "--experts"), (4, "--layout ep_local --experts")),
     ]  # fmt: skip
 
 
@@ -178,6 +180,8 @@ def _faulty() -> list[Pair]:
         pair("keys_gradient", "gradient", "layers.1.qkv.weight", a="--fused", rules=SPLIT),
         pair("experts_not_divided", "gradient", "experts.experts", "--layout ep --experts",
              "--experts", report="pytorch#160285"),
+        pair("experts_not_divided", "gradient", "experts.experts", "--layout ep_local --experts",
+             "--experts"),
         pair("layer_update", "update", _LAYER, "--layout pp"),
         pair("layer_gradient", "gradient", _LAYER, "--layout pp_interleaved"),
         pair("half_mesh", "gradient", ALL, "--layout hsdp", "", 4, "Automodel#3135"),

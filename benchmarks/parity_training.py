@@ -158,19 +158,22 @@ class Experts(nn.Module):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+        self.num_local_experts = EXPERTS
+        self.ep_group: Any = None  # where a rank's experts are a tensor of their own
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the experts' mean ``[B, L, D]``, by the router's weights."""
         weights, own = self.router(hidden).softmax(-1), self.experts
-        spread = hasattr(own, "to_local")
+        group = self.ep_group
+        if hasattr(own, "to_local"):
+            group, own = own.device_mesh.get_group(), own.to_local()  # type: ignore[attr-defined]
+        spread = group is not None
         if spread:
-            mesh = own.device_mesh  # type: ignore[attr-defined]
-            own = own.to_local()  # type: ignore[attr-defined]
             hidden, weights = (
                 _Gathered.apply(each)  # type: ignore[no-untyped-call]
                 for each in (hidden, weights)
             )
-            first = mesh.get_local_rank() * len(own)
+            first = dist.get_rank(group) * len(own)
             weights = weights[..., first : first + len(own)]
         mixed: Tensor = torch.einsum("blw,ewv,ble->blv", hidden, own, weights)
         return _Returned.apply(mixed) if spread else mixed  # type: ignore[no-untyped-call]
@@ -334,7 +337,7 @@ def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer, **more)
         fully_shard(model, **more)
-    if args.layout in ("ep", "pp_fsdp2"):
+    if args.layout in ("ep", "ep_local", "pp_fsdp2"):
         spread(model, args, world)
     if args.layout in ("tp", "fsdp2_tp"):
         cut_layers(model, args, world)
@@ -378,6 +381,13 @@ def spread(model: nn.Module, args: argparse.Namespace, world: int) -> None:
         experts: Any = model.experts
         own = distribute_tensor(experts.experts.detach(), mesh, [Shard(0)])
         experts.experts = nn.Parameter(own)
+        return
+    if args.layout == "ep_local":
+        experts = model.experts
+        own = experts.experts.detach().chunk(world)[dist.get_rank()].clone()
+        experts.experts = nn.Parameter(own)
+        experts.experts.allreduce = False
+        experts.ep_group, experts.num_local_experts = dist.group.WORLD, len(own)
         return
     mesh = init_device_mesh("cpu", (world // STAGES, STAGES), mesh_dim_names=("dp", "pp"))
     fully_shard(model, mesh=mesh["dp"])
@@ -600,7 +610,7 @@ def accumulate(
             optimizer.zero_grad()
         reduce = last and args.fault != "no_sync_always"
         backward(args, wrapped, tokens, labels, workers, reduce=reduce)
-    if args.layout == "ep":
+    if args.layout in ("ep", "ep_local"):
         reduce_by_hand(model, args)
 
 
@@ -609,7 +619,7 @@ def reduce_by_hand(model: nn.Module, args: argparse.Namespace) -> None:
     for p in model.parameters():
         if p.grad is not None:
             own = local(p.grad)
-            spread = own is not p.grad
+            spread = own is not p.grad or not getattr(p, "allreduce", True)
             if not spread:
                 dist.all_reduce(own)
             if not (spread and args.fault == "experts_not_divided"):

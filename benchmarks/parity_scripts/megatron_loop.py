@@ -18,7 +18,10 @@ parser.add_argument("--distributed", action="store_true", help="the distributed 
 parser.add_argument("--overlap", action="store_true", help="reduces during the backward pass")
 parser.add_argument("--bf16", action="store_true")
 parser.add_argument("--clip", type=float, default=0.5)
-parser.add_argument("--fault", choices=("", "not_divided", "layer_halved"), default="")
+parser.add_argument(
+    "--fault", choices=("", "not_divided", "layer_halved", "expert_halved"), default=""
+)
+parser.add_argument("--experts", type=int, default=0, help="ranks that share them; 0: none")
 chosen = parser.parse_args()
 torch.set_num_threads(1)
 
@@ -50,16 +53,55 @@ with warnings.catch_warnings():
         DistributedDataParallel,
         DistributedDataParallelConfig,
     )
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+moe_utils.te_general_gemm = None  # a name that is missing without Transformer Engine
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.distributed.init_process_group("gloo")
-parallel_state.initialize_model_parallel()
+parallel_state.initialize_model_parallel(expert_model_parallel_size=max(chosen.experts, 1))
 torch.manual_seed(0)
 kind = torch.bfloat16 if chosen.bf16 else torch.float32
-model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)).to(kind)
-settings = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
+settings = TransformerConfig(
+    num_layers=1,
+    hidden_size=64,
+    num_attention_heads=1,
+    num_moe_experts=4 if chosen.experts else None,
+    expert_model_parallel_size=max(chosen.experts, 1),
+    moe_token_dispatcher_type="allgather",
+    moe_router_load_balancing_type="none",
+    add_bias_linear=False,
+    use_cpu_initialization=True,
+)
+
+
+class Experts(nn.Module):
+    """Four experts, dealt out over ranks; each is made from a seed of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoELayer(settings, get_moe_module_spec(use_te=False, num_experts=4).submodules)
+        for number, each in zip(
+            self.moe.local_expert_indices, self.moe.experts.local_experts, strict=True
+        ):
+            start = torch.Generator().manual_seed(1 + number)
+            for parameter in each.parameters():
+                nn.init.normal_(parameter, std=0.1, generator=start)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Add what the experts make of hidden states ``[B, D]``."""
+        output: Tensor = self.moe(hidden[:, None])[0][:, 0]
+        return hidden + output
+
+
+layers = [nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)]
+if chosen.experts:
+    layers.insert(3, Experts())
+model = nn.Sequential(*layers).to(kind)
 ddp = DistributedDataParallel(
     settings,
     DistributedDataParallelConfig(
@@ -96,6 +138,8 @@ for step in range(20):
             (loss if chosen.fault == "not_divided" else loss / chosen.accumulate).backward()
     if chosen.fault == "layer_halved":
         model[0].weight.main_grad.mul_(0.5)
+    if chosen.fault == "expert_halved" and rank == world - 1:
+        model[3].moe.experts.local_experts[-1].linear_fc1.weight.main_grad.mul_(0.5)
     ddp.finish_grad_sync()
     optimizer.step()
 torch.distributed.destroy_process_group()

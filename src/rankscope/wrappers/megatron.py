@@ -242,14 +242,27 @@ def plain_megatron_optimizer(optimizer: Any) -> Any:
 
 def megatron_process_group(ddp: Any) -> dist.ProcessGroup:
     """Return the ranks over which a wrapper reduces gradients; each of them is a worker."""
-    for reason, present in _obstacles(ddp):
-        if present:
-            raise UnsupportedError(
-                "watch() expected Megatron-core's DistributedDataParallel, and no parallelism but "
-                f"that of the data, got {reason}, which cannot be watched"
-            )
+    check_megatron(ddp)
     group: dist.ProcessGroup = ddp.dp_cp_group
     return group
+
+
+def check_megatron(ddp: Any, *, experts: bool = False) -> None:
+    """Raise UnsupportedError where a wrapper works in another way.
+
+    With ``experts``, these may be dealt out over ranks.
+    """
+    for reason, present in _obstacles(ddp, experts):
+        if present:
+            who, kinds = (
+                ("parity", "those of data and experts")
+                if experts
+                else ("watch()", "that of the data")
+            )
+            raise UnsupportedError(
+                f"{who} expected Megatron-core's DistributedDataParallel, and no parallelism but "
+                f"{kinds}, got {reason}, which cannot be watched"
+            )
 
 
 def megatron_parameters(ddp: Any) -> dict[str, Tensor]:
@@ -304,12 +317,12 @@ def own_shards(group: Any, names: Mapping[int, str]) -> list[Measured]:
     return shards
 
 
-def _obstacles(ddp: Any) -> Iterator[tuple[str, bool]]:
+def _obstacles(ddp: Any, experts: bool) -> Iterator[tuple[str, bool]]:
     missing = _missing(ddp)
     yield f"{type(ddp).__name__} without {', '.join(missing)}", bool(missing)
     config = ddp.config
     settings = ddp.ddp_config
-    yield "mixture-of-experts layers", bool(ddp.expert_parallel_buffers)
+    yield "mixture-of-experts layers", bool(ddp.expert_parallel_buffers) and not experts
     yield "no parameter that it reduces", not ddp.bucket_groups
     yield "tensor parallelism", _size(ddp.tp_group) > 1
     yield "pipeline parallelism", _size(ddp.pp_group) > 1

@@ -38,6 +38,7 @@ def recordings(tmp_path_factory):
         (2, ("--layout", "pp")),
         (2, ("--layout", "pp_interleaved")),
         (2, ("--layout", "ep", "--experts")),
+        (2, ("--layout", "ep_local", "--experts")),
     ],
     ids=[
         "ddp",
@@ -49,6 +50,7 @@ def recordings(tmp_path_factory):
         "pipeline",
         "interleaved stages",
         "experts",
+        "experts of one name",
     ],
 )
 def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
@@ -98,14 +100,15 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
 
 
 @pytest.mark.ranks
-def test_a_layer_of_a_later_stage_and_an_expert_are_named(recordings):
+def test_a_layer_of_a_later_stage_and_experts_are_named(recordings):
     words = ("--layout", "pp", "--fault", "layer_update")
     answer = answer_of(recordings, layout(1), layout(2, *words))
     assert (answer.stage, [each.name for each in answer.differences]) == (Stage.UPDATE, [LAYER])
-    words = ("--layout", "ep", "--experts", "--fault", "experts_not_divided")
-    answer = answer_of(recordings, layout(1, "--experts"), layout(2, *words))
-    assert [each.name for each in answer.differences] == ["experts.experts"]
-    assert (answer.stage, answer.differences[0].look) == (Stage.GRADIENT, "× 2")
+    for kind in ("ep", "ep_local"):
+        words = ("--layout", kind, "--experts", "--fault", "experts_not_divided")
+        answer = answer_of(recordings, layout(1, "--experts"), layout(2, *words))
+        assert [each.name for each in answer.differences] == ["experts.experts"]
+        assert (answer.stage, answer.differences[0].look) == (Stage.GRADIENT, "× 2")
 
 
 @pytest.mark.ranks

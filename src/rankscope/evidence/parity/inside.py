@@ -23,17 +23,24 @@ class LayerOutputs:
     """Adds up the outputs of a model's layers, and the gradients of them.
 
     ``take`` is called for each of them with its kind and the layer's name, and passes it on to
-    :meth:`add`; ``counts`` returns whether a forward pass of the training is under way.
+    :meth:`add`; ``counts`` returns whether a forward pass of the training is under way;
+    ``name_of`` returns a layer's name among those of all ranks.
     """
 
-    def __init__(self, module: nn.Module, take: Take, counts: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        take: Take,
+        counts: Callable[[], bool],
+        name_of: Callable[[str], str] = str,
+    ) -> None:
         self._take = take
         self._counts = counts
         self._sums: dict[tuple[str, str], Tensor | None] = {}  # by kind and name; None: uneven
         self._without: set[str] = set()  # layers that are computed again, for the backward pass
         self._meters: dict[tuple[str, int], FigureMeter] = {}
         self._hooks = [
-            each.register_forward_hook(functools.partial(self._see, canonical_name(name)))
+            each.register_forward_hook(functools.partial(self._see, canonical_name(name_of(name))))
             for name, each in module.named_modules()
             if name and not any(True for _ in each.children())
         ]

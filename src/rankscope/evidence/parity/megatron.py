@@ -6,8 +6,8 @@ from typing import Any
 from rankscope.evidence.parity.figures import Named, Part
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.megatron import (
+    check_megatron,
     is_sharded,
-    megatron_process_group,
     own_shards,
     whole_gradients,
 )
@@ -25,11 +25,11 @@ class MegatronBuffers:
     """
 
     def __init__(self, ddp: Any, names: Mapping[int, str]) -> None:
-        megatron_process_group(ddp)
+        check_megatron(ddp, experts=True)
         self.gradients: list[Named] = []
         self.firsts: dict[str, int] = {}
         sizes = {names[id(p)]: p.numel() for p in ddp.module.parameters() if id(p) in names}
-        for group in ddp.bucket_groups:
+        for group in [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]:
             if is_sharded(ddp):
                 for name, gradient, first in own_shards(group, names):
                     self.gradients.append((name, Part(gradient, (sizes[name],), (first,))))

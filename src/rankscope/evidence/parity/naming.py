@@ -1,4 +1,4 @@
-"""Names under which tensors are recorded, where two layouts call one parameter otherwise.
+"""Names under which tensors are recorded, where layouts or ranks call one parameter otherwise.
 
 A rule has the name of a parameter in the other layout, and its names in this one, of which there
 may be several: this layout has split what the other one has fused, along the first dimension. Each
@@ -17,8 +17,8 @@ Rule = tuple[str, Sequence[str]]
 """A name of the other layout, and its names in this one."""
 
 
-class _Piece(NamedTuple):
-    """What a tensor of this layout is in the other one."""
+class Piece(NamedTuple):
+    """What a tensor of this rank is in the other layout, or among the tensors of all ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,16 +28,27 @@ class _Piece(NamedTuple):
 class Naming:
     """Names of tensors in the other layout; without rules, their own.
 
+    ``of_ranks`` has the tensors that are others, or parts of others, among those of all ranks: the
+    rules hold for what they are there.
+
     Raises UnsupportedError: parts of a fused parameter are not there, or do not fit together.
     """
 
-    def __init__(self, rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._pieces: dict[str, _Piece] = {}
-        for name in shapes:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        shapes: Mapping[str, tuple[int, ...]],
+        of_ranks: Mapping[str, Piece] | None = None,
+    ) -> None:
+        self._pieces = dict(of_ranks or {})
+        wholes = {n: self._pieces.get(n, Piece(n, shape, 0)) for n, shape in shapes.items()}
+        whole_shapes = {piece.name: piece.shape for piece in wholes.values()}
+        for name, (whole, _, first) in wholes.items():
             for other, own in rules:
-                found = next((found for each in own if (found := _match(each, name))), None)
+                found = next((found for each in own if (found := _match(each, whole))), None)
                 if found is not None:
-                    self._pieces[name] = _piece(name, other, own, found, shapes)
+                    piece = _piece(whole, other, own, found, whole_shapes)
+                    self._pieces[name] = piece._replace(first=piece.first + first)
                     break
 
     def of(self, name: str) -> str:
@@ -79,17 +90,17 @@ def _piece(
     own: Sequence[str],
     found: re.Match[str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> _Piece:
+) -> Piece:
     names = [_filled(each, found) for each in own]
     missing = [each for each in names if each not in shapes]
     if missing:
         raise UnsupportedError(f"no parameter is called {missing[0]}, a part of {other}")
     of_all = [shapes[each] for each in names]
     if len(names) == 1:
-        return _Piece(_filled(other, found), of_all[0], 0)
+        return Piece(_filled(other, found), of_all[0], 0)
     if not all(of_all) or len({shape[1:] for shape in of_all}) > 1:
         sizes = ", ".join(" × ".join(map(str, shape)) for shape in of_all)
         raise UnsupportedError(f"the parts of {other} do not fit together: {sizes}")
     first = sum(shape[0] for shape in of_all[: names.index(name)])
     shape = (sum(shape[0] for shape in of_all), *of_all[0][1:])
-    return _Piece(_filled(other, found), shape, first)
+    return Piece(_filled(other, found), shape, first)

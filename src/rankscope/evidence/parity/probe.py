@@ -35,9 +35,9 @@ from rankscope.bus.parity import (
     folder_of_rank,
 )
 from rankscope.bus.probe import Job, Probe
-from rankscope.errors import UnsupportedError
 from rankscope.evidence.loss.probe import LossMeter, PendingLosses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
+from rankscope.evidence.parity.experts import DealtExperts
 from rankscope.evidence.parity.figures import (
     FigureMeter,
     Labels,
@@ -151,7 +151,8 @@ class ParityRecorder:
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
         own = {canonical_name(n): size_of(t) for n, t in named}
-        self._naming = naming = Naming(rules, own)
+        experts = DealtExperts(module) if place.world > 1 else None
+        self._naming = naming = Naming(rules, own, experts.pieces if experts else {})
         self._shapes = {naming.of(name): naming.shape(name, own[name]) for name in own}
         doubled = {naming.of(canonical_name(n)) for n, t in named if t.is_complex()}
         sizes = {n: math.prod(shape) * (1 + (n in doubled)) for n, shape in self._shapes.items()}
@@ -163,14 +164,12 @@ class ParityRecorder:
         self._meter = FigureMeter(
             sizes, device, placed=lambda name, part: (naming.of(name), naming.placed(name, part))
         )
-        apart = [n for n, p in module.named_parameters() if not getattr(p, "allreduce", True)]
-        if apart and place.world > 1:
-            raise UnsupportedError(
-                f"{apart[0]} stands for another expert on each rank, by one name for all"
-            )
         self._inside = False  # of a forward pass
+        name_of = experts.name if experts else str
         self._outputs = (
-            LayerOutputs(module, self._see_output, lambda: self._inside) if bisects else None
+            LayerOutputs(module, self._see_output, lambda: self._inside, name_of)
+            if bisects
+            else None
         )
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()

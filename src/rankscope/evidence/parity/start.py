@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
+from rankscope.evidence.parity.experts import is_dealt_out
 from rankscope.evidence.parity.figures import Part, part_of
 from rankscope.evidence.parity.held import HeldElements, is_partitioned, stored
 from rankscope.evidence.parity.naming import Naming
@@ -39,7 +40,7 @@ _AS_NAMED = Naming((), {})
 def save_tensors(
     folder: Path, rank: int, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED
 ) -> None:
-    """Write this rank's parts of floating-point tensors; of copies, one rank's alone.
+    """Write this rank's parts of floating-point tensors; of copies on all ranks, one rank's alone.
 
     Raises RunError: they cannot be written.
     """
@@ -79,19 +80,19 @@ def save_tensors(
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor], naming: Naming = _AS_NAMED) -> None:
     """Copy what is saved into this rank's parts; RunError where a tensor is not all there."""
-    saved: dict[str, list[Part]] = {}
+    saved: dict[str, dict[str, Part]] = {}  # by name and place: copies of a part are one
     for file in sorted(folder.glob("rank-*.safetensors")):
         for name, part in _read(file):
-            saved.setdefault(name, []).append(part)
+            saved.setdefault(name, {})[part.place] = part
     for name, tensor in tensors.items():
         own = naming.placed(name, part_of(stored(tensor)))
-        copied = sum(_copy(part, own) for part in saved.get(naming.of(name), ()))
+        copied = sum(_copy(part, own) for part in saved.get(naming.of(name), {}).values())
         if copied != own.tensor.numel():
             raise RunError(f"{folder} holds {copied} of {own.tensor.numel()} elements of {name}")
 
 
 def _is_first_copy(tensor: Tensor, rank: int) -> bool:
-    if is_partitioned(tensor):
+    if is_partitioned(tensor) or is_dealt_out(tensor):
         return True
     if not isinstance(tensor, DTensor):
         return rank == 0

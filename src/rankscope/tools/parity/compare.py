@@ -439,6 +439,11 @@ class _Comparison:
                 found,
                 "the clipped gradient differs, and the gradient before clipping does not",
             )
+        if known and before and len(before) < len(found) and (is_clipped(a) or is_clipped(b)):
+            self._note(f"Clipping by the norm of all then changes {len(found)} parameters.")
+            return self._different(
+                number, Stage.GRADIENT, before, "the gradient before clipping differs"
+            )
         factors = [step.multipliers for step in (a, b)]
         if all(len(each) for each in factors):
             own, other = (float(each.mean()) for each in factors)

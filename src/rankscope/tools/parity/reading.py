@@ -273,7 +273,7 @@ def _add_outputs(ranks: Sequence[RankStep], found: SideStep) -> None:
         with_it = _workers_of([part for part in ranks if name in part.facts["outputs"]])
         of_all = {tuple(part.facts["outputs"][name]) for part in with_it}
         shapes[name] = of_all.pop() if len(of_all) == 1 else ()
-        for kind, divisor in ((OUTPUT, 1), (OUTPUT_GRADIENT, len(with_it))):
+        for kind, divisor in ((OUTPUT, 1), (OUTPUT_GRADIENT, found.workers)):
             figures = [part.figures.get(kind, TensorFigures()) for part in with_it]
             rows = [each.names.index(name) if name in each.names else -1 for each in figures]
             if min(rows) >= 0:
