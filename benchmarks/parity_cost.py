@@ -35,20 +35,23 @@ LAYOUTS = ((320, "DDP"), (320, "FSDP2"), (1120, "DDP"), (1120, "FSDP2"))
 
 
 def measure_memory(width: int, layout: str) -> None:
-    """Print how much the largest process of each side grows when it is recorded."""
+    """Print how much the largest process of each side grows when it is recorded.
+
+    A plain training that imports the same modules shows what of this they are.
+    """
     words = [str(SCRIPT), "--width", str(width), "--batch"]
     more = ["--fsdp"] * (layout == "FSDP2")
     one, two = [sys.executable, *words, "4"], [*TORCHRUN, "2", *words, "2", *more]
     peaks = []
-    for recorded in (False, True):
+    for way in ("plain", "modules", "recorded"):
         with tempfile.TemporaryDirectory(prefix="parity-cost-") as folder:
             sides = [[*side, "--peaks", folder] for side in (one, two)]
-            if recorded:
+            if way == "recorded":
                 joined = [" ".join(side) for side in sides]
                 spent([*PARITY, "-a", joined[0], "-b", joined[1], "--steps", "3"])
             else:
                 for side in sides:
-                    spent([*side, "--steps", "3"])
+                    spent([*side, "--steps", "3", *["--modules"] * (way == "modules")])
             found = [
                 [int(file.read_text()) for file in Path(folder).glob(f"{world}-*")]
                 for world in (1, 2)
@@ -58,11 +61,12 @@ def measure_memory(width: int, layout: str) -> None:
     for at, (name, size) in enumerate(
         (("1 worker", parameters), (layout, parameters // (2 if layout == "FSDP2" else 1)))
     ):
-        plain, own = peaks[0][at], peaks[1][at]
+        plain, modules, own = (each[at] / 2**20 for each in peaks)
         print(
-            f"{parameters / 4e6:.0f} M parameters, {name}: {plain / 2**20:.0f} MiB plain, "
-            f"{own / 2**20:.0f} MiB recorded: {(own - plain) / size:+.2f} copies of a rank's "
-            f"parameters ({size / 2**20:.0f} MiB)",
+            f"{parameters / 4e6:.0f} M parameters, {name}: {plain:.0f} MiB plain, {modules:.0f} "
+            f"with rankscope's modules, {own:.0f} recorded: {own - modules:+.0f} MiB beside the "
+            f"modules, {(own - modules) * 2**20 / size:+.2f} copies of a rank's parameters "
+            f"({size / 2**20:.0f} MiB)",
             flush=True,
         )
 

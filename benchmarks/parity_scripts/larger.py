@@ -17,6 +17,7 @@ parser.add_argument("--batch", type=int, default=16)
 parser.add_argument("--steps", type=int, default=0, help="0: more than a comparison lets it")
 parser.add_argument("--width", type=int, default=320)
 parser.add_argument("--fsdp", action="store_true")
+parser.add_argument("--modules", action="store_true", help="import what a comparison imports")
 parser.add_argument("--peaks", type=Path, help="folder for the peak memory of each process")
 chosen = parser.parse_args()
 VOCABULARY, WIDTH, LENGTH = 4096, chosen.width, 64
@@ -49,6 +50,10 @@ def keep_peak(folder: Path) -> None:
     (folder / f"{world}-{os.getpid()}").write_text(str(peak))
 
 
+if chosen.modules:
+    import rankscope.evidence.parity.probe
+    import rankscope.integrations.backward_loss
+    import rankscope.wrappers.pipelining  # noqa: F401
 torch.set_num_threads(1)
 world = int(os.environ.get("WORLD_SIZE", "1"))
 rank = int(os.environ.get("RANK", "0"))

@@ -18,11 +18,11 @@ from rankscope.gradients.names import canonical_name
 
 
 class _Share(NamedTuple):
-    """The experts of this rank: ``count`` of them, and as many on each of ``ranks``."""
+    """The experts of this rank, ``own`` of them, among those of ``num_ranks`` ranks."""
 
-    index: int
-    ranks: int
-    count: int
+    rank: int
+    num_ranks: int
+    own: int
 
 
 class DealtExperts:
@@ -58,24 +58,24 @@ class DealtExperts:
                     "layer around it holds their ranks as ep_group"
                 )
             own = size_of(parameter)
-            if _number_in(name, module, share.count):
+            if _number_in(name, module, share.own):
                 piece = Piece(canonical_name(self.name(name)), own, 0)
             else:
-                whole = (own[0] * share.ranks, *own[1:])
-                piece = Piece(canonical_name(name), whole, own[0] * share.index)
+                whole = (own[0] * share.num_ranks, *own[1:])
+                piece = Piece(canonical_name(name), whole, own[0] * share.rank)
             self.pieces[canonical_name(name)] = piece
 
     def name(self, own: str) -> str:
         """Return the name of a rank's layer or parameter with its expert's number among all."""
         share = self._share_of(own)
-        number = None if share is None else _number_in(own, self._module, share.count)
+        number = None if share is None else _number_in(own, self._module, share.own)
         if share is None or number is None:
             return own
         start, stop = number.span()
-        return f"{own[:start]}{int(number.group()) + share.index * share.count}{own[stop:]}"
+        return f"{own[:start]}{int(number.group()) + share.rank * share.own}{own[stop:]}"
 
     def _share_of(self, name: str) -> _Share | None:
-        around = [each for each in self._shares if f"{name}.".startswith(f"{each}.")]
+        around = [each for each in self._shares if not each or f"{name}.".startswith(f"{each}.")]
         return self._shares[max(around, key=len)] if around else None
 
 

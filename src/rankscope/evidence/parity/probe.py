@@ -354,12 +354,12 @@ class ParityRecorder:
             if id(flat) not in self._names and flat.grad is not None
             for name, part in self._held.in_tensor(flat)
         ]
-        if given:
-            self._add(GRADIENT, self._meter.measure(given))
-        elif GRADIENT not in now.figures:
-            gradients = self._gradients()
-            now.figures[GRADIENT] = figures = self._meter.measure(gradients)
-            now.facts["norm rounding"] = _rounding_of_norm(gradients, figures)
+        if given or GRADIENT not in now.figures:
+            gradients = given or self._gradients()
+            figures = self._meter.measure(gradients)
+            self._add(GRADIENT, figures)
+            off = _rounding_of_norm(gradients, figures)
+            now.facts["norm rounding"] = max(off, now.facts.get("norm rounding", 0.0))
         if self.present_step == self._first and any(held.state for held in held_by(optimizer)):
             now.figures.update(self._moments(optimizer, HELD))
             now.facts["held counters"] = {
