@@ -140,6 +140,7 @@ def _faulty() -> list[Pair]:
             "--bf16": "bf16",
             "pp": "pipeline",
             "pp_interleaved": "interleaved",
+            "ep_local": "one name",
         }
         kind = next((f", {mark}" for word, mark in marks.items() if word in words), "")
         return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report, **options)
