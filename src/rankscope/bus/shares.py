@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
@@ -88,7 +88,7 @@ def _typed(kind: Any, value: Any, arrays: Sequence[NDArray[Any]]) -> Any:
         return arrays[value].tobytes()
     if own is tuple:
         return tuple(_typed(args[0], item, arrays) for item in value)
-    if is_dataclass(own):
+    if hasattr(own, "__dataclass_fields__"):
         hints = _hints(own)
         return own(**{name: _typed(hints[name], item, arrays) for name, item in value.items()})
     return {args[0](key): _typed(args[1], item, arrays) for key, item in value.items()}

@@ -122,10 +122,8 @@ class WorldProbe(Probe):
     def _exchange(self, step: int) -> None:
         self._publish()
         if self._look() and self._channel.has_room():
-            own, others = (
-                tuple(map(memoryview, packed.values()))
-                for packed in (self._published, self._others)
-            )
+            own = tuple(memoryview(packed) for packed in self._published.values())
+            others = tuple(memoryview(packed) for packed in self._others.values())
             self._channel.send(NAME, step, UnitsOfJob(own, others).pack())
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
