@@ -513,7 +513,7 @@ USES = (
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.plan"
         " evidence.state.probe evidence.optimizer.probe"
-        " evidence.state.counts evidence.state.recomputed"
+        " evidence.state.counts"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -521,7 +521,7 @@ USES = (
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.probe evidence.state.recomputed tools.doctor.model",
+        "evidence.state.plan evidence.state.probe evidence.state.counts tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),

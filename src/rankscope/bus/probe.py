@@ -55,6 +55,19 @@ class Ready:
         return self.part
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A part whose numbers are on their way to the host."""
+
+    copies: Sequence[Any]  # what it waits for; None for nothing
+    read: Callable[[], MessagePart]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return all(copy is None or copy.ready for copy in self.copies)
+
+
 @dataclass(slots=True)
 class StepEnd:
     """Facts of the step that ends, from the collector."""
@@ -280,7 +293,14 @@ class DirectedRun:
 class Director:
     """Decides for one kind of evidence."""
 
-    findings: Mapping[str, Finding] = {}  # its findings by id, each in its latest state
+    def __init__(self, report: Callable[[Finding], None] = lambda finding: None) -> None:
+        self._report = report
+        self.findings: dict[str, Finding] = {}  # its findings by id, each in its latest state
+
+    def publish(self, finding: Finding) -> None:
+        """Report a finding that is new or has changed."""
+        self.findings[finding.id] = finding
+        self._report(finding)
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a probe's message; ``rank`` is None for a rank of another run."""

@@ -1,5 +1,7 @@
 """Probes that measure in a few steps of a session, in growing distances."""
 
+from typing import Any
+
 from rankscope.bus.probe import Pending, Probe, StepEnd
 
 
@@ -8,6 +10,7 @@ class RareProbe(Probe):
 
     Attributes:
         due: Whether the present step is one of these.
+        before: What was read before a pass that is still under way.
         pending: What was measured in it so far, to be sent at its end.
 
     Args:
@@ -19,6 +22,7 @@ class RareProbe(Probe):
         self._first_step = first_step
         self._last_age = last
         self.due = False
+        self.before: Any = None
         self.pending: Pending | None = None
 
     def begin_step(self, step: int, *, paused: bool) -> None:
@@ -33,7 +37,7 @@ class RareProbe(Probe):
 
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self.pending = None
+        self.before = self.pending = None
 
 
 def is_power(age: int) -> bool:

@@ -1,7 +1,6 @@
 """What the ranks along an axis of a mesh should agree on."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -46,7 +45,7 @@ def reported(shares: list[AxesShare], steps: int = 5) -> list:
     axes = Axes(0, found.append)
     for step in range(steps):
         for each in shares:
-            axes.take(each.rank, step, json.dumps(dataclasses.asdict(each)).encode())
+            axes.take(each.rank, step, each.pack())
     return found
 
 

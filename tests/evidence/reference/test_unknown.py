@@ -1,11 +1,12 @@
 """A reference step at the root agrees only where workers and losses are known."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rankscope.bus.plan import Plan
+from rankscope.bus.probe import DirectedRun
 from rankscope.evidence.reference.root import Verifications
 from rankscope.evidence.reference.share import ReferenceShare
 
@@ -35,7 +36,7 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     given = terms.mean(axis=0)[0]
     values = draw.uniform(2, 3, W)
     found = []
-    root = Verifications(W, Plan.of(None), found.append)
+    root = Verifications(DirectedRun(W, 0, Path(), report=found.append))
     for rank in range(W):
         root_of = (values[rank] * factor,)
         part = share(terms[rank], given, digests=digests[rank], roots_M=root_of)

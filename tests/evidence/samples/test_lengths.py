@@ -21,10 +21,10 @@ def test_length_and_padding_of_a_batch(mask, inside):
     meter.on_inputs(*(((batch,), {}) if inside else ((), batch)))
     lengths = meter.collect(end())
     assert lengths.ready
-    assert lengths.values() == {"sequence_length": 4.0, "padding": pytest.approx(5 / 12)}
+    assert lengths.read().values == {"sequence_length": 4.0, "padding": pytest.approx(5 / 12)}
     nothing = meter.collect(end())
     assert nothing.ready
-    assert nothing.values() == {}
+    assert nothing.read().values == {}
 
 
 def test_micro_batches_count_by_their_samples_and_idle_ones_do_not():
@@ -32,4 +32,4 @@ def test_micro_batches_count_by_their_samples_and_idle_ones_do_not():
     meter.on_inputs((torch.zeros(1, 8, dtype=torch.int64),), {}, 0)
     meter.on_inputs((torch.zeros(3, 2, dtype=torch.int64),), {}, 1)
     meter.on_inputs((torch.zeros(9, 9, dtype=torch.int64),), {}, 2)
-    assert meter.collect(end(2)).values() == {"sequence_length": (8 + 6) / 4}
+    assert meter.collect(end(2)).read().values == {"sequence_length": (8 + 6) / 4}

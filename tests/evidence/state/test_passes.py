@@ -55,7 +55,7 @@ def moved(*, in_forward, passes, steps=24):
         if not in_forward:
             model.follow()
         pending = meter.collect(StepEnd(0, comparable=True, idle=frozenset(), num_passes=1))
-        for name, changes, frozen in () if pending is None else pending.moved():
+        for name, changes, frozen in pending.read().names.get("passes", ()) if pending else ():
             found[name] = changes, frozen
     return found
 

@@ -1,21 +1,14 @@
 """Whether two groups of ranks train one model apart, from what their first ranks publish."""
 
-import base64
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.messages import pack_headed
-from rankscope.evidence.world.root import Unit, World, first_apart, replicas_apart
+from rankscope.evidence.world.root import Unit, UnitsOfJob, World, first_apart, replicas_apart
 
 ELEMENTS = 64
-
-
-def packed(values: np.ndarray) -> str:
-    return base64.b64encode(values.astype(np.float32).tobytes()).decode()
 
 
 def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
@@ -33,7 +26,7 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
     return Unit(
         tuple(ranks),
         **{**taken, **more},
-        readings={at: packed(one) for at, one in readings.items()},
+        readings={at: one.astype(np.float32) for at, one in readings.items()},
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
@@ -42,8 +35,8 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
     """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
-    parts = [json.dumps(dataclasses.asdict(one)).encode() for one in (*own, *others)]
-    world.take(0, 14, pack_headed([len(own), list(map(len, parts))], *parts))
+    sent = UnitsOfJob(*(tuple(memoryview(one.pack()) for one in units) for units in (own, others)))
+    world.take(0, 14, sent.pack())
     return world.findings
 
 
@@ -66,7 +59,7 @@ def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
         values[12:] += own[12:]
         values[8:12] = 1.0 + 1e-3 * at * own[8:12]  # they begin with a constant
         values[:apart] += 1e-3 * at * own[:apart]
-        one.readings[at] = packed(values)
+        one.readings[at] = values.astype(np.float32).ravel()
     names = tuple(f"p{number}" for number in range(16))
     return dataclasses.replace(one, names=names, batches={0: 5, 1: 6}, **more)
 

@@ -1,10 +1,8 @@
 """Sends one rank's loss, label tokens and samples to the root that compares a mesh's axes."""
 
-import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +89,7 @@ class AxesProbe(Probe):
         if not self._is_due(step):
             return
         try:
-            content = json.dumps(asdict(self._share(part, reading))).encode()
+            content = self._share(part, reading).pack()
             if self._mesh is not None and self._mesh.is_guest:
                 self._mesh.send(NAME, step, content)
             elif self._channel.has_room():

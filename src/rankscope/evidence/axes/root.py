@@ -6,20 +6,21 @@ ranks along the axis hold alike counts once. Where another combination of the ra
 same in many steps and that norm is not, the training clips by the combination.
 """
 
-import json
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.messages import PackedError
 from rankscope.bus.probe import DirectedRun, Director
+from rankscope.bus.shares import Packable, Waiting
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.rounding import tolerance_of
 
@@ -39,7 +40,8 @@ _ALIKE = 1e-3  # relative difference of squares that ranks hold alike
 _TINY = 1e-12  # nats: below it a loss has no digits to compare
 
 
-class Squares(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Squares(Packable):
     """One rank's squares of its gradients' elements, summed, in a step.
 
     In the sum over its ranks, copies inside a data-parallel group count once.
@@ -47,12 +49,12 @@ class Squares(NamedTuple):
 
     run: int  # lowest rank of its data-parallel group in the job
     num_ranks: int
-    sums: dict[str, float]  # by axes that hold alike, joined by commas
+    sums: Mapping[str, float]  # by axes that hold alike, joined by commas
     rounding: float  # relative error of a norm after clipping
 
 
 @dataclass(frozen=True, slots=True)
-class AxesShare:
+class AxesShare(Packable):
     """One rank's share of a step."""
 
     rank: int
@@ -67,14 +69,6 @@ class AxesShare:
     dtype: str  # coarsest type in which the model computes
     random: int | None  # digest of the states of generators that the forward pass used
     squares: Squares | None = None  # of the gradients that the optimizer gets; None if unknown
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "AxesShare":
-        """Return the share of plain values."""
-        lists = {name: tuple(values[name]) for name in ("cut", "sequences", "losses")}
-        lines = {name: tuple(map(int, line)) for name, line in values["lines"].items()}
-        squares = values["squares"] and Squares(*values["squares"])
-        return cls(**{**values, **lists, "lines": lines, "squares": squares})
 
 
 def loss_distance(shares_T: Sequence[AxesShare]) -> float:
@@ -136,18 +130,17 @@ class Axes(Director):
     """The shares along the axes of one mesh."""
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
+        super().__init__(report)
         self._first_step = first_step
-        self._report = report
-        self._shares: dict[tuple[int, str, tuple[int, ...]], dict[int, AxesShare]] = {}
+        self._shares = Waiting[tuple[int, str, tuple[int, ...]], AxesShare](_MOST_WAITING)
         self._faults: dict[str, _Fault] = {}
         self._norm = NormOverMesh()
-        self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a rank's share of a step."""
         try:
-            share = AxesShare.from_json(json.loads(content))
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            share = AxesShare.unpack(content)
+        except PackedError as error:
             _log.debug("what a rank sent of its mesh cannot be read: %s", error)
             return
         if share.squares is not None:
@@ -155,13 +148,9 @@ class Axes(Director):
             if wrong is not None:
                 self._add_norm(step, wrong)
         for axis, line in share.lines.items():
-            shares = self._shares.setdefault((step, axis, line), {})
-            shares[share.rank] = share
-            if all(each in shares for each in line):
-                del self._shares[step, axis, line]
+            shares = self._shares.add((step, axis, line), share.rank, share, len(line))
+            if shares is not None:
                 self._compare(step, axis, [shares[each] for each in line])
-        if len(self._shares) > _MOST_WAITING:
-            del self._shares[min(self._shares)]
 
     def _compare(self, step: int, axis: str, shares_T: Sequence[AxesShare]) -> None:
         line = [share.rank for share in shares_T]
@@ -220,9 +209,7 @@ class Axes(Director):
         evidence = FaultEvidence(
             cause, severity, (), fault.first, step, fault.count, fields, numbers, key
         )
-        finding = finding_of(evidence, step, name=name, begun_at=self._first_step)
-        self.findings[name] = finding
-        self._report(finding)
+        self.publish(finding_of(evidence, step, name=name, begun_at=self._first_step))
 
 
 def make_director(run: DirectedRun) -> Axes:
@@ -258,20 +245,16 @@ class NormOverMesh:
     """Follows the norm of all gradients after clipping, and the combinations in its place."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, dict[int, Squares]] = {}
+        self._steps = Waiting[int, Squares](_KEPT)
         self._norms: deque[dict[str, float]] = deque(maxlen=_KEPT)
 
     def take(
         self, rank: int, step: int, squares: Squares, lines: Mapping[str, tuple[int, ...]]
     ) -> WrongNorm | None:
         """Process a rank's squares of a step; return what is wrong once all ranks are there."""
-        there = self._steps.setdefault(step, {})
-        there[rank] = squares
-        if len(there) < squares.num_ranks:
-            if len(self._steps) > _KEPT:
-                del self._steps[min(self._steps)]
+        there = self._steps.add(step, rank, squares, squares.num_ranks)
+        if there is None:
             return None
-        del self._steps[step]
         sizes = {axis: len(line) for axis, line in lines.items()}
         norms = _combinations(there, sizes)
         if norms is None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankscope.bus.messages import PlainBatch, pack_batch
+from rankscope.bus.messages import PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
@@ -21,12 +21,10 @@ from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, captu
 from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
 from rankscope.evidence.canary.replay import PendingCanary, check_module, run_batch
 from rankscope.evidence.canary.schedule import (
-    RUN,
     CanaryAnswer,
+    CanaryRequest,
     Planned,
     first_scheduled,
-    unpack_plan,
-    unpack_run,
 )
 from rankscope.private import lacking
 from rankscope.wrappers.find import Wrapped
@@ -95,10 +93,12 @@ class CanaryProbe(Probe):
 
     def on_request(self, step: int, content: bytes) -> None:
         """Process a message from the root; raise PackedError if it is damaged."""
-        if content[:1] == RUN:
-            self.ready(*unpack_run(content))
+        request = CanaryRequest.unpack(content)
+        if request.batches:
+            suspect, peer = map(unpack_batch, request.batches)
+            self.ready(request.planned, (suspect, peer))
         else:
-            self.plan(unpack_plan(content))
+            self.plan(request.planned)
 
     def plan(self, planned: Planned) -> None:
         """Store the announcement of a canary."""

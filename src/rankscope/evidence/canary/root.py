@@ -29,11 +29,10 @@ from rankscope.evidence.canary.schedule import (
     SCHEDULED,
     CanaryAnswer,
     CanaryPlan,
+    CanaryRequest,
     Planned,
     Schedule,
     all_requested,
-    pack_plan,
-    pack_run,
 )
 
 Log = Callable[[int, str], None]
@@ -57,6 +56,7 @@ class CanaryDirector(Director):
         run_dir: Path | None = None,  # where replay bundles are saved; None for nowhere
         log: Log | None = None,  # takes lines for the log of the training
     ) -> None:
+        super().__init__()
         self._num_workers = num_workers
         self._run_dir = run_dir
         self._log: Log = logging.getLogger("rankscope").log if log is None else log
@@ -64,7 +64,7 @@ class CanaryDirector(Director):
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, CanaryAnswer] = {}
         self._sent = self._ended = self._announced = False
-        self._packed = (b"", b"")
+        self._batches: tuple[memoryview, ...] = ()
         self._late = 0
         self._declined = ""
         self._bundle: ReplayBundle | None = None
@@ -106,7 +106,7 @@ class CanaryDirector(Director):
         )
         if new is not None:
             self._begin()
-            out.append(Request(new.capture_at, pack_plan(new)))
+            out.append(Request(new.capture_at, CanaryRequest(new).pack()))
         return out
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
@@ -144,10 +144,9 @@ class CanaryDirector(Director):
         if planned is None or self._sent or len(self._answers) < 2:
             return []
         answers = self._answers[planned.suspect], self._answers[planned.peer]
-        packed = answers[0].batch, answers[1].batch
         self._answers = {}
         self._sent = True
-        self._packed = packed
+        self._batches = tuple(memoryview(answer.batch) for answer in answers)
         planned = self._plan.run_at(self._newest)
         try:
             self._bundle = self._make_bundle(planned, answers)
@@ -156,12 +155,15 @@ class CanaryDirector(Director):
             return []
         if planned.of_finding:
             self._save()
-        return [Request(planned.run_at, pack_run(planned, packed))]
+        return [self._run(planned)]
+
+    def _run(self, planned: Planned) -> Request:
+        return Request(planned.run_at, CanaryRequest(planned, self._batches).pack())
 
     def _begin(self) -> None:
         """Forget what came of the canary before."""
         self._answers = {}
-        self._packed = (b"", b"")
+        self._batches = ()
         self._bundle = None
         self._sent = False
         self._late = 0
@@ -189,7 +191,7 @@ class CanaryDirector(Director):
         elif self._late:
             planned = self._plan.postpone(self._newest, self._late)
             self._late = 0
-            return [Request(planned.run_at, pack_run(planned, self._packed))]
+            return [self._run(planned)]
         return []
 
     def _conclude(

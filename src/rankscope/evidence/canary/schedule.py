@@ -6,21 +6,20 @@ of the arrival of both batches. A worker that receives the message too late answ
 then all run the same batches later, further ahead each time, until all have run them. The first
 canary on schedule needs no announcement, since the root may still be starting.
 
-Messages are JSON, followed by batches. The root announces a canary (:func:`pack_plan`); the suspect
-and the peer answer (:class:`CanaryAnswer`); the root sends both batches to all (:func:`pack_run`).
-Results are part of their step's message. Nothing is ever pickled.
+The root announces a canary (:class:`CanaryRequest`); the suspect and the peer answer
+(:class:`CanaryAnswer`); the root sends both batches to all. Results are part of their step's
+message. Nothing is ever pickled.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
-from rankscope.bus.messages import PackedError, PlainBatch, pack_headed, unpack_batch, unpack_headed
 from rankscope.bus.pace import LAG, PACE
+from rankscope.bus.shares import Packable
 from rankscope.bus.step import MISSING_INT, GatheredStep
 
 FIRST_KEPT = PACE.first_kept
@@ -85,7 +84,7 @@ _LEAD_AFTER_FAILURES = 8 * LAG
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Packable):
     """A canary to come."""
 
     reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
@@ -247,15 +246,8 @@ def _can_be_explained(finding: Finding) -> bool:
     return finding.status == "open" and bool(finding.ranks) and times >= OFTEN
 
 
-PLAN = b"P"
-"""First byte of a canary's announcement."""
-
-RUN = b"R"
-"""First byte of a canary's batches."""
-
-
 @dataclass(frozen=True, slots=True)
-class CanaryAnswer:
+class CanaryAnswer(Packable):
     """A worker's answer to the announcement of a canary."""
 
     capture_at: int  # planned step of the batch; identifies the canary
@@ -267,47 +259,15 @@ class CanaryAnswer:
     step: int = -1  # of the batch; a later one where the announcement came late
     late: int = 0  # steps by which the batches came too late to be run
 
-    def pack(self) -> bytes:
-        """Return its bytes."""
-        header = asdict(self)
-        return pack_headed(header, header.pop("batch"))
 
-    @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "CanaryAnswer":
-        """Read one."""
-        header, batch = unpack_headed(content)
-        try:
-            return cls(batch=bytes(batch), **header)
-        except TypeError as error:
-            raise PackedError(f"these bytes answer no canary ({error})") from error
+@dataclass(frozen=True, slots=True)
+class CanaryRequest(Packable):
+    """The announcement of a canary, or its batches to be run."""
 
+    planned: Planned
+    batches: tuple[memoryview, ...] = ()  # the suspect's and the peer's, packed; else none
 
-def pack_plan(planned: Planned) -> bytes:
-    """Return the announcement of a canary."""
-    return PLAN + json.dumps(asdict(planned)).encode()
-
-
-def unpack_plan(content: bytes | memoryview) -> Planned:
-    """Read the announcement of a canary."""
-    try:
-        return Planned(**json.loads(bytes(content[1:])))
-    except (ValueError, TypeError) as error:
-        raise PackedError(f"these bytes announce no canary ({error})") from error
-
-
-def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
-    """Return a canary with the packed batches of the suspect and of the peer."""
-    sizes = [len(batch) for batch in batches]
-    return RUN + pack_headed({"planned": asdict(planned), "sizes": sizes}, *batches)
-
-
-def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
-    """Read a canary and its batches, which are views of ``content``."""
-    header, batches = unpack_headed(content[1:])
-    try:
-        planned, (first, second) = Planned(**header["planned"]), header["sizes"]
-        if first + second != len(batches):
-            raise PackedError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise PackedError(f"these bytes hold no canary ({error})") from error
-    return planned, (unpack_batch(batches[:first]), unpack_batch(batches[first:]))
+    @property
+    def fits(self) -> bool:
+        """Whether it has both batches or none."""
+        return len(self.batches) in (0, 2)

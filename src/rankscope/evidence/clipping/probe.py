@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.wrappers.clipping import CLIP, NORM, VALUE, rounding_of
 from rankscope.wrappers.labels import is_spread, own
@@ -33,28 +33,6 @@ class _Call(NamedTuple):
     limit: float
     total: Any
     given: Numbers | None
-
-
-@dataclass(frozen=True, slots=True)
-class PendingClipping:
-    """The clipping of one step; the norm may still be on the device."""
-
-    values: dict[str, float]
-    limit: float = math.nan
-    given: Numbers | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.given is None or self.given.ready
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        if self.given is None:
-            return MessagePart(self.values)
-        total = float(self.given.numpy()[0])
-        factor = min(self.limit / (total + _EPSILON), 1.0) if total >= 0 else math.nan
-        return MessagePart({**self.values, "clip_factor": factor})
 
 
 class ClippingProbe(Probe):
@@ -136,7 +114,7 @@ class ClippingProbe(Probe):
             self._lists[key] = _Listed(frozenset(map(id, parameters)), with_gradient)
         return self._lists[key]
 
-    def collect(self, end: StepEnd) -> PendingClipping:
+    def collect(self, end: StepEnd) -> Awaited | Ready:
         """Return the step's clipping."""
         calls, orders, num_normed = self._calls, self._orders, self._num_normed
         value = self._value
@@ -149,12 +127,12 @@ class ClippingProbe(Probe):
         }
         self._num_between = 0
         if not calls:
-            return PendingClipping(values)
+            return Ready(MessagePart(values))
         first, *others = calls
         one = all(call.total is first.total and call.limit == first.limit for call in others)
         clipped = first.listed.all.union(*(call.listed.all for call in others))
         if not (one and clipped >= self._measured):
-            return PendingClipping(values)
+            return Ready(MessagePart(values))
         values["clip_limit"] = first.limit
         if len(orders) == 1:
             values["clip_order"] = next(iter(orders))
@@ -162,7 +140,9 @@ class ClippingProbe(Probe):
             values["clip_left_out"] = num_clipped - num_normed
         with_gradient = first.listed.with_gradient.union(*(c.listed.with_gradient for c in others))
         values["clip_whole"] = float(self._whole and with_gradient <= self._measured)
-        return PendingClipping(values, first.limit, first.given)
+        if first.given is None:
+            return Ready(MessagePart(values))
+        return Awaited([first.given], partial(_read, values, first.limit, first.given))
 
     def abort(self) -> None:
         """Forget a step that was never finished."""
@@ -173,6 +153,13 @@ class ClippingProbe(Probe):
         """Listen no more."""
         for stop in self._stops:
             stop()
+
+
+def _read(values: dict[str, float], limit: float, given: Numbers) -> MessagePart:
+    """Wait for the norm."""
+    total = float(given.numpy()[0])
+    factor = min(limit / (total + _EPSILON), 1.0) if total >= 0 else math.nan
+    return MessagePart({**values, "clip_factor": factor})
 
 
 def make_probe(job: Job) -> ClippingProbe | None:

@@ -13,8 +13,9 @@ the model, whatever their names, it is read whether they were written, and wheth
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.probe import Job, MessagePart
+from rankscope.bus.probe import Awaited, Job, MessagePart
 from rankscope.bus.rare import RareProbe, is_power
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.copies import KEY
@@ -66,45 +67,30 @@ class _Reading:
     shapes: Sequence[torch.Size]  # of what this rank holds of its tensors
 
 
-class PendingCopies:
-    """The copies as they are, and as they were before the last step; perhaps on the device."""
+def _read_all(now: Mapping[str, _Reading], last: Mapping[str, _Reading]) -> MessagePart:
+    """Wait for the device; return integers by name, a share by its bits.
 
-    def __init__(self, now: dict[str, _Reading], before: dict[str, _Reading]) -> None:
-        self._now = now
-        self._before = before
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        readings = (*self._now.values(), *self._before.values())
-        copies = [copy for one in readings for copy in (one.elements, one.source)]
-        return all(copy is None or copy.ready for copy in copies)
-
-    def read(self) -> MessagePart:
-        """Wait for the device; return integers by name, a share by its bits.
-
-        The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
-        writes, ``equal`` whether it is the model's present value, ``share`` as above, ``rest`` the
-        share of elements that rounding may have kept, see :func:`rest_of`.
-        """
-        held: dict[str, int] = {}
-        for label, one in self._now.items():
-            elements_E = one.elements.numpy().astype(np.float64)
-            values = {"bits": digest_of(elements_E.tobytes()), "writes": one.writes}
-            if one.source is not None:
-                source_E = one.source.numpy().astype(np.float64)
-                values["equal"] = int(np.array_equal(elements_E, source_E))
-                before = self._before.get(label)
-                if before is not None and before.shapes != one.shapes:
-                    before = None  # sharded in the meantime, or gathered
-                if before is not None:
-                    share = share_of(before.elements.numpy(), elements_E, source_E)
-                    values["share"] = int(np.float64(share).view(np.int64))
-                if before is not None and one.narrow is not None:
-                    rest = rest_of(before.elements.numpy(), elements_E, source_E, one.narrow)
+    The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
+    writes, ``equal`` whether it is the model's present value, ``share`` as above, ``rest`` the
+    share of elements that rounding may have kept, see :func:`rest_of`.
+    """
+    held: dict[str, int] = {}
+    for label, one in now.items():
+        elements_E = one.elements.numpy().astype(np.float64)
+        values = {"bits": digest_of(elements_E.tobytes()), "writes": one.writes}
+        if one.source is not None:
+            source_E = one.source.numpy().astype(np.float64)
+            values["equal"] = int(np.array_equal(elements_E, source_E))
+            before = last.get(label)
+            if before is not None and before.shapes == one.shapes:  # else sharded, or gathered
+                before_E = before.elements.numpy()
+                share = share_of(before_E, elements_E, source_E)
+                values["share"] = int(np.float64(share).view(np.int64))
+                if one.narrow is not None:
+                    rest = rest_of(before_E, elements_E, source_E, one.narrow)
                     values["rest"] = int(np.float64(rest).view(np.int64))
-            held |= {f"{label}|{what}": value for what, value in values.items()}
-        return MessagePart(names={KEY: {str(StateKind.FOLLOWS): held}})
+        held |= {f"{label}|{what}": value for what, value in values.items()}
+    return MessagePart(names={KEY: {str(StateKind.FOLLOWS): held}})
 
 
 def share_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats) -> float:
@@ -193,7 +179,10 @@ class CopiesProbe(RareProbe):
         before_age, before = self._last
         self._last = age, now
         if now:
-            self.pending = PendingCopies(now, before if before_age == age - 1 else {})
+            before = before if before_age == age - 1 else {}
+            readings = (*now.values(), *before.values())
+            copies = [copy for one in readings for copy in (one.elements, one.source)]
+            self.pending = Awaited(copies, partial(_read_all, now, before))
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

@@ -5,4 +5,4 @@ from rankscope.bus.evidence import Evidence
 KEY = "joined"
 """Its name in messages, and the beginning of the names of its rows in the table of digests."""
 
-EVIDENCE = Evidence("joined", __name__)
+EVIDENCE = Evidence("joined", __name__, held=KEY)

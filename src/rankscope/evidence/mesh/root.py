@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.messages import PackedError
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.shares import Packable, Waiting
 from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.rounding import tolerance_of
@@ -41,18 +42,12 @@ _MOST_LINES = 3
 _Line = tuple[int, ...]  # ranks of the job along an axis
 
 
-_ARRAYS: Mapping[str, type[np.generic]] = {
-    "over_NA": np.uint8,
-    "digests_2N": np.int64,
-    "norms_2N": np.float64,
-    "sketches_2NK": np.float32,
-}
 _HELD = 1
 _PLACED = 2
 
 
 @dataclass(frozen=True, slots=True)
-class AxisPart:
+class AxisPart(Packable):
     """One rank's readings, in one step, of parameters that other ranks hold as well. A axes."""
 
     rank: int
@@ -67,51 +62,17 @@ class AxisPart:
     sketches_2NK: Floats32  # linear sketches of the same
     shared: tuple[str, ...] | None = None  # along pipeline stages: weights that they surely share
 
-    def pack(self) -> bytes:
-        """Return its bytes: JSON, and arrays behind it."""
-        header = {
-            "rank": self.rank,
-            "axes": {name: list(ranks) for name, ranks in self.axes.items()},
-            "layout": self.layout,
-            "cut": list(self.cut),
-            "shared": None if self.shared is None else list(self.shared),
-            "names": list(self.names),
-            "types": list(self.types),
-        }
-        arrays = [np.asarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()]
-        return pack_arrays(header, arrays)
-
-    @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "AxisPart":
-        """Read a part; its arrays are views of ``content``."""
-        header, arrays = unpack_arrays(content)
-        if [array.dtype for array in arrays] != [np.dtype(dtype) for dtype in _ARRAYS.values()]:
-            raise PackedError("expected the arrays of a part of a mesh")
-        try:
-            found = dict(zip(_ARRAYS, arrays, strict=True))
-            part = cls(
-                int(header["rank"]),
-                {str(name): tuple(map(int, ranks)) for name, ranks in header["axes"].items()},
-                int(header["layout"]),
-                tuple(map(str, header["cut"])),
-                tuple(map(str, header["names"])),
-                tuple(map(str, header["types"])),
-                shared=None if header["shared"] is None else tuple(map(str, header["shared"])),
-                **found,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PackedError(f"these bytes hold no part of a mesh ({error})") from error
-        count = len(part.names)
-        fits = (
-            len(part.types) == count
-            and part.over_NA.shape == (count, len(part.axes))
-            and part.digests_2N.shape == part.norms_2N.shape == (2, count)
-            and part.sketches_2NK.ndim == 3
-            and part.sketches_2NK.shape[:2] == (2, count)
+    @property
+    def fits(self) -> bool:
+        """Whether the shapes of the arrays fit each other."""
+        count = len(self.names)
+        return (
+            len(self.types) == count
+            and self.over_NA.shape == (count, len(self.axes))
+            and self.digests_2N.shape == self.norms_2N.shape == (2, count)
+            and self.sketches_2NK.ndim == 3
+            and self.sketches_2NK.shape[:2] == (2, count)
         )
-        if not fits:
-            raise PackedError("these bytes hold a part of a mesh whose arrays do not fit together")
-        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +191,11 @@ class MeshAxes(Director):
     """The replicas over the axes of one mesh."""
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
+        super().__init__(report)
         self._first_step = first_step
-        self._report = report
-        self._parts: dict[tuple[int, str, _Line], dict[int, AxisPart]] = {}
+        self._parts = Waiting[tuple[int, str, _Line], AxisPart](_MOST_WAITING)
         self._workers: dict[int, int] = {}
         self._verdicts: dict[str, AxisVerdict | TieVerdict] = {}
-        self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a rank's :class:`AxisPart` of a step; ``rank`` is None in another run."""
@@ -247,13 +207,9 @@ class MeshAxes(Director):
         if rank is not None:
             self._workers[part.rank] = rank
         for axis, ranks in part.axes.items():
-            parts = self._parts.setdefault((step, axis, ranks), {})
-            parts[part.rank] = part
-            if all(each in parts for each in ranks):
-                del self._parts[step, axis, ranks]
+            parts = self._parts.add((step, axis, ranks), part.rank, part, len(ranks))
+            if parts is not None:
                 self._compare(step, axis, [parts[each] for each in ranks])
-        if len(self._parts) > _MOST_WAITING:
-            del self._parts[min(self._parts)]
 
     def _compare(self, step: int, axis: str, parts_T: list[AxisPart]) -> None:
         try:
@@ -272,8 +228,7 @@ class MeshAxes(Director):
                 else TieVerdict(axis, self._first_step, shared)
             )
         for finding in verdict.observe(step, found, self._workers):
-            self.findings[finding.id] = finding
-            self._report(finding)
+            self.publish(finding)
 
 
 def make_director(run: DirectedRun) -> MeshAxes:

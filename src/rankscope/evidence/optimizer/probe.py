@@ -13,14 +13,14 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
@@ -29,6 +29,7 @@ from rankscope.gradients.host import HostCopy
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.ranks import local_of
 
 PARAMETERS = "parameters"
 COUNTER = "step"
@@ -71,17 +72,12 @@ def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
         states = getattr(inner, "state", {})
         for group in getattr(inner, "param_groups", ()):
             for whole in group["params"]:
-                local = local_part(whole)
+                local = local_of(whole)
                 if local.numel():
                     state = states.get(whole, {})
                     yield OptimizedParameter(
-                        local, {k: local_part(v) for k, v in state.items()}, group, whole
+                        local, {k: local_of(v) for k, v in state.items()}, group, whole
                     )
-
-
-def local_part(value: Any) -> Any:
-    """Return the part of a DTensor that this worker holds; anything else as it is."""
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class PendingHoldings:
@@ -413,23 +409,6 @@ def _number(value: object) -> float:
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
 
-@dataclass(frozen=True, slots=True)
-class PendingOptimizer:
-    """Readings of the optimizer; their numbers may still be on the device."""
-
-    readings: dict[StateKind, PendingHoldings | PendingRest]
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        return all(one.ready for one in self.readings.values())
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        held = {str(kind): one.read() for kind, one in self.readings.items()}
-        return MessagePart(names={KEY: held})
-
-
 class OptimizerProbe(Probe):
     """Reads what the optimizer holds: before the session's first update, and where it is saved."""
 
@@ -480,7 +459,12 @@ class OptimizerProbe(Probe):
         if not self._readings:
             return None
         readings, self._readings = self._readings, {}
-        return PendingOptimizer(readings)
+        return Awaited(list(readings.values()), partial(_held, readings))
+
+
+def _held(readings: Mapping[StateKind, PendingHoldings | PendingRest]) -> MessagePart:
+    """Wait for the device."""
+    return MessagePart(names={KEY: {str(kind): one.read() for kind, one in readings.items()}})
 
 
 def make_probe(job: Job) -> OptimizerProbe | None:

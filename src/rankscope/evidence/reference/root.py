@@ -1,15 +1,14 @@
 """Reference steps at the root: collects the workers' shares of a step, and judges it."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rankscope.bus.finding import Finding
-from rankscope.bus.messages import PackedError
-from rankscope.bus.pace import PACE
 from rankscope.bus.plan import Plan
-from rankscope.bus.probe import DirectedRun, Director, Request
+from rankscope.bus.probe import DirectedRun
+from rankscope.bus.shares import ShareDirector
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import shortened
 from rankscope.evidence.reference.share import ReferenceShare
@@ -35,76 +34,49 @@ _SET_ASIDE = (
 )
 _PROVE = ("verify.agrees", "verify.declined")  # whatever the optimizer got before
 _MOST_NAMED = 3
-_MOST_STEPS = 4  # that wait for the workers' other messages
 
 
-class Verifications(Director):
+class Verifications(ShareDirector[ReferenceShare]):
     """Reference steps of one run."""
 
-    def __init__(
-        self,
-        num_workers: int,
-        plan: Plan,
-        report: Callable[[Finding], None],
-        *,
-        by_loop: bool = False,  # the training's own loop reduces
-        silent_steps: Collection[int] = (),  # yield no findings: nobody asked for them
-    ) -> None:
-        self._by_loop = by_loop
-        self._num_workers = num_workers
-        self._plan = plan
-        self._report = report
-        self._silent_steps = silent_steps
-        self._parts: dict[int, dict[int, ReferenceShare]] = {}
-        self.findings: dict[str, Finding] = {}
+    kind = ReferenceShare
 
-    def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """Store a worker's share of a step; it arrives before that step's own message."""
-        if rank is None:
-            return
-        try:
-            part = ReferenceShare.unpack(content)
-        except PackedError as error:
-            part = ReferenceShare(declined=f"what was sent of it cannot be read: {error}")
-        self._parts.setdefault(step, {})[rank] = part
-        for late in sorted(self._parts)[:-_MOST_STEPS]:
-            self._conclude(late, declined("a worker did not send its part", (), late))
+    def __init__(self, run: DirectedRun) -> None:
+        super().__init__(run)
+        self._by_loop = run.by_loop
+        self._plan = Plan.of(run.options.get("plan"))
 
-    def observe(
-        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
-    ) -> Iterable[Request]:
-        """Judge the step's gradient, if it was computed again."""
-        if step.step in self._parts:
-            finding = self._judge(step, self._parts[step.step])
-            if step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0 and finding.cause not in _PROVE:
-                finding = declined(_SET_ASIDE, (), step.step)
-            self._conclude(step.step, finding)
-        return ()
+    def declined(self, why: str) -> ReferenceShare:
+        """Return a share that holds nothing but the reason."""
+        return ReferenceShare(declined=why)
 
-    def _conclude(self, step: int, finding: Finding) -> None:
-        del self._parts[step]
-        if step in self._silent_steps:
-            _log.debug("a reference step that nobody asked for: %s", finding)
-            return
-        self.findings[finding.id] = finding
-        self._report(finding)
+    def miss(self, step: int) -> Iterable[Finding]:
+        """Return that the step cannot be checked."""
+        yield declined("a worker did not send its part", (), step)
 
-    def _judge(self, step: GatheredStep, parts: dict[int, ReferenceShare]) -> Finding:
+    def judge(self, step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> Iterable[Finding]:
+        """Judge the step's gradient."""
+        finding = self._judge(step, shares)
+        if step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0 and finding.cause not in _PROVE:
+            finding = declined(_SET_ASIDE, (), step.step)
+        yield finding
+
+    def _judge(self, step: GatheredStep, parts: Mapping[int, ReferenceShare]) -> Finding:
         slopes = [part.slopes for _, part in sorted(parts.items())]
-        if len(parts) == self._num_workers and None not in slopes and slopes[0] is not None:
+        if len(parts) == self.num_workers and None not in slopes and slopes[0] is not None:
             num_micro = max(map(len, step.micro_losses), default=1)
-            judged = judge_slopes(slopes[0], self._num_workers)
+            judged = judge_slopes(slopes[0], self.num_workers)
             return derived(
-                judged, slopes[0], step.step, self._num_workers, num_micro, by_loop=self._by_loop
+                judged, slopes[0], step.step, self.num_workers, num_micro, by_loop=self._by_loop
             )
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
-            everyone = len(reasons) == self._num_workers
+            everyone = len(reasons) == self.num_workers
             return declined(reasons[min(reasons)], () if everyone else list(reasons), step.step)
         why = self._why_not(parts)
         if why:
             return declined(why, (), step.step)
-        parts_W = [parts[rank] for rank in range(self._num_workers)]
+        parts_W = [parts[rank] for rank in range(self.num_workers)]
         scales_W = step.micro_scales
         if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
             scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
@@ -136,16 +108,16 @@ class Verifications(Director):
         return verified(
             found,
             step.step,
-            self._num_workers,
+            self.num_workers,
             most,
             by_loop=self._by_loop,
             clips=clips,
             planned=meant is not None,
         )
 
-    def _why_not(self, parts: dict[int, ReferenceShare]) -> str:
+    def _why_not(self, parts: Mapping[int, ReferenceShare]) -> str:
         """Return why the workers' parts cannot be compared; empty if they can."""
-        if len(parts) < self._num_workers:
+        if len(parts) < self.num_workers:
             return "it was not asked for on all ranks in the same step"
         first, *others = parts.values()
         if any(_kind_of(one) != _kind_of(first) for one in others):
@@ -220,9 +192,4 @@ def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
 
 def make_director(run: DirectedRun) -> Verifications:
     """Return the director of reference steps."""
-    plan = Plan.of(run.options.get("plan"))
-    requested = run.options.get("verify_at", ())
-    silent_steps = {run.first_step + later for later in PACE.references}.difference(requested)
-    return Verifications(
-        run.num_workers, plan, run.report, by_loop=run.by_loop, silent_steps=silent_steps
-    )
+    return Verifications(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.shares import Packable
 from rankscope.evidence.reference.slopes import Slopes
 from rankscope.stats.arrays import Floats, Floats32
 
@@ -27,7 +27,6 @@ _NO_TERMS: Any = partial(np.empty, (0, 0, 1), np.float32)
 _NO_NORMS: Any = partial(np.empty, (0, 0))
 _NO_ROWS: Any = partial(np.empty, (0, 1), np.float32)
 _NOTHING: Any = partial(np.empty, 0)
-_FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
 def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
@@ -45,7 +44,7 @@ def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceShare:
+class ReferenceShare(Packable):
     """One worker's part of a reference step: sketches of gradients.
 
     If ranks along another axis share the parameters, one of the two computations of the last
@@ -71,52 +70,6 @@ class ReferenceShare:
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
     roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
 
-    def pack(self) -> bytes:
-        """Return its bytes: JSON, and arrays behind it."""
-        header = {
-            "names": list(self.names),
-            "types": list(self.types),
-            "copies": self.copies,
-            "summed_workers": self.summed_workers,
-            "axis": self.axis,
-            "clips": self.clips,
-            "clips_value": self.clips_value,
-            "declined": self.declined,
-            "slopes": None if self.slopes is None else self.slopes.to_json(),
-            "digests": dict(self.digests),
-            "roots": list(self.roots_M),
-        }
-        return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
-
-    @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "ReferenceShare":
-        """Read a share; its arrays are views of ``content``."""
-        header, arrays = unpack_arrays(content)
-        if any(array.dtype.kind != "f" for array in arrays):
-            raise PackedError("expected floats in a part of a reference step")
-        try:
-            found = dict(zip(_FIELDS, arrays, strict=True))
-            names, types = (tuple(map(str, header[name])) for name in ("names", "types"))
-            part = cls(
-                names,
-                types,
-                copies=int(header["copies"]),
-                summed_workers=float(header["summed_workers"]),
-                axis=str(header["axis"]),
-                clips=bool(header["clips"]),
-                clips_value=bool(header["clips_value"]),
-                declined=str(header["declined"]),
-                slopes=None if header["slopes"] is None else Slopes.from_json(header["slopes"]),
-                digests={str(name): int(one) for name, one in header["digests"].items()},
-                roots_M=tuple(map(float, header["roots"])),
-                **found,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PackedError(f"these bytes hold no part of a reference step ({error})") from error
-        if not part._fits:
-            raise PackedError("these bytes hold a reference step whose arrays do not fit together")
-        return part
-
     def without(self, names: Container[str]) -> "ReferenceShare":
         """Return the share without some parameters; with all of them, if it has no other."""
         kept = [number for number, name in enumerate(self.names) if name not in names]
@@ -135,9 +88,11 @@ class ReferenceShare:
         )
 
     @property
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
         """Whether the shapes of the arrays fit each other."""
-        if self.declined or self.slopes is not None:
+        if self.slopes is not None:
+            return self.slopes.fits
+        if self.declined:
             return True
         if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):
             return False

@@ -7,13 +7,13 @@ was given foretells the same change.
 Legend of shapes: B blocks of parameters, D directions (the gradient's, random signs), E lengths.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
+from rankscope.bus.shares import Packable
 from rankscope.stats.arrays import Floats, median
 
 LENGTHS = (1.0, 2.0)
@@ -29,7 +29,7 @@ _AVERAGED = 32.0  # a loss rounds less than a 16-bit type, being a mean
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
+class Slopes(Packable):
     """Directional derivatives of one step, by block."""
 
     labels: tuple[str, ...]  # what the blocks are called ``[B]``
@@ -62,27 +62,16 @@ class Slopes:
             usual_BD=np.concatenate([self.usual_BD[rest], usual_BD]),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
-        return {
-            "labels": list(self.labels),
-            **{name: getattr(self, name).tolist() for name in _ARRAYS},
-            **{name: getattr(self, name) for name in _NUMBERS},
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Slopes":
-        """Read it; raises KeyError, TypeError or ValueError where it is none."""
-        arrays: dict[str, Any] = {name: np.array(values[name], np.float64) for name in _ARRAYS}
-        labels = tuple(map(str, values["labels"]))
-        shape = (len(labels), 2, len(LENGTHS))
-        if [a.shape for a in arrays.values()] != [shape, shape, shape[:2]]:
-            raise ValueError("its arrays do not fit together")
-        return cls(labels, **arrays, **{name: values[name] for name in _NUMBERS})
-
-
-_ARRAYS = ("changes_BDE", "given_BDE", "usual_BD")
-_NUMBERS = ("loss", "error", "scale", "rounds_in", "num_ranks", "parts", "clipped")
+    @property
+    def fits(self) -> bool:
+        """Whether the shapes of the arrays fit each other."""
+        shape = (len(self.labels), 2, len(LENGTHS))
+        return (
+            self.changes_BDE.shape
+            == self.given_BDE.shape
+            == shape
+            == (*self.usual_BD.shape, len(LENGTHS))
+        )
 
 
 class SlopeAnswer(StrEnum):

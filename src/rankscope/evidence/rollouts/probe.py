@@ -8,35 +8,17 @@ another temperature.
 import logging
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.wrappers.samples import is_dense
 
 _log = logging.getLogger("rankscope")
-
-
-class Gaps:
-    """The gap of one step; its sums may still be on the device."""
-
-    def __init__(self, sums: Sequence[Numbers]) -> None:
-        self._sums = sums
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return all(each.ready for each in self._sums)
-
-    def read(self) -> MessagePart:
-        """Wait for the device; return ``rollout_gap``, if any token has one."""
-        pairs = [each.numpy().tolist() for each in self._sums]
-        tokens = sum(count for _, count in pairs)
-        gap = sum(total for total, _ in pairs) / tokens if tokens else math.nan
-        return MessagePart({"rollout_gap": gap})
 
 
 class RolloutProbe(Probe):
@@ -67,11 +49,19 @@ class RolloutProbe(Probe):
     def collect(self, end: StepEnd) -> Pending | None:
         """Return the step's gap, if log-probabilities were given."""
         sums, self._sums = self._sums, []
-        return Gaps(sums) if sums else None
+        return Awaited(sums, partial(_gap, sums)) if sums else None
 
     def abort(self) -> None:
         """Forget the values given so far."""
         self._sums = []
+
+
+def _gap(sums: Sequence[Numbers]) -> MessagePart:
+    """Wait for the device; return ``rollout_gap``, if any token has one."""
+    pairs = [each.numpy().tolist() for each in sums]
+    tokens = sum(count for _, count in pairs)
+    gap = sum(total for total, _ in pairs) / tokens if tokens else math.nan
+    return MessagePart({"rollout_gap": gap})
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, StepEnd
 from rankscope.errors import UsageError
 from rankscope.evidence.samples.places import PlaceProbe
 from rankscope.gradients.host import Numbers, copy_numbers
@@ -28,38 +28,21 @@ class _Seen(NamedTuple):
     present: Numbers | int | None  # tokens that the mask keeps; None without a mask
 
 
-class Lengths:
-    """The lengths of one step; counts of a mask may still be on the device."""
-
-    def __init__(self, seen: Sequence[_Seen]) -> None:
-        self._seen = seen
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return all(
-            s.present is None or isinstance(s.present, int) or s.present.ready for s in self._seen
-        )
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        return MessagePart(self.values())
-
-    def values(self) -> dict[str, float]:
-        """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
-        samples = sum(seen.samples for seen in self._seen)
-        tokens = sum(seen.tokens for seen in self._seen)
-        if not samples or not tokens:
-            return {}
-        values = {"sequence_length": tokens / samples}
-        present = [
-            seen.present if isinstance(seen.present, int) else float(seen.present.numpy())
-            for seen in self._seen
-            if seen.present is not None
-        ]
-        if len(present) == len(self._seen):
-            values["padding"] = 1 - sum(present) / tokens
-        return values
+def _lengths(seen: Sequence[_Seen]) -> MessagePart:
+    """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
+    samples = sum(one.samples for one in seen)
+    tokens = sum(one.tokens for one in seen)
+    if not samples or not tokens:
+        return MessagePart()
+    values = {"sequence_length": tokens / samples}
+    present = [
+        one.present if isinstance(one.present, int) else float(one.present.numpy())
+        for one in seen
+        if one.present is not None
+    ]
+    if len(present) == len(seen):
+        values["padding"] = 1 - sum(present) / tokens
+    return MessagePart(values)
 
 
 class LengthMeter(Probe):
@@ -83,11 +66,12 @@ class LengthMeter(Probe):
         present = _count(mask) if fits else None
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
-    def collect(self, end: StepEnd) -> Lengths:
+    def collect(self, end: StepEnd) -> Awaited:
         """Return the lengths since the last call, without those of idle forward passes."""
-        seen = self._seen
+        seen = [one for one in self._seen if one.forward not in end.idle]
         self._seen = []
-        return Lengths([one for one in seen if one.forward not in end.idle])
+        counts = [one.present for one in seen if not isinstance(one.present, int)]
+        return Awaited(counts, partial(_lengths, seen))
 
     def abort(self) -> None:
         """Forget the step's lengths."""
@@ -187,24 +171,6 @@ class SampleMeter:
         return [part for forward, part in collected if forward not in idle]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSamples:
-    """The samples (ids or digests, in parts) of one step; they may still be on the device."""
-
-    samples: Sequence[Numbers | Ints | _BeforeChanges]
-    values: Mapping[str, float]
-
-    @property
-    def ready(self) -> bool:
-        """Whether all can be read without waiting."""
-        return all(isinstance(one, np.ndarray) or one.ready for one in self.samples)
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        packed = [_packed(one) for one in self.samples]
-        return MessagePart(self.values, {"samples_B": b"".join(packed)})
-
-
 class SampleProbe(Probe):
     """Collects the samples of one worker's steps."""
 
@@ -217,7 +183,7 @@ class SampleProbe(Probe):
         """Digest the batch, unless the training gave its ids."""
         self._samples.see(args, kwargs, forward)
 
-    def collect(self, end: StepEnd) -> PendingSamples:
+    def collect(self, end: StepEnd) -> Awaited:
         """Return the samples of the step's forward passes that had a backward pass."""
         values = {
             "samples_named": self._samples.named,
@@ -227,7 +193,9 @@ class SampleProbe(Probe):
         again = self._rows.collect()
         if again is not None:
             values["loader_repeats"] = again
-        return PendingSamples(self._samples.collect(end.idle), values)
+        samples = self._samples.collect(end.idle)
+        copies = [one for one in samples if not isinstance(one, np.ndarray)]
+        return Awaited(copies, partial(_read, samples, values))
 
     def abort(self) -> None:
         """Forget the step's samples."""
@@ -243,6 +211,10 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
     return SampleProbe(job.guard), LengthMeter(), PlaceProbe(job.first_step)
 
 
-def _packed(samples: Numbers | Ints | _BeforeChanges) -> bytes:
-    array = samples if isinstance(samples, np.ndarray) else samples.numpy()
-    return array.astype(np.int64, copy=False).tobytes()
+def _read(
+    samples: Sequence[Numbers | Ints | _BeforeChanges], values: Mapping[str, float]
+) -> MessagePart:
+    """Wait for the device; return ids or digests."""
+    arrays = [one if isinstance(one, np.ndarray) else one.numpy() for one in samples]
+    packed = [array.astype(np.int64, copy=False).tobytes() for array in arrays]
+    return MessagePart(values, {"samples_B": b"".join(packed)})

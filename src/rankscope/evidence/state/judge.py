@@ -444,6 +444,7 @@ class AloneDirector(Director):
     """Follows whether each worker trains alone."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._alone = False
 
     def observe(

@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.rare import RareProbe
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.adapters import make_adapter_probe
-from rankscope.evidence.state.counts import make_counts_probe
+from rankscope.evidence.state.counts import make_counts_probe, make_recomputed_probe
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.recomputed import make_recomputed_probe
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
@@ -115,36 +115,6 @@ def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) ->
     return bool(wrapped.kind.state_by_parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingPasses:
-    """Copies of a few tensors at moments of one step, perhaps still on the device."""
-
-    copies: Sequence[HostCopy]  # one for each moment, as bytes
-    names: Sequence[str]  # of the tensors
-    frozen: Sequence[bool]  # which of them are parameters that are not trained
-    ends: Sequence[int]  # where the bytes of each end
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        return all(copy.ready for copy in self.copies)
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        moved = self.moved()
-        return MessagePart(names={"passes": moved} if moved else {})
-
-    def moved(self) -> list[tuple[str, int, bool]]:
-        """Return name, number of changes, and whether it is frozen, of each that has changed."""
-        moments = [np.split(copy.numpy(), self.ends[:-1]) for copy in self.copies]
-        changes = [
-            sum(not np.array_equal(a, b) for a, b in pairwise(each))
-            for each in zip(*moments, strict=True)
-        ]
-        found = zip(self.names, changes, self.frozen, strict=True)
-        return [(name, number, frozen) for name, number, frozen in found if number]
-
-
 class _Chosen(NamedTuple):
     """A tensor that is copied in this step, and where the module holds it."""
 
@@ -152,6 +122,7 @@ class _Chosen(NamedTuple):
     held: Mapping[str, Any]
     key: str
     tensor: Tensor
+    frozen: bool  # a parameter that is not trained
 
 
 class PassMeter(Probe):
@@ -196,16 +167,13 @@ class PassMeter(Probe):
         self._passes_before = self._passes
         self._passes = 0
 
-    def collect(self, end: StepEnd) -> PendingPasses | None:
+    def collect(self, end: StepEnd) -> Awaited | None:
         """Return the step's copies; None where there are too few to compare."""
         copies = self._copies
         self.abort()
         if len(copies) <= _FEWEST_PASSES:
             return None
-        names = [each.name for each in self._chosen]
-        tensors = [each.tensor for each in self._chosen]
-        frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in tensors]
-        return PendingPasses(copies, names, frozen, self._ends)
+        return Awaited(copies, partial(_moved, copies, self._chosen, self._ends))
 
     def _begin(self) -> None:
         self._copies = []
@@ -218,7 +186,8 @@ class PassMeter(Probe):
         for name, held, key in (*self._places, *self._places)[turn : turn + _TENSORS]:
             tensor = held.get(key)
             if tensor is not None and _is_plain(_local(tensor)):
-                self._chosen.append(_Chosen(name, held, key, tensor))
+                frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+                self._chosen.append(_Chosen(name, held, key, tensor, frozen))
         device = self._chosen[0].tensor.device if self._chosen else None
         self._chosen = [each for each in self._chosen if each.tensor.device == device]
 
@@ -233,11 +202,24 @@ class PassMeter(Probe):
             return
         with torch.no_grad():
             parts = [
-                _local(tensor).detach().view(-1)[:_ELEMENTS].view(torch.uint8)
-                for _, _, _, tensor in self._chosen
+                _local(each.tensor).detach().view(-1)[:_ELEMENTS].view(torch.uint8)
+                for each in self._chosen
             ]
             self._ends = np.cumsum([len(part) for part in parts]).tolist()
             self._copies.append(HostCopy(torch.cat(parts), own=True))
+
+
+def _moved(
+    copies: Sequence[HostCopy], chosen: Sequence[_Chosen], ends: Sequence[int]
+) -> MessagePart:
+    """Wait for the device; return name, number of changes, and whether it is frozen, of each."""
+    moments = [np.split(copy.numpy(), ends[:-1]) for copy in copies]
+    found = []
+    for one, values in zip(chosen, zip(*moments, strict=True), strict=True):
+        changes = sum(not np.array_equal(a, b) for a, b in pairwise(values))
+        if changes:
+            found.append((one.name, changes, one.frozen))
+    return MessagePart(names={"passes": found} if found else {})
 
 
 def _own(module: nn.Module) -> list[str]:
@@ -275,7 +257,7 @@ _BEGINNING = 1 << 16  # elements of each frozen parameter
 _MOST_PARAMETERS = 4096
 
 
-class FrozenProbe(Probe):
+class FrozenProbe(RareProbe):
     """Sends digests of frozen modules outside of the watched model, in two steps of a session.
 
     A module that the training holds by itself is in no wrapper, so nobody makes its copies equal.
@@ -283,14 +265,17 @@ class FrozenProbe(Probe):
     """
 
     def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
+        super().__init__(first_step)
         self._inside = {id(part) for model in watched for part in model.modules()}
-        self._first_step = first_step
         self._modules: list[weakref.ref[nn.Module]] | None = None
-        self._reading: _FrozenReading | None = None
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Note whether the step is due."""
+        self.due = step - self._first_step in READ_AT
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Begin to read the modules, in the first forward pass of a step in which it is due."""
-        if not first or step - self._first_step not in READ_AT:
+        if not first or not self.due:
             return
         try:
             self._begin()
@@ -311,46 +296,27 @@ class FrozenProbe(Probe):
                 HostCopy(torch.stack([one for one in digests if one.device == device]), own=True)
                 for device in devices
             ]
-            self._reading = _FrozenReading(
-                [label_of(module) for module in modules], parameters, copies
-            )
-
-    def collect(self, end: StepEnd) -> "_FrozenReading | None":
-        """Return what was read in this step."""
-        reading, self._reading = self._reading, None
-        return reading
-
-    def abort(self) -> None:
-        """Forget a step that was never finished."""
-        self._reading = None
+            labels = [label_of(module) for module in modules]
+            of_each = [[p.device for p in each] for each in parameters]
+            self.pending = Awaited(copies, partial(_digests_by_label, labels, of_each, copies))
 
 
-class _FrozenReading:
-    """Digests of modules, perhaps still on the device."""
+def _digests_by_label(
+    labels: Sequence[str], devices: Sequence[Sequence[torch.device]], copies: Sequence[HostCopy]
+) -> MessagePart:
+    """Wait for the devices; return a digest of each module by its label.
 
-    def __init__(
-        self, labels: list[str], parameters: list[list[Tensor]], copies: list[HostCopy]
-    ) -> None:
-        self._labels = labels
-        self._devices = [[p.device for p in each] for each in parameters]
-        self._copies = copies
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return all(copy.ready for copy in self._copies)
-
-    def read(self) -> MessagePart:
-        """Wait for the device; return a digest of each module by its label."""
-        devices = dict.fromkeys(device for each in self._devices for device in each)
-        numbers = {d: iter(c.numpy().tolist()) for d, c in zip(devices, self._copies, strict=True)}
-        by_label: dict[str, list[int]] = {}
-        for label, each in zip(self._labels, self._devices, strict=True):
-            digests = [next(numbers[device]) for device in each]
-            by_label.setdefault(label, []).append(digest_of(repr(digests).encode()))
-        held = {
-            label if len(found) == 1 else f"{label}, number {number}": digest
-            for label, found in by_label.items()
-            for number, digest in enumerate(sorted(found), 1)
-        }
-        return MessagePart(names={FROZEN: {StateKind.STARTED: held}})
+    ``devices`` are those of its parameters; there is one copy for each of them, in order.
+    """
+    different = dict.fromkeys(device for each in devices for device in each)
+    numbers = {d: iter(c.numpy().tolist()) for d, c in zip(different, copies, strict=True)}
+    by_label: dict[str, list[int]] = {}
+    for label, each in zip(labels, devices, strict=True):
+        digests = [next(numbers[device]) for device in each]
+        by_label.setdefault(label, []).append(digest_of(repr(digests).encode()))
+    held = {
+        label if len(found) == 1 else f"{label}, number {number}": digest
+        for label, found in by_label.items()
+        for number, digest in enumerate(sorted(found), 1)
+    }
+    return MessagePart(names={FROZEN: {StateKind.STARTED: held}})

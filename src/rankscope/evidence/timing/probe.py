@@ -1,37 +1,25 @@
 """Where the time of a step goes on one worker."""
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTimes:
-    """The times of one step by column; accelerator overhead may still be on the device."""
-
-    values: dict[str, float]
-    device_overhead: Any
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.device_overhead is None or bool(self.device_overhead.ready)
-
-    def read(self) -> MessagePart:
-        """Wait for the device."""
-        if self.device_overhead is None:
-            return MessagePart(self.values)
-        return MessagePart({**self.values, "overhead_seconds": self.device_overhead.read()})
+from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, StepEnd
 
 
 class TimingProbe(Probe):
     """Collects the times that the collector measures."""
 
-    def collect(self, end: StepEnd) -> PendingTimes:
-        """Return the step's times."""
+    def collect(self, end: StepEnd) -> Awaited:
+        """Return the step's times; accelerator overhead may still be on the device."""
         names = ("step_seconds", "busy_seconds", "overhead_seconds", "read_seconds")
-        return PendingTimes({name: getattr(end, name) for name in names}, end.device_overhead)
+        values = {name: getattr(end, name) for name in names}
+        return Awaited([end.device_overhead], partial(_read, values, end.device_overhead))
+
+
+def _read(values: dict[str, float], device_overhead: Any) -> MessagePart:
+    if device_overhead is None:
+        return MessagePart(values)
+    return MessagePart({**values, "overhead_seconds": device_overhead.read()})
 
 
 def make_probe(job: Job) -> TimingProbe:

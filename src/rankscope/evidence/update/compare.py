@@ -17,13 +17,13 @@ Legend of shapes: W workers, P parameters.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.shares import Packable
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 FIELDS = (
@@ -35,7 +35,7 @@ FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class PartOfUpdate:
+class PartOfUpdate(Packable):
     """What is known of one parameter's update on one worker."""
 
     name: str
@@ -64,7 +64,7 @@ class PartOfUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateShare:
+class UpdateShare(Packable):
     """One worker's share of an audited update."""
 
     parts: tuple[PartOfUpdate, ...] = ()  # parts of the parameters, in order
@@ -74,42 +74,10 @@ class UpdateShare:
     # why the update of some optimizer was not checked, by its class
     declined: dict[str, str] = field(default_factory=dict)
 
-    def pack(self) -> bytes:
-        """Return its bytes."""
-        plain = [
-            {f.name: getattr(one, f.name) for f in fields(one) if f.name != "numbers"}
-            for one in self.parts
-        ]
-        header = {
-            "parts": plain,
-            "num_parameters": self.num_parameters,
-            "hooks": list(self.hooks),
-            "declined": self.declined,
-        }
-        numbers = [one.numbers for one in self.parts] or [np.empty(0)]
-        return pack_arrays(header, [np.stack(numbers)])
-
-    @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "UpdateShare":
-        """Read a share; PackedError where these bytes hold none."""
-        header, arrays = unpack_arrays(content)
-        try:
-            (numbers_PF,) = arrays
-            parts = tuple(
-                PartOfUpdate(**{**one, "alone": tuple(one["alone"])}, numbers=numbers)
-                for one, numbers in zip(header["parts"], numbers_PF, strict=False)
-            )
-            share = cls(
-                parts,
-                int(header["num_parameters"]),
-                tuple(map(str, header["hooks"])),
-                {str(name): str(why) for name, why in header["declined"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PackedError(f"these bytes hold no part of an update ({error})") from error
-        if any(len(one.numbers) != len(FIELDS) for one in share.parts):
-            raise PackedError("these bytes hold an update of another kind")
-        return share
+    @property
+    def fits(self) -> bool:
+        """Whether each part has all numbers."""
+        return all(part.numbers.shape == (len(FIELDS),) for part in self.parts)
 
 
 _BLUR = 0.5

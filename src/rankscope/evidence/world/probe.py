@@ -4,13 +4,10 @@ The training's own store carries it. The first rank of each group writes one key
 the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be watched at all.
 """
 
-import base64
 import itertools
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,10 +16,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.bus.messages import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.bus.rare import is_power
 from rankscope.bus.words import dtype_name
-from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
+from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit, UnitsOfJob
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, REPLICATE, Wrapped
@@ -73,7 +70,7 @@ class WorldProbe(Probe):
         if age == self._age or not self._units:
             return
         self._age = age
-        if _is_due(age, _LAST_READING):
+        if is_power(age) and age <= _LAST_READING:
             self._try(self._read_parameters)
 
     def _read_parameters(self) -> None:
@@ -109,7 +106,7 @@ class WorldProbe(Probe):
     def on_message(self, step: int, part: MessagePart) -> None:
         """Publish what is on the host, and read what others have published."""
         age = step - self._first_step
-        if not self._units or not _is_due(age, _LAST_LOOK):
+        if not self._units or not is_power(age) or age > _LAST_LOOK:
             return
         samples = part.arrays.get("samples_B", b"")
         if len(samples) and age <= _LAST_READING:
@@ -125,9 +122,9 @@ class WorldProbe(Probe):
     def _exchange(self, step: int) -> None:
         self._publish()
         if self._look() and self._channel.has_room():
-            each = [*self._published.values(), *self._others.values()]
-            header = [len(self._published), list(map(len, each))]
-            self._channel.send(NAME, step, pack_headed(header, *each))
+            own = tuple(memoryview(packed) for packed in self._published.values())
+            others = tuple(memoryview(packed) for packed in self._others.values())
+            self._channel.send(NAME, step, UnitsOfJob(own, others).pack())
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
         try:
@@ -139,10 +136,10 @@ class WorldProbe(Probe):
     def _publish(self) -> None:
         for age in [age for age, copies in self._pending.items() if all(c.ready for c in copies)]:
             for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
-                unit.readings[age] = base64.b64encode(copy.numpy().tobytes()).decode()
+                unit.readings[age] = np.asarray(copy.numpy(), np.float32)
         self._note_scales()
         for number, unit in self._numbered():
-            content = json.dumps(asdict(unit)).encode()
+            content = unit.pack()
             if content != self._published.get(number):
                 self._store.set(str(number), content)
                 self._published[number] = content
@@ -175,11 +172,6 @@ class WorldProbe(Probe):
         is_news = others != self._others
         self._others = others
         return is_news
-
-
-def _is_due(age: int, last: int) -> bool:
-    """Return whether a step is due, by steps since the run began: 0, 1, 2, 4, 8 and so on."""
-    return 0 <= age <= last and age & (age - 1) == 0
 
 
 def _elements(tensors: Sequence[Tensor]) -> Tensor:

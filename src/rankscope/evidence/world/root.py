@@ -10,25 +10,24 @@ hold other parts of some parameters, and replicas of the rest, which must stay e
 Legend of shapes: E elements; P parameters, of each of which the same number of elements is read.
 """
 
-import base64
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
-from typing import Any, NamedTuple
+from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import unpack_headed
+from rankscope.bus.messages import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director
+from rankscope.bus.shares import Packable
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.files import parse, read_file
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, Floats32
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 PART = "sync.part_of_ranks"
@@ -52,6 +51,7 @@ _REPLICAS_APART = 1 / 64
 
 _ROUNDINGS = 4  # of an element in an update
 _FEWEST_DISTINCT = 8  # elements that begin with one constant prove nothing
+_NO_ELEMENTS = np.empty(0, np.float32)
 _COARSEST = UNIT_ROUNDOFF["bfloat16"]
 
 ELEMENTS = 4
@@ -59,7 +59,7 @@ ELEMENTS = 4
 
 
 @dataclass(slots=True)
-class Unit:
+class Unit(Packable):
     """The parameters that one group of ranks reduces together, as its first rank publishes them.
 
     An age is the number of steps since the run began.
@@ -77,25 +77,21 @@ class Unit:
     seed: int  # of the first rank
     scale: float | None = None  # of the reduced gradient, by the training, relative to the main's
     whole: bool = True  # the first rank runs all of the model, not a stage given activations
-    readings: dict[int, str] = field(default_factory=dict)  # by age: float32 ``[E]`` in base64
+    readings: dict[int, Floats32] = field(default_factory=dict)  # by age: elements ``[E]``
     settings: dict[int, int] = field(default_factory=dict)  # by age: digest of the optimizer's
     batches: dict[int, int] = field(default_factory=dict)  # by age: digest of the first rank's
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Unit":
-        """Return the unit of plain values."""
-        unit = cls(**values)
-        unit.ranks = tuple(map(int, unit.ranks))
-        unit.names = tuple(unit.names)
-        unit.axes = {name: tuple(line) for name, line in unit.axes.items()}
-        for name in ("readings", "settings", "batches"):
-            setattr(unit, name, {int(at): one for at, one in getattr(unit, name).items()})
-        return unit
-
     def elements(self, age: int) -> Floats:
         """Return the elements ``[E]`` so many steps after the run began; empty if unknown."""
-        packed = base64.b64decode(self.readings.get(age, ""))
-        return np.frombuffer(packed, np.float32).astype(np.float64)
+        return self.readings.get(age, _NO_ELEMENTS).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsOfJob(Packable):
+    """Units, packed: those that a rank is the first of, and those that it has read of others."""
+
+    own: tuple[memoryview, ...]
+    others: tuple[memoryview, ...]
 
 
 def _have_one_form(one: Unit, other: Unit) -> bool:
@@ -214,25 +210,21 @@ class World(Director):
         *,
         independent: bool = False,  # groups that never meet are trainings of their own on purpose
     ) -> None:
+        super().__init__(report)
         self._first_step = first_step
-        self._report = report
         self._group_seed = group_seed
         self._independent = independent
-        self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Compare a rank's units with those that it has read of others."""
         try:
-            (num_own, sizes), packed = unpack_headed(content)
-            ends = list(accumulate(sizes))
-            units = [
-                Unit.from_json(json.loads(bytes(packed[end - size : end])))
-                for size, end in zip(sizes, ends, strict=True)
-            ]
-        except (TypeError, ValueError, AttributeError) as error:
+            units = UnitsOfJob.unpack(content)
+            own, others = (
+                [Unit.unpack(one) for one in packed] for packed in (units.own, units.others)
+            )
+        except PackedError as error:
             _log.debug("what a rank sent of the job cannot be read: %s", error)
             return
-        own, others = units[:num_own], units[num_own:]
         for unit in own:
             counterparts = [one for one in others if one.main == unit.main]
             finding = self._part_of_ranks(unit, counterparts, step)
@@ -241,8 +233,7 @@ class World(Director):
                 finding = self._divisor(unit, main, counterparts, step)
             for one in (finding, self._replicas(unit, counterparts, step)):
                 if one is not None and self._is_news(one):
-                    self.findings[one.id] = one
-                    self._report(one)
+                    self.publish(one)
 
     def _is_news(self, finding: Finding) -> bool:
         known = self.findings.get(finding.id)
