@@ -1,19 +1,22 @@
 """Every fault of the bench as it looks: a picture, its first finding and what to do.
 
-``python benchmarks/gallery.py`` injects each fault of the catalogue into a training on four ranks,
-and writes ``docs/gallery.json`` and ``docs/figures/gallery/``, from which the site makes a page.
-Ids of faults (``python benchmarks/gallery.py D5 T2``) renew these only.
+It draws runs that the fault bench has kept, whose scores are in ``docs/fault-bench.json``, and
+writes ``docs/gallery.json`` and ``docs/figures/gallery/``, from which the site makes a page::
+
+    python -m benchmarks.faults --all --keep runs/faults --json docs/fault-bench.json
+    python benchmarks/gallery.py runs/faults
+
+Entries without a kept run stay as they are.
 """
 
 import json
 import sys
-import tempfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from faults.bench import Bench, Score
-from faults.catalogue import Fault, catalogue, select
+from faults.bench import Score
+from faults.catalogue import Fault, catalogue
 from PIL import Image
 from rich.progress import track
 
@@ -24,9 +27,10 @@ from rankscope.report.parts import Tables
 from rankscope.verdict.rules import section_of
 
 DOCS = Path(__file__).parents[1] / "docs"
+SCORES = DOCS / "fault-bench.json"
 PAGE = DOCS / "gallery.json"
 PICTURES = DOCS / "figures" / "gallery"
-NUM_WORKERS = 4
+NUM_WORKERS, SEED = 4, 0
 
 MAPS = {
     "data": "map-cosine_rest",
@@ -37,21 +41,21 @@ MAPS = {
 """What shows each family of causes best; the gradient norm shows the others."""
 
 
-def main(ids: list[str]) -> None:
-    """Renew the gallery."""
+def main(folder: Path) -> None:
+    """Renew the gallery from kept runs."""
     known = catalogue()
-    chosen = select(ids) if ids else list(known.values())
-    entries: dict[str, Any] = json.loads(PAGE.read_text()) if ids and PAGE.exists() else {}
+    entries: dict[str, Any] = json.loads(PAGE.read_text("utf-8"))
     PICTURES.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:
-        for fault in track([one for one in chosen if not one.missing], "Faults"):
-            score = bench.run(fault, num_workers=NUM_WORKERS)
-            [run_dir, *_] = sorted(Path(folder).glob(f"{fault.id}-*"), reverse=True)
+    scores = [Score.from_json(one, known) for one in json.loads(SCORES.read_text("utf-8"))]
+    for score in track(scores, "Faults"):
+        fault = score.fault
+        runs = sorted(folder.glob(f"{fault.id}-w{NUM_WORKERS}-s{SEED}*"))
+        if (score.num_workers, score.seed) == (NUM_WORKERS, SEED) and runs:
             first = score.findings[0] if score.findings else None
-            write_picture(Run.open(run_dir), first, PICTURES / f"{fault.id}.png")
+            write_picture(Run.open(runs[-1]), first, PICTURES / f"{fault.id}.png")
             entries[fault.id] = entry(fault, score, first)
     ordered = {one: entries[one] for one in known if one in entries}
-    PAGE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
+    PAGE.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def entry(fault: Fault, score: Score, first: Finding | None) -> dict[str, Any]:
@@ -86,4 +90,5 @@ def write_picture(run: Run, first: Finding | None, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    [given] = sys.argv[1:]
+    main(Path(given))

@@ -219,7 +219,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
+        "wrappers.accumulation wrappers.ddp wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
         " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
         " lab.reductions.order_free evidence.copies.probe evidence.state.counts",

@@ -75,6 +75,12 @@ def test_what_cannot_be_told_is_not_said_and_one_micro_batch_is_not_read_again(r
         assert runs[name].columns(Table.STEPS, "observed")["observed"][learnt:].all()
 
 
+def test_a_pass_that_only_shows_where_to_compute_the_gradient_is_no_micro_batch(runs):
+    run = runs["DDPSharpnessAware"]
+    assert (run.per_worker("micro_batches")[1] == 1).all()
+    assert (run.per_worker("idle_passes")[1] == 1).all()
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "factor", "micro"),
     [

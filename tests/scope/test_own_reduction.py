@@ -191,10 +191,32 @@ class UpdatesCopies(BareLoop):
     def optimize(self):
         for parameter, copy in zip(self.trained, self.copies, strict=True):
             copy.grad = parameter.grad.clone()
-        super().optimize()
+        self.update_copies()
+
+    def update_copies(self):
+        self.optimizers[0].step()
         with torch.no_grad():
             for parameter, copy in zip(self.trained, self.copies, strict=True):
                 parameter.copy_(copy)
+
+
+class SumsForCopies(UpdatesCopies):
+    """The gradient of each micro-batch is taken away, and their sum is that of the copies."""
+
+    micro_batches = 3
+
+    def step(self, step):
+        sums = [torch.zeros_like(parameter) for parameter in self.trained]
+        for micro in range(self.micro_batches):
+            self.backward(self.loss(step, micro))
+            for parameter, total in zip(self.trained, sums, strict=True):
+                total.add_(parameter.grad)
+                parameter.grad = None
+        self.norms.append(float(nn.utils.parameters_to_vector(sums).double().norm()))
+        for copy, total in zip(self.copies, sums, strict=True):
+            dist.all_reduce(total)
+            copy.grad = total / self.num_workers
+        self.update_copies()
 
 
 class Disturbed(BareLoop):
@@ -336,6 +358,25 @@ def test_a_reference_step_tells_what_it_can(trained, name):
     finding = found[f"{cause}:step-1"]
     assert str(finding.severity) == severity
     assert words in finding.explanation
+
+
+def train_alone_and_watched(rank, run_dir):
+    return train(rank, SumsForCopies, None), train(rank, SumsForCopies, run_dir)
+
+
+def test_passes_whose_gradients_are_taken_away_for_copies_make_one_step(tmp_path):
+    both = run_ranks(train_alone_and_watched, 2, str(tmp_path))
+    for alone, watched in both:
+        assert (watched["bits"], watched["warnings"]) == (alone["bits"], [])
+    run = Run.open(tmp_path)
+    _, micro_TW = run.per_worker("micro_batches")
+    expected = [1] * SumsForCopies.micro_batches  # until an update has shown their number
+    expected += [SumsForCopies.micro_batches] * (STEPS - 1)
+    assert micro_TW.tolist() == [[number] * 2 for number in expected]
+    _, norms_TW = run.per_worker("grad_norm")
+    expected_TW = np.array([watched["norms"] for _, watched in both]).T
+    np.testing.assert_allclose(norms_TW[1 - STEPS :], expected_TW[1:], rtol=0.1)
+    assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
 def test_parameters_that_no_known_optimizer_holds_are_named(trained):

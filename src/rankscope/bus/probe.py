@@ -74,7 +74,7 @@ class StepEnd:
 
     step: int
     comparable: bool  # whether healthy workers hold equal state after it
-    idle: frozenset[int]  # numbers of the forward passes without a backward pass in it
+    idle: frozenset[int]  # numbers of the forward passes that have no part in its gradient
     num_passes: int  # number of forward passes with one
     # how many workers' gradients the reduction adds up: 1 for their mean
     summed_workers: float = 1.0

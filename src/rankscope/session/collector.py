@@ -316,6 +316,8 @@ class StepCollector:
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Handle, inside a backward pass, its arrival at the model's output."""
         self._tap.notice_backward(partial(self._see_trained, trained, self._find_old()))
+        if self._tap.begins_anew:
+            self._passes.set_aside()
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
         """Handle a backward pass that accumulates gradients; the step's first one counts."""

@@ -203,8 +203,8 @@ def watch(
             share=options.share,
         ),
     )
-    if handle.held is not HeldParameters.ALL:
-        held = frozenset(held_names(optimizer, wrapped.parameters))
+    held = frozenset(held_names(optimizer, wrapped.parameters)) if wrapped.kind is LOOP else None
+    if held is not None and (handle.held is not HeldParameters.ALL or not held):
         wrapped = dataclasses.replace(
             wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES
         )

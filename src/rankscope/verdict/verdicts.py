@@ -177,7 +177,8 @@ def _duplicates(values: Values, finding: Finding) -> Verdict:
 def _overlap(values: Values, finding: Finding) -> Verdict:
     if finding.severity is Severity.NOTE:
         return Verdict(
-            "Workers draw samples again within an epoch, as in sampling with replacement.",
+            "Workers draw samples again within an epoch, as in sampling with replacement or in "
+            "batches that are filled up.",
             "Nothing to change if that is intended. Otherwise: split and shuffle the data with the "
             "same seeds on all ranks, so that their shards are disjoint.",
         )

@@ -196,7 +196,9 @@ class _Part:
         return any(parameter is self._parameter for parameter in several)
 
     def _parameters(self) -> Iterator[Tensor]:
-        yield from self._copied
+        if self._copied:  # no backward pass adds to the gradients of the copies
+            yield from self._copied
+            return
         for group in getattr(self.optimizer, "param_groups", None) or ():  # some have none
             if isinstance(group, Mapping):
                 yield from group.get("params", ())

@@ -191,7 +191,8 @@ class DDPTap(HookedTap):
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
-        self._due = self._bypassed = self._unreduced = False
+        self._due = self._bypassed = self._unreduced = self._begins_anew = False
+        self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
@@ -223,6 +224,22 @@ class DDPTap(HookedTap):
         adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
         self._due = measure
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Note that the running backward pass has reached the model's output."""
+        left, self._left = self._left, None
+        self._begins_anew = (
+            left is not None and left[0].grad is None and left[0]._version != left[1]
+        )
+        if self._begins_anew:
+            self._micro.reset()
+            self._accumulator.reset()
+        super().notice_backward(trained)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the training had used the step's gradient so far for something else."""
+        return self._begins_anew
 
     @property
     def complete(self) -> bool:
@@ -366,6 +383,7 @@ class DDPTap(HookedTap):
             return
         step = self._step
         step.settled = step.synchronises
+        self._left = None if step.synchronises else self._parameter_left()
         self._unreduced = self._bypassed or not step.synchronises
         reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
@@ -391,6 +409,11 @@ class DDPTap(HookedTap):
             step.reduced_known = self._measure_reduced(
                 self._calls.names, into=self._reduced, refs=refs, left_out=self._left_out
             )
+
+    def _parameter_left(self) -> tuple[Tensor, int] | None:
+        """Return a parameter to whose gradient the pass has added, and its version."""
+        parameters = map(self._parameters.__getitem__, self._calls.names)
+        return next(((p, p._version) for p in parameters if p.grad is not None), None)
 
     @property
     def _reduces(self) -> bool:

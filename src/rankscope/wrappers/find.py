@@ -115,7 +115,8 @@ class Wrapped:
     """The model inside, where the training has several parts, each in a DDP of its own: ``wrapper``
     is that of the first, whose forward pass begins a micro-batch."""
     held: frozenset[str] | None = None
-    """The parameters in this rank's optimizer, where a loop reduces gradients and it holds some."""
+    """The parameters in this rank's optimizer, where a loop reduces gradients and it holds some or
+    none; None if it holds all, or some with other tensors."""
     in_shares: bool = False  # each of the others is in the optimizer of one other rank, or in none
 
     @property

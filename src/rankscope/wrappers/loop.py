@@ -7,6 +7,10 @@ hooks of the training's is read in a hook that runs before these. Where such hoo
 gradient into a buffer of the training's own, and drop ``.grad``, passes are read one by one and
 added up.
 
+Where the optimizer holds copies of the parameters, the loop may take each micro-batch's gradient
+away and add it up elsewhere. Passes are added up then, too: the step goes on for as many of them as
+an update has taken.
+
 The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
 own since the optimizer reduces. Where each parameter is in the optimizer of one rank, the gradients
@@ -38,15 +42,15 @@ class _Step:
     carried_over: Tensor | None = None  # see LocalGradient
     left: tuple[Tensor, int] | None = None  # by the last pass: a gradient's parameter and version
     num_passes: int = 0  # backward passes that have ended
-    taken: bool = False  # hooks of the training's took the gradients away before the pass's end
+    taken: bool = False  # the training takes the gradient of each pass away
 
 
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
     The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W, and
-    ``held`` names the parameters in this rank's optimizer, and ``in_shares`` whether each is in
-    that of one rank; the other arguments are those of
+    ``held`` names the parameters in this rank's optimizer (none if it holds copies), and
+    ``in_shares`` whether each is in that of one rank; the other arguments are those of
     :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
@@ -67,7 +71,11 @@ class LoopTap(HookedTap):
             parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
         self._copies = 1 if in_shares else num_workers
-        others = frozenset[str]() if held is None else frozenset(parameters.keys() - held)
+        self._of_copies = held is not None and not held and not in_shares
+        known = held is not None and not self._of_copies
+        others = frozenset(parameters.keys() - (held or ())) if known else frozenset[str]()
+        self._fewest_passes = 0  # that an update of copies took
+        self._num_waiting = 0  # passes since the last update
         self._of_others = others if in_shares else frozenset[str]()
         self._never = frozenset[str]() if in_shares else others
         self.leave_out(())
@@ -94,6 +102,9 @@ class LoopTap(HookedTap):
         if not step.ended or step.settled or self._backward.running:
             return
         step.settled = True
+        if self._of_copies:
+            self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
+            self._num_waiting = 0
         self._fresh = False
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
@@ -113,7 +124,13 @@ class LoopTap(HookedTap):
         """
         if self._backward.running or self._fresh or not self._step.ended:
             return False
-        return self._step.settled or self._is_thrown_away()
+        whole = self._step.num_passes >= self._fewest_passes
+        return self._step.settled or (whole and self._is_thrown_away())
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Note that the running backward pass has reached the model's output."""
+        self._keep_taken()
+        super().notice_backward(trained)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Measure the step that begins without some parameters."""
@@ -140,6 +157,16 @@ class LoopTap(HookedTap):
         self._step = _Step()
         return gradient
 
+    def _keep_taken(self) -> None:
+        """Keep the last pass's measurements where its gradient is taken away, as for copies."""
+        step = self._step
+        if self._of_copies and step.num_passes and not step.taken and self._is_thrown_away():
+            step.taken = True
+            step.spoiled |= step.num_passes > 1
+            self._accumulator.reset()
+            if self._measure and not step.spoiled:
+                self._parts.add(self._reading.totals)
+
     def _is_thrown_away(self) -> bool:
         if self._step.left is None:
             return False
@@ -165,6 +192,7 @@ class LoopTap(HookedTap):
             self._reading.take(name, gradient)
 
     def _begin_pass(self, first: str) -> None:
+        self._keep_taken()
         step = self._step
         self._fresh = False
         step.spoiled |= step.settled  # it adds to the gradient that the optimizer has used
@@ -189,6 +217,7 @@ class LoopTap(HookedTap):
         self._reading.take_refs()
         step.ended = True
         step.num_passes += 1
+        self._num_waiting += 1
         parameters = (self._parameters[name] for name in self._calls.names)
         step.left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)
         step.taken |= step.left is None and step.num_passes == 1

@@ -83,6 +83,11 @@ class ForwardPasses:
         if self._passes:
             self._passes[-1].train()
 
+    def set_aside(self) -> None:
+        """Note that the gradients of the passes so far were used for something else."""
+        for this in self._passes:
+            this.trained = False
+
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""
         idle = frozenset(number for number, this in enumerate(self._passes) if this.idle)

@@ -104,6 +104,15 @@ class GradientTap(Protocol):
         for ``torch.autograd.grad``, where that shows.
         """
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the training had used the step's gradient so far for something else.
+
+        As of the last call of :meth:`notice_backward`: the gradient was taken away, and parameters
+        had changed, as in sharpness-aware minimisation. Most taps do not know.
+        """
+        return False
+
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Note that the running backward pass has reached a forward pass in evaluation mode.
 

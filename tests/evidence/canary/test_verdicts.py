@@ -15,7 +15,7 @@ from support.stepping import evidence_of
 from support.streams import gathered
 
 
-def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None):
+def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None, kinds=()):
     """Return a step with a canary of rank 2 against rank 3; without one if digests are None."""
     samples = [np.arange(2)] * 4
     columns = {"replica": [0] * 4}
@@ -31,12 +31,16 @@ def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None)
             "canary_against_loss": losses,
             "canary_against_norm": losses,
             "canary_against_digest": digests,
+            "canary_program": [1] * 4,
         }
     found = gathered(number, samples, **columns)
     if differs is not None:
         own = np.array([9 if rank == differs else 1 for rank in range(4)])
-        difference = StateDifference(StateKind.PARAMETER, "head.weight", own, np.zeros(4, bool))
-        found = replace(found, differences=(difference,))
+        kinds = kinds or (StateKind.PARAMETER,)
+        differences = (
+            StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds
+        )
+        found = replace(found, differences=tuple(differences))
     return summarize(found)
 
 
@@ -65,6 +69,16 @@ def test_state_is_told_where_it_is_known_to_differ():
     healed = step(LATENESS + 21, **bad)
     [later] = told(CanaryVerdicts(4), step(20, digests=None, differs=1), healed)
     assert later.cause == "compute.worker_outlier"
+
+
+def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
+    bad = {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1), "differs": 1}
+    held, left_out = StateKind.HELD, StateKind.LEFT_OUT
+    [found] = told(CanaryVerdicts(4), step(**bad, kinds=[held]))
+    assert found.cause == "state.parameters_differ"
+    assert told(CanaryVerdicts(4), step(**bad, kinds=[held, left_out])) == []
+    [found] = told(CanaryVerdicts(4), step(**bad, kinds=[held, left_out, StateKind.PARAMETER]))
+    assert found.cause == "state.parameters_differ"
 
 
 @pytest.mark.parametrize(

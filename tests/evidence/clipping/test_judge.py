@@ -79,6 +79,7 @@ def test_factors_by_the_norm_of_each_ranks_own_shards():
     assert (evidence.severity, evidence.ranks) == (Severity.ERROR, (0, 1, 2, 3))
     assert evidence.first_step <= 3
     assert "fits the norm of its own shards" in words(evidence)
+    assert f"in {evidence.count} of the 40 steps compared." in words(evidence)
 
 
 def test_factors_that_are_nearly_equal_have_the_digits_that_tell_them_apart():

@@ -288,6 +288,13 @@ def test_a_micro_batch_that_is_left_out_on_purpose_makes_no_short_window(idle, s
     assert (found[-1].severity if found else None) == severity
 
 
+def test_a_first_window_that_lacks_its_beginning_is_a_note_once_a_full_one_follows():
+    rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
+    assert watch(LossScale(W), rest) == {}
+    [note] = watch(LossScale(W), rest + constant(0.25, micro=4, steps=3)).values()
+    assert (note.key, note.severity, note.first_step) == (SHORT_WINDOW, Severity.NOTE, 0)
+
+
 def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():
     last = constant(1.0, micro=2, steps=1) + constant(1.0, micro=1, steps=1)
     found = watch(LossScale(W), constant(1.0, micro=4, steps=5) + last + constant(1.0, micro=4))
@@ -304,7 +311,7 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
     assert (evidence.cause, evidence.severity) == ("loss.scale", Severity.WARNING)
     assert (evidence.ranks, evidence.first_step, evidence.count) == ((2,), 0, 3)
     words, _ = describe(evidence)
-    assert "loss of rank 2 is multiplied by 2.5 times the others' factor" in words
+    assert "loss of rank 2 has a factor before backward that is 2.5 times the others'" in words
 
 
 def test_of_two_workers_nobody_tells_who_is_wrong():
@@ -312,7 +319,7 @@ def test_of_two_workers_nobody_tells_who_is_wrong():
     evidence = found[ONE_WORKER]
     assert evidence.ranks == (0, 1)
     words, _ = describe(evidence)
-    assert "loss of rank 1 is multiplied by 2 times rank 0's factor" in words
+    assert "loss of rank 1 has a factor before backward that is 2 times rank 0's" in words
 
 
 def test_factors_that_change_from_step_to_step_are_silent():

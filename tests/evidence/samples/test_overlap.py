@@ -109,3 +109,36 @@ def test_a_whole_batch_that_comes_a_step_late_is_no_equal_content_side_by_side(s
         one for report in reports(stream, 40, named=False) for one in evidence_of(detector, report)
     ]
     assert found[-1].severity is severity
+
+
+def filled_up(num_workers, *, every_step=False):
+    """Yield new samples for each step, whose number is drawn, and copies of the first ones.
+
+    With them, all workers have equally many.
+    """
+    rng = np.random.default_rng(0)
+    first = 0
+    while True:
+        num_rows = 8 * num_workers + (1 if every_step else rng.integers(num_workers))
+        rows = first + np.arange(num_rows)
+        first += num_rows
+        rows = np.concatenate([rows, rows[: -num_rows % num_workers]])
+        yield np.split(rows, num_workers)
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_batches_that_are_filled_up_are_a_note_from_the_first_step_on(num_workers, named):
+    detector = OverlappingShards(num_workers)
+    found = [
+        one
+        for report in reports(filled_up(num_workers), 80, named=named)
+        for one in evidence_of(detector, report)
+    ]
+    assert {one.severity for one in found} == {Severity.NOTE}
+    words, _ = describe(found[-1])
+    assert "Copies that fill up a batch, so that all workers have equally many samples" in words
+
+
+def test_copies_in_every_step_are_more_than_a_note():
+    assert observed(filled_up(4, every_step=True), 80, 4)[-1].severity is Severity.ERROR

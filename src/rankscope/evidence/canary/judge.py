@@ -126,8 +126,9 @@ class CanaryVerdicts(Detector):
             return ()
         left_out_at = self._left_out_at
         own = left_out_at is not None and gathered.step - left_out_at <= 2 * ROLES_EVERY
-        alone = verdict.verdict is CanaryCause.STATE and self._alone
-        if alone or (own and verdict.verdict in _BETWEEN):
+        state = verdict.verdict is CanaryCause.STATE
+        explained = verdict.verdict in _BETWEEN or (state and not differing)
+        if (own and explained) or (state and self._alone):
             return ()  # workers hold parameters of their own, which explain other results
         key = _KINDS[verdict.verdict][0]
         fault = self._faults.setdefault(key, _CanaryFault(gathered.step))

@@ -48,6 +48,7 @@ class FactorLaw(Detector):
 
     def __init__(self) -> None:
         self._fault = PersistentFault(NEEDED)
+        self._num_compared = 0
         self._words = ""
         self._own = False
 
@@ -60,6 +61,7 @@ class FactorLaw(Detector):
         known_W = _scaled_alike(step.gathered)
         if np.count_nonzero(known_W) < 2:
             return ()
+        self._num_compared += 1
         scales_W = workers["applied_scale"]
         bound = 4 * float(workers["clip_rounding"][known_W].max())
         ranks = []
@@ -82,8 +84,19 @@ class FactorLaw(Detector):
         fault = self._fault
         own = " Each rank's factor fits the norm of its own shards." if self._own else ""
         over = "" if fault.open else " It is over now."
-        fields = {"factors": self._words, "own": own, "over": over}
-        numbers = {"steps": fault.count, "by_own_norm": self._own}
+        compared = count(self._num_compared, "step")
+        fields = {
+            "factors": self._words,
+            "shown": fault.count,
+            "compared": compared,
+            "own": own,
+            "over": over,
+        }
+        numbers = {
+            "steps": fault.count,
+            "steps_compared": self._num_compared,
+            "by_own_norm": self._own,
+        }
         return fault.evidence("sync.shard_factors", Severity.ERROR, fault.ranks, fields, numbers)
 
 

@@ -65,6 +65,7 @@ _STEPS_OF_ONE = 3
 _MANY_SHORT = 8
 _OFTEN_SHORT = 0.25  # of all steps
 _FEWEST_LONG = 2
+_MOST_EARLY = 8
 _POWERS = 3
 _LARGEST = 1e300  # the sum over any number of workers is finite
 
@@ -296,11 +297,14 @@ class UnevenWindows(Stateful):
     """Updates with other numbers of micro-batches, whose losses are divided by one number.
 
     Where forward passes without a backward pass fill a window, the training has left these out.
+    The first windows are judged once a full one has shown the number: a job that continues from a
+    checkpoint inside a window, whose gradients are lost, begins with the rest of it.
     """
 
     def __init__(self) -> None:
         self._full = 0  # micro-batches of the longest window, whose multipliers add up to 1
         self._num_steps = 0
+        self._early: list[tuple[int, float, int, int]] = []  # windows before a full one
         self._short = PersistentFault()
         self._long = PersistentFault()
 
@@ -309,9 +313,21 @@ class UnevenWindows(Stateful):
     ) -> Iterable[FaultEvidence]:
         """Process the sum of a step's multipliers, and its number of passes with a gradient."""
         self._num_steps += 1
+        self._early.append((step, scale, micro, idle))
         if math.isclose(scale, 1, rel_tol=_CLOSE):
             self._full = max(self._full, micro)
-        uneven = micro != self._full > 0 and micro + max(idle, 0) != self._full
+        if not self._full:
+            del self._early[_MOST_EARLY:]
+            return
+        windows, self._early = self._early, []
+        for window in windows:
+            yield from self._judge(*window, num_workers)
+
+    def _judge(
+        self, step: int, scale: float, micro: int, idle: int, num_workers: int
+    ) -> Iterable[FaultEvidence]:
+        """Judge a window, given the number of micro-batches of a full one."""
+        uneven = micro != self._full and micro + max(idle, 0) != self._full
         if not (uneven and math.isclose(scale * self._full, micro, rel_tol=_CLOSE)):
             return
         is_short = micro < self._full

@@ -27,7 +27,7 @@ COLUMNS = (
         ("sequence_length", DType.FLOAT, "tokens", Source.LOCAL, Tail.NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, by=Compares.AMOUNTS)),
         ("padding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
         ("micro_batches", DType.INT, "micro-batches", Source.LOCAL, Tail.NONE, "forward passes behind the local gradient"),
-        ("idle_passes", DType.INT, "forward passes", Source.LOCAL, Tail.NONE, "forward passes in training that had no backward pass, such as one whose loss is NaN and is left out"),
+        ("idle_passes", DType.INT, "forward passes", Source.LOCAL, Tail.NONE, "forward passes in training that have no part in the gradient: one whose loss is NaN and is left out, or the first of sharpness-aware minimisation"),
         ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples; else digests of their content stand for them"),
         ("loader_repeats", DType.INT, "batches", Source.LOCAL, Tail.NONE, "batches that each process of the worker's data loader has yielded; null unless it has several, with a data set that is a stream"),
         ("batch_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the set of samples in the local batch"),

@@ -6,6 +6,7 @@ how severe the finding is.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,8 @@ _BY_CONTENT = (
     " Samples are told here by the content of the batch's tensors: with scope.batch(ids), equal "
     "content of several samples, or one sample in several pieces, counts for no overlap."
 )
+_AGAIN = "Sampling with replacement, or data that hold the same content several times, explains"
+_FILLED = "Copies that fill up a batch, so that all workers have equally many samples, explain"
 _STEPS_OF_OVERLAP = 3
 _DRIFT = 0.02  # share of its draws
 _DRAWS_AGAIN = 16
@@ -56,7 +59,9 @@ class OverlappingShards(Detector):
     holds in it, and the evidence states the share.
 
     The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
-    are a note of their own.
+    are a note of their own. Where the batches of single steps are filled up in this way, the copies
+    prove nothing: neither fewer than workers inside one step, nor the worker that they come from;
+    unless nearly all steps have some.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where", "_before_W")
@@ -80,8 +85,8 @@ class OverlappingShards(Detector):
         self._lengths_W = np.zeros(num_workers, np.int64)  # samples drawn so far
         self._new_since = 0
         self._overlaps = self._proven = False
-        self._counted = _Account(num_workers)
-        self._pending = _Account(num_workers)
+        self._counted = _Accounts(num_workers)
+        self._pending = _Accounts(num_workers)
         self._again = self._again_own = 0  # in the last steps, if most of their draws came again
         self._error = False
         self._previous = _NONE
@@ -132,12 +137,12 @@ class OverlappingShards(Detector):
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._overlaps else 0
         near = self._near(drawn_W, followed, counts.repeated_cross)
-        if not (counts.repeats or self._pending.steps or self._pending.own):
+        if not (counts.repeats or self._pending.all.steps or self._pending.all.own):
             return ()
         self._overlaps = self._overlaps or counts.repeated_cross + counts.shared > 0
         again = counts.repeated_own + counts.repeated_cross
-        step_alone = _Account(self._num_workers)
-        step_alone.add(step, counts, lengths, groups, near)
+        step_alone = _Accounts(self._num_workers)
+        step_alone.add(step, counts, lengths, groups, near, self._ledger.one_in)
         if again > counts.new:
             self._again += again
             self._again_own += counts.repeated_own
@@ -145,12 +150,14 @@ class OverlappingShards(Detector):
             chance = chance_of_share(self._again_own, self._again, 1 / max(len(lengths), 2))
             if not counts.new or chance > SURE:
                 return ()  # it may be the next epoch
-            step_alone = _Account(self._num_workers)
+            step_alone = _Accounts(self._num_workers)
         self._again = self._again_own = 0
-        more = self._pending.steps > 0
+        more = self._pending.all.steps > 0
         self._counted.merge(self._pending)
         self._pending = step_alone
-        enough = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
+        enough = (
+            self._new_since > self._global_batch and self._counted.all.steps >= _STEPS_OF_OVERLAP
+        )
         self._proven = self._proven or enough
         return (self._evidence(),) if self._proven and more and not self._out_of_step() else ()
 
@@ -158,7 +165,7 @@ class OverlappingShards(Detector):
         """Return whether all workers that overlap have drawn fewer samples than most, or more."""
         most = np.median(self._lengths_W)
         apart_W = np.abs(self._lengths_W - most) > _DRIFT * most
-        return all(apart_W[rank] for rank in self._counted.ranks())
+        return all(apart_W[rank] for rank in self._counted.all.ranks())
 
     def _begins_epoch(self) -> bool:
         """Return whether most of the last steps' draws came again, own ones among them."""
@@ -171,11 +178,11 @@ class OverlappingShards(Detector):
         for _ in self._ledger.observe(DrawnSamples(steps)):
             pass
         self._again = self._again_own = 0
-        self._pending = _Account(self._num_workers)
+        self._pending = _Accounts(self._num_workers)
         if not self._proven:
             self._overlaps = False
             self._new_since = 0
-            self._counted = _Account(self._num_workers)
+            self._counted = _Accounts(self._num_workers)
 
     def _near(self, drawn_W: Sequence[Ints], followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
@@ -194,13 +201,14 @@ class OverlappingShards(Detector):
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
-        counted = self._counted
+        counted = self._counted.judged
         far = counted.far_apart.log_ratio
         close = counted.close_by.log_ratio
         one_worker = counted.chance_of_one_worker()
         chance = _either(_chance(far, close, far + close), one_worker)
         # Equal contents beside each other in a file share a step or follow closely, without fault.
         sure = chance if self._named else _either(_chance(far), one_worker)
+        chance, sure = min(1.0, 2 * chance), min(1.0, 2 * sure)  # of two accounts, one is judged
         self._error = self._error or sure < SURE
         if self._error:
             return Severity.ERROR, min(chance, SURE)
@@ -209,7 +217,7 @@ class OverlappingShards(Detector):
     def _evidence(self) -> FaultEvidence:
         severity, chance = self._severity()
         severity = Severity.NOTE if self._repeats else severity
-        counted = self._counted
+        counted = self._counted.all
         ranks = counted.ranks()
         overlaps = counted.cross + counted.shared
         one_in = self._ledger.one_in
@@ -227,6 +235,7 @@ class OverlappingShards(Detector):
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(counted.own, "draw"),
                 "Where": self._where,
+                "innocent": _AGAIN if counted.cross + counted.own else _FILLED,
                 "told": "" if self._named else _BY_CONTENT,
             },
             numbers={
@@ -241,6 +250,44 @@ class OverlappingShards(Detector):
                 "follows_one_sample_in": one_in,
             },
         )
+
+
+class _Accounts(Stateful):
+    """The overlaps of all kinds, and those without the copies that may fill up a step's batch."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.all = _Account(num_workers)
+        self._others = _Account(num_workers)
+        self._num_workers = num_workers
+
+    def add(
+        self,
+        step: int,
+        counts: SampleCounts,
+        lengths: Sequence[int],
+        groups: Groups,
+        near: int,
+        one_in: int,
+    ) -> None:
+        """Add one step, of which one sample in ``one_in`` counts; see :meth:`_Account.add`."""
+        self.all.add(step, counts, lengths, groups, near)
+        inside = counts.shared + counts.repeated_in_batch  # their sum prefers neither
+        if inside * one_in < len(lengths):
+            counts = replace(counts, shared=0, repeated_in_batch=0, shared_between=())
+        self._others.add(step, counts, lengths, groups, near)
+
+    def merge(self, later: "_Accounts") -> None:
+        """Add the sums of later steps."""
+        self.all.merge(later.all)
+        self._others.merge(later._others)
+
+    @property
+    def judged(self) -> "_Account":
+        """All overlaps where nearly all steps have some: of W sizes, one needs no copies."""
+        steps = self.all.last - self.all.first + 1
+        without = steps - self.all.steps
+        often = chance_of_share(without, steps, 1 / self._num_workers) < SURE
+        return self.all if often else self._others
 
 
 class _Account(Stateful):
