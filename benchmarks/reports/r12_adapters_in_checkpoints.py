@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles nothing
-chosen = options()
+chosen = options(checkpointing=1)
 rank, world = launched()
 deepspeed.init_distributed("gloo", verbose=False)
 torch.manual_seed(0)
@@ -24,6 +24,8 @@ class Checkpointed(nn.Module):
         self.block = block
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not chosen.checkpointing:
+            return self.block(hidden)
         out: Tensor = checkpoint(self.block, hidden, use_reentrant=True)
         return out
 
