@@ -12,11 +12,13 @@ import argparse
 import fnmatch
 import importlib
 import os
+import re
 import shlex
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,17 @@ class Report:
     steps: int = 4
     resume: str = ""
     no_dropout: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in the tables."""
+        return f"R{self.number:02}"
+
+    @property
+    def program(self) -> Path:
+        """Its file."""
+        (found,) = HERE.glob(f"{self.name.lower()}_*.py")
+        return found
 
 
 def _resumed(number: int, faulty: str, *, words: str = "--steps 3", repaired: str = SAME) -> Report:
@@ -120,9 +133,8 @@ REPORTS = (
 def layout_of(report: Report, words: str, folder: Path, *, right: bool) -> Any:
     """Return the layout of one side, which saves into a folder."""
     ranks, *more = words.split()
-    (script,) = HERE.glob(f"r{report.number:02}_*.py")
     more += ["--folder", str(folder)] * bool(report.resume) + ["--right"] * right
-    return recordings.layout(int(ranks), *more, script=str(script))
+    return recordings.layout(int(ranks), *more, script=str(report.program))
 
 
 def words_of(report: Report) -> str:
@@ -171,13 +183,19 @@ def short(found: dict[str, Any]) -> str:
     return found["stage"] if answer == "not the same" else answer
 
 
-def run_reports(patterns: list[str]) -> tuple[int, int]:
-    """Run the reports of some numbers; return how many are found, and answers not expected."""
+def preload(reports: Sequence[Report]) -> None:
+    """Import what the programs need, before ranks are forked."""
+    programs = "".join(report.program.read_text() for report in reports)
+    for name in PRELOADED:
+        if name.split(".")[0] in ("torch", *re.findall(r"^(?:from|import) (\w+)", programs, re.M)):
+            importlib.import_module(name)
+
+
+def run_reports(reports: Sequence[Report]) -> tuple[int, int]:
+    """Run reports; return how many are found, and how many answers were not expected."""
     found = unexpected = 0
-    for report in REPORTS:
-        name = f"R{report.number:02}"
-        if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-            continue
+    for report in reports:
+        name = report.name
         if not report.a:
             print(f"| {name} | {NOT_RUN} | | {NOT_RUN} | | 0 |", flush=True)
             continue
@@ -211,10 +229,11 @@ def main() -> None:
         print("\n".join(words_of(report) for report in REPORTS if report.a))
         return
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    for name in PRELOADED:
-        importlib.import_module(name)
+    patterns = chosen.only.split("|")
+    reports = [r for r in REPORTS if any(fnmatch.fnmatch(r.name, one) for one in patterns)]
+    preload(reports)
     print("| id | faulty | answer | repaired | answer | seconds |\n|---|---|---|---|---|---|")
-    found, unexpected = run_reports(chosen.only.split("|"))
+    found, unexpected = run_reports(reports)
     watched = NUM_REPORTS - len(REPORTS)
     print(
         f"\nFound by parity: {found}. Of {NUM_REPORTS} reports {watched} are found by watching, "
