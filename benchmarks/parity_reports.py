@@ -47,6 +47,8 @@ class Report:
         steps: Steps to compare.
         resume: Words of the resumption after three steps; empty without.
         no_dropout: Whether dropout is switched off.
+        both: Whether the trusted layout is repaired together with the other one: else its answer
+            would be of the fault that it has, too, or of what the repair changes in it.
     """
 
     number: int
@@ -57,6 +59,7 @@ class Report:
     steps: int = 4
     resume: str = ""
     no_dropout: bool = False
+    both: bool = False
 
     @property
     def name(self) -> str:
@@ -84,15 +87,15 @@ REPORTS = (
     Report(1, "1 --samples 32 --micro-batches 1", "2", "gradient"),
     Report(2, "1 --samples 16", "2", "gradient"),
     _resumed(7, "start"),
-    Report(8, "1 --samples 64", "2"),
+    Report(8, "1 --samples 64", "2", both=True),
     Report(11, "1 --samples 16", "4", "loss"),
     Report(12, "2 --checkpointing 0", "2", "gradient"),
     Report(13, "1 --samples 16", "2", "update"),
-    Report(16, "1 --samples 16", "2", "samples"),
+    Report(16, "1 --samples 16", "2", "samples", both=True),
     Report(19, "1 --samples 16", "2"),
     Report(20, "1 --samples 64", "2", "gradient"),
-    Report(22, "1 --samples 16", "2"),
-    Report(23, "1 --samples 16", "2", no_dropout=True),
+    Report(22, "1 --samples 16", "2", both=True),
+    Report(23, "1 --samples 16", "2", no_dropout=True, both=True),
     _resumed(24, "update"),
     Report(25, "2 --deepspeed 0", "2", "samples"),
     Report(27, "1 --files 2", "2", "loss"),
@@ -150,20 +153,16 @@ def words_of(report: Report) -> str:
     return shlex.join([*words, *["--no-dropout"] * report.no_dropout])
 
 
-def answer_of(report: Report, folder: Path, *, right: bool) -> dict[str, Any]:
+def answer_of(report: Report, kept: Any, folder: Path, *, right: bool) -> dict[str, Any]:
     """Return what parity answers for ranks that are forked from this process."""
-    for name in ("a", "b", "records"):
-        (folder / name).mkdir(parents=True)
-    kept = recordings.Recordings(folder / "records", run_here)
-    a, b = (
-        layout_of(report, words, folder / name, right=right)
-        for words, name in ((report.a, "a"), (report.b, "b"))
-    )
+    saved = folder / f"saved by B, {'repaired' if right else 'faulty'}"
+    a = layout_of(report, report.a, folder / "saved by A", right=right and report.both)
+    b = layout_of(report, report.b, saved, right=right)
     try:
         if not report.resume:
             answer = recordings.answer_of(kept, a, b, report.steps, no_dropout=report.no_dropout)
         else:
-            later = layout_of(report, report.resume, folder / "b", right=right)
+            later = layout_of(report, report.resume, saved, right=right)
             left = report.steps - SAVED_AT
             answer = decide_resumed(
                 kept.side(a, "A", report.steps),
@@ -185,6 +184,7 @@ def short(found: dict[str, Any]) -> str:
 
 def preload(reports: Sequence[Report]) -> None:
     """Import what the programs need, before ranks are forked."""
+    importlib.import_module("rankscope.evidence")
     programs = "".join(report.program.read_text() for report in reports)
     for name in PRELOADED:
         if name.split(".")[0] in ("torch", *re.findall(r"^(?:from|import) (\w+)", programs, re.M)):
@@ -201,9 +201,12 @@ def run_reports(reports: Sequence[Report]) -> tuple[int, int]:
             continue
         begun = time.perf_counter()
         folder = Path(tempfile.mkdtemp(prefix="parity-"))
+        kept = recordings.Recordings(folder / "records", run_here)
+        for inside in ("records", "saved by A", "saved by B, faulty", "saved by B, repaired"):
+            (folder / inside).mkdir()
         try:
             faulty, repaired = (
-                answer_of(report, folder / str(right), right=right) for right in (False, True)
+                answer_of(report, kept, folder, right=right) for right in (False, True)
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -190,10 +190,28 @@ def test_samples_that_are_cut_otherwise_are_compared_by_their_label_tokens():
     answer = against(cut, whole)
     assert answer.kind is Kind.SAME
     assert any("cut their samples" in note for note in answer.notes)
-    cut.steps[0].labels = (352, 9)
-    answer = against(cut, whole)
+    wrong = training(of(GRADIENT, "up", 0, lambda v: 1.1 * v))
+    wrong.steps[0] = replace(cut.steps[0], figures=wrong.steps[0].figures, labels=(352, 9))
+    answer = against(wrong, whole)
     assert answer.stage is Stage.SAMPLES
     assert "368 label tokens in A, 352 in B" in answer.headline
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "stage"),
+    [(1.0, 1e-7, None), (1.001, 1e-7, Stage.SAMPLES), (1.0, 1e-3, Stage.SAMPLES)],
+    ids=["same gradient", "other gradient", "rounding as large as a part of a sample"],
+)
+def test_samples_that_leave_the_gradient_as_it_is_are_noted(factor, noise, stage):
+    a, moved = training(noise=noise), training(noise=noise, seed=9)
+    b = training(of(GRADIENT, "all", 1, lambda v: factor * v), noise=noise, seed=3)
+    b.steps[1].samples = np.append(b.steps[1].samples, b.steps[1].samples[0])  # a copy fills up
+    b.steps[1].sample_ranks = np.zeros(9, int)
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert answer.stage is stage
+    words = (answer.headline, *answer.notes)
+    assert any(each.startswith("Other samples in step 1: all of A's 8 samples") for each in words)
+    assert any("they make no difference" in each for each in words) is (stage is None)
 
 
 def test_losses_that_are_sums_are_compared_as_sums():
@@ -244,7 +262,7 @@ def test_a_training_must_begin_alike_when_it_runs_again(again, why):
 @pytest.mark.parametrize("repeats_a", [True, False])
 def test_a_training_that_draws_other_samples_each_time_is_not_comparable(repeats_a):
     def drawn(shift):
-        side = training()
+        side = training(of(GRADIENT, "up", 0, lambda v: v + shift))
         for step in side.steps.values():
             step.samples = step.samples + shift
         return side

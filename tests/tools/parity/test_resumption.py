@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.parity import HELD, MOMENT
+from rankscope.bus.parity import GRADIENT, HELD, MOMENT
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Bounds, SideStep, Whole, joined, part_of
+from rankscope.tools.parity.reading import Bounds, Whole, joined, part_of
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
-from tools.parity.test_compare import SHAPES, sketched, training
+from tools.parity.test_compare import SHAPES, of, sketched, training
 
 TORCH = "torch's on the CPU"
 
@@ -20,16 +20,16 @@ def moments(step):
     return {name: sketched(each) for name, each in values.items()}
 
 
-def whole(num_steps=4, ranks=4):
-    side = training(num_steps=num_steps)
+def whole(num_steps=4, ranks=4, change=None):
+    side = training(change, num_steps=num_steps)
     for number, step in side.steps.items():
         step.figures[f"{MOMENT}exp_avg"] = moments(number)
         step.random = {rank: {TORCH: f"{number} {rank}"} for rank in range(ranks)}
     return side
 
 
-def resumed(at=2):
-    side = part_of(whole(), at, 4)
+def resumed(at=2, change=None):
+    side = part_of(whole(change=change), at, 4)
     first = side.steps[at]
     first.figures[f"{HELD}exp_avg"] = moments(at - 1)
     first.facts = {**first.facts, "held counters": dict.fromkeys(SHAPES, float(at))}
@@ -86,9 +86,12 @@ def test_the_random_state_of_one_rank_on_all_is_named(drawn):
         assert any(words in note for note in found.notes)
 
 
+OTHER_GRADIENT = of(GRADIENT, "up", 2, lambda values: values + 1)
+"""What other samples make."""
+
+
 def test_skipped_samples_are_named_with_the_step_that_has_them():
-    later = resumed()
-    later.steps[2].samples = SideStep().samples
+    later = resumed(change=OTHER_GRADIENT)
     later.steps[2].samples = later.steps[3].samples
     found = answer(later)
     assert found.stage is Stage.SAMPLES
@@ -96,13 +99,13 @@ def test_skipped_samples_are_named_with_the_step_that_has_them():
 
 
 def test_repeated_samples_are_named_with_the_step_that_had_them():
-    later = resumed()
+    later = resumed(change=OTHER_GRADIENT)
     later.steps[2].samples = whole().steps[0].samples
     assert "B repeats those of A's step 0" in answer(later).headline
 
 
 def test_samples_that_one_rank_repeats_are_named_with_it():
-    later = resumed()
+    later = resumed(change=OTHER_GRADIENT)
     step = later.steps[2]
     step.sample_ranks = np.arange(8) % 2
     step.samples = np.where(step.sample_ranks == 1, step.samples - 8, step.samples)
