@@ -85,7 +85,7 @@ def _not_run(number: int) -> Report:
 
 REPORTS = (
     Report(1, "1 --samples 32 --micro-batches 1", "2", "gradient"),
-    Report(2, "1 --samples 16", "2", "gradient"),
+    Report(2, "1 --samples 16", "2", "gradient", both=True),
     _resumed(7, "start"),
     Report(8, "1 --samples 64", "2", both=True),
     Report(11, "1 --samples 16", "4", "loss"),

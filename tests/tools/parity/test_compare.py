@@ -160,6 +160,12 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     assert [each.name for each in answer.differences] == ["norm"]
     trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
     assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
+    for side in (a, trained, moved):
+        for step in side.steps.values():
+            del step.figures[UPDATE]["up"]  # by an optimizer that is none of torch's
+    answer = compare(Bounds(a, replace(trained, name="B"), a, moved))
+    assert (answer.stage, answer.step) == (Stage.START, 1)
+    assert "in what no optimizer of torch's updates: up, × 1.5" in answer.headline
 
 
 def test_a_value_that_is_not_finite_differs():

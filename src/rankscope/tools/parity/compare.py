@@ -251,15 +251,23 @@ class _Comparison:
         return held
 
     def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
-        """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
-        trained = _trained(self._a)
-        found = [d for d in self._apart(number, START, a, b) if d.name not in trained]
+        """Compare at a later start what no optimizer was seen to update.
+
+        Such are a teacher's parameters, and those of an optimizer that torch does not know.
+        """
+        updated = _trained(self._a) & {
+            name
+            for side in self._sides
+            for step in side.steps.values()
+            for name in step.figures.get(UPDATE, ())
+        }
+        found = [d for d in self._apart(number, START, a, b) if d.name not in updated]
         if not found:
             return None
-        self._compared = len(self._a.shapes.keys() - trained)
-        return self._different(
-            number, Stage.START, found, "the start differs in what is not trained"
-        )
+        self._compared = len(self._a.shapes.keys() - updated)
+        trained = any(each.name in _trained(self._a) for each in found)
+        what = "no optimizer of torch's updates" if trained else "is not trained"
+        return self._different(number, Stage.START, found, f"the start differs in what {what}")
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare the random generators rank by rank: of a resumption in the same layout."""
