@@ -110,7 +110,7 @@ REPORTS = (
     Report(47, "1 --samples 16", "4", "gradient"),
     _not_run(51),
     _not_run(52),
-    Report(53, "1 --samples 16", "2", "update"),
+    Report(53, "1 --samples 16", "2", "update", both=True),
     _resumed(54, "samples"),
     Report(58, "2 --checkpointing 0", "2", "start"),
     Report(59, "2 --by-length 0", "2", "loss"),

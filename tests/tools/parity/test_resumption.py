@@ -56,6 +56,18 @@ def test_lost_moments_are_named_before_their_update():
     assert {each.look for each in found.differences} == {"zero in B"}
 
 
+def test_moments_that_are_no_floating_point_numbers_on_one_side_are_not_compared():
+    kept, later = whole(), resumed()
+    signs = {name: sketched(np.ones(64)) for name in SHAPES}
+    later.steps[2].figures[f"{HELD}signs"] = signs  # a mask that loading makes numbers of
+    assert answer(later, kept).stage is Stage.STATE
+    first = kept.steps[2]
+    first.facts = {**first.facts, "moments not measured": {"signs": "torch.bool"}}
+    found = answer(later, kept)
+    assert found.kind is Kind.SAME
+    assert "The optimizer's signs is torch.bool in A: it is not compared." in found.notes
+
+
 def test_a_counter_that_begins_again_is_named():
     later = resumed()
     later.steps[2].facts = {**later.steps[2].facts, "held counters": dict.fromkeys(SHAPES, 0.0)}

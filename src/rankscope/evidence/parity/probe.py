@@ -410,7 +410,11 @@ class ParityRecorder:
                 held.moments, self._held.in_tensor(held.whole)
             ):
                 value = _like(held.whole, _state_of(optimizer, held).get(key))
-                if isinstance(value, Tensor) and value.shape == held.whole.shape:
+                if not isinstance(value, Tensor) or value.shape != held.whole.shape:
+                    continue
+                if not (value.is_floating_point() or value.is_complex()):
+                    self._now.facts.setdefault("moments not measured", {})[key] = str(value.dtype)
+                else:
                     by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
         return {key: self._meter.measure(named) for key, named in by_moment.items()}
 

@@ -328,9 +328,7 @@ class _Comparison:
 
     def _held(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare what the optimizers hold before their first call."""
-        own = {k for k in a.figures if k.startswith(HELD)}
-        other = {k for k in b.figures if k.startswith(HELD)}
-        for kind in sorted(own | other):
+        for kind in self._moments(HELD, a, b):
             found = self._apart(number, kind, a, b, start=kind not in a.figures)
             if found:
                 words = (
@@ -506,8 +504,7 @@ class _Comparison:
                 )
 
     def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
-        kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(MOMENT)})
-        for kind in kinds:
+        for kind in self._moments(MOMENT, a, b):
             found = self._apart(number, kind, a, b)
             if found:
                 name = kind.removeprefix(MOMENT)
@@ -521,6 +518,18 @@ class _Comparison:
         if words:
             return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
         return None
+
+    def _moments(self, prefix: str, a: SideStep, b: SideStep) -> list[str]:
+        """Return the kinds of moments, without those that a side holds as whole numbers or bits."""
+        kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(prefix)})
+        others = {
+            prefix + name: f"The optimizer's {name} is {dtype} in {side.name}: it is not compared."
+            for side, step in zip(self._sides, (a, b), strict=True)
+            for name, dtype in dict(step.facts.get("moments not measured", {})).items()
+        }
+        for kind in kinds:
+            self._note(others.get(kind, ""))
+        return [kind for kind in kinds if kind not in others]
 
     def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
         """Return that copies on ranks of one side differ."""
