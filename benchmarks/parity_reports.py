@@ -27,6 +27,7 @@ from parity_frameworks import PRELOADED, command_of
 from parity_pairs import recordings, run_here
 
 from rankscope.tools.parity.compare import decide_resumed
+from rankscope.tools.parity.reading import NotRecordedError
 
 HERE = Path(__file__).parent / "reports"
 NUM_REPORTS = 76
@@ -170,6 +171,8 @@ def answer_of(report: Report, kept: Any, folder: Path, *, right: bool) -> dict[s
                 lambda: kept.side(later, "B", left, first_step=SAVED_AT),
                 lambda side, eps: kept.side(a, "moved", max(side.steps) + 1, eps=eps),
             )
+    except NotRecordedError as error:
+        return {"answer": NOT_COMPARABLE, "stage": None, "headline": f"Not comparable: {error}."}
     except (AssertionError, ValueError) as error:
         return {"answer": "failed", "stage": None, "headline": str(error)[-300:]}
     found: dict[str, Any] = answer.to_json()

@@ -73,7 +73,7 @@ def divide(linear: nn.Linear, dimension: int) -> None:
 model = Model()
 for name, parameter in model.named_parameters():
     parameter.requires_grad_("lora" in name)
-for layer in model.layers:
+for layer in model.layers if PARTS > 1 else ():
     divide(layer.up, 0)  # type: ignore[arg-type]
     divide(layer.lora_out, 0)  # type: ignore[arg-type]
     divide(layer.down, 1)  # type: ignore[arg-type]

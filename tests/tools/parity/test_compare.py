@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
+from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UPDATE, WIDTH
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
@@ -166,6 +166,20 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     answer = compare(Bounds(a, replace(trained, name="B"), a, moved))
     assert (answer.stage, answer.step) == (Stage.START, 1)
     assert "in what no optimizer of torch's updates: up, × 1.5" in answer.headline
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_statistics_are_compared_where_the_batch_is_dealt_out_alike(workers):
+    a, b, moved = training(), training(workers=workers, seed=3), training(seed=9)
+    for side, factor in ((a, 1.0), (b, 1.5), (moved, 1 + 1e-7)):
+        for number, step in side.steps.items():
+            mean = np.full(32, 1 + number * factor)
+            step.figures[BUFFER] = {"norm.running_mean": sketched(mean)}
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert answer.stage is (Stage.START if workers == 1 else None)
+    if workers == 1:
+        assert answer.step == 1
+        assert "in what no optimizer updates: norm.running_mean, × 1.25" in answer.headline
 
 
 def test_a_value_that_is_not_finite_differs():

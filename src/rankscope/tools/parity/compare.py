@@ -211,7 +211,7 @@ class _Comparison:
             if found is not None:
                 return found
         found = self._unequal(number, a, b, START)
-        found = found or (None if first else self._frozen(number, a, b))
+        found = found or (None if first else self._untouched(number, a, b))
         found = found or self._data(number, a, b)
         if found is not None:
             return found
@@ -250,10 +250,11 @@ class _Comparison:
             return self._scaler(number, a, b) or self._random(number, a, b)
         return held
 
-    def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+    def _untouched(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare at a later start what no optimizer was seen to update.
 
-        Such are a teacher's parameters, and those of an optimizer that torch does not know.
+        Such are a teacher's parameters, and those of an optimizer that torch does not know; and
+        buffers, where both sides deal out the batch alike: running statistics are of a part of it.
         """
         updated = _trained(self._a) & {
             name
@@ -262,6 +263,11 @@ class _Comparison:
             for name in step.figures.get(UPDATE, ())
         }
         found = [d for d in self._apart(number, START, a, b) if d.name not in updated]
+        if not found and (self._a.workers, self._a.passes) == (self._b.workers, self._b.passes):
+            buffers = self._apart(number, BUFFER, a, b)
+            words = "the start differs in what no optimizer updates"
+            if buffers:
+                return self._different(number, Stage.START, buffers, words, "buffer")
         if not found:
             return None
         self._compared = len(self._a.shapes.keys() - updated)
