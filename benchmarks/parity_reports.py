@@ -123,7 +123,7 @@ REPORTS = (
     _not_run(66),
     Report(67, "1 --samples 16", "4", NOT_COMPARABLE, NOT_COMPARABLE),
     Report(68, "2 --compiled 0", "2"),
-    Report(69, "0", "2", "gradient"),
+    Report(69, "0", "2", "gradient", both=True),
     Report(71, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
     Report(72, "0", "2", "loss"),
     Report(73, "0", "2", "label tokens"),

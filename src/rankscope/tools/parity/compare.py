@@ -168,6 +168,7 @@ class _Comparison:
         self._a, self._b = bounds.a, bounds.b
         self._sides = (self._a, self._b)
         self._notes: list[str] = []
+        self._harmless: set[Stage] = set()  # whose data differ and make no difference
         self._compared = 0
         self._other_settings = False
 
@@ -361,7 +362,9 @@ class _Comparison:
             if not text:
                 continue
             if self._leave_gradient(number, a, b, 1 / count):
-                self._note(f"{text} The gradient is the same: they make no difference.")
+                if stage not in self._harmless:
+                    self._note(f"{text} The gradient is the same: they make no difference.")
+                self._harmless.add(stage)
                 continue
             self._note("Gradients are not compared, for they belong to other data.")
             return self._made(Kind.DIFFERENT, text, number, stage)
