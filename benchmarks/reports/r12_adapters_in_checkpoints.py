@@ -24,9 +24,10 @@ class Checkpointed(nn.Module):
         self.block = block
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if not chosen.checkpointing:
-            return self.block(hidden)
-        out: Tensor = checkpoint(self.block, hidden, use_reentrant=True)
+        if chosen.checkpointing:
+            out: Tensor = checkpoint(self.block, hidden, use_reentrant=True)
+        else:
+            out = self.block(hidden)
         return out
 
 
