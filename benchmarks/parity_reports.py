@@ -3,9 +3,9 @@
     PYTHONPATH=tests python benchmarks/parity_reports.py
 
 The programs are in ``reports``. Each is compared with itself in a layout that is trusted, with its
-fault and repaired. What must be answered is written here, and in words in ``reports/parity.md``,
-before it runs. Ranks are forked from a process that has imported the frameworks; ``--commands``
-prints what a user would type.
+fault and repaired. What must be answered is written here; what was expected before any run is in
+``reports/parity.md``. Ranks are forked from a process that has imported the frameworks;
+``--commands`` prints what a user would type.
 """
 
 import argparse
@@ -43,13 +43,14 @@ class Report:
         number: The report's.
         a: The trusted layout: ranks under torchrun, 0 for none, then words of the program.
         b: The layout with the fault.
-        faulty: The stage that must be named; empty where nothing differs.
+        faulty: The stage that must be named, or another answer.
         repaired: The same of the repaired program.
         steps: Steps to compare.
         resume: Words of the resumption after three steps; empty without.
         no_dropout: Whether dropout is switched off.
         both: Whether the trusted layout is repaired together with the other one: else its answer
             would be of the fault that it has, too, or of what the repair changes in it.
+        of_another_thing: Whether the answer does not name the fault.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Report:
     resume: str = ""
     no_dropout: bool = False
     both: bool = False
+    of_another_thing: bool = False
 
     @property
     def name(self) -> str:
@@ -85,25 +87,25 @@ def _not_run(number: int) -> Report:
 
 
 REPORTS = (
-    Report(1, "1 --samples 32 --micro-batches 1", "2", "gradient"),
+    Report(1, "1 --samples 32 --micro-batches 1", "2", "loss"),
     Report(2, "1 --samples 16", "2", "gradient", both=True),
     _resumed(7, "start"),
     Report(8, "1 --samples 64", "2", both=True),
     Report(11, "1 --samples 16", "4", "loss"),
     Report(12, "2 --checkpointing 0", "2", "gradient"),
-    Report(13, "1 --samples 16", "2", "update"),
-    Report(16, "1 --samples 16", "2", "samples", both=True),
+    Report(13, "1 --samples 16", "2", "samples", "samples"),
+    Report(16, "1 --samples 16", "2", "samples", "samples", both=True),
     Report(19, "1 --samples 16", "2"),
     Report(20, "1 --samples 64", "2", "gradient"),
     Report(22, "1 --samples 16", "2", both=True),
     Report(23, "1 --samples 16", "2", no_dropout=True, both=True),
     _resumed(24, "update"),
     Report(25, "2 --deepspeed 0", "2", "samples"),
-    Report(27, "1 --files 2", "2", "loss"),
+    Report(27, "1 --files 2", "2", "label tokens"),
     Report(28, "2 --processes 0", "2", "samples", steps=12),
     Report(29, "1 --samples 16", "2", "update"),
     _not_run(34),
-    Report(36, "1", "2", "samples", "samples"),
+    Report(36, "1", "2", "samples", of_another_thing=True),
     Report(37, "1 --samples 16", "2", "samples", "samples"),
     Report(38, "2 --processes 0", "2", "samples", "samples"),
     Report(42, "1 --samples 16", "2", "start"),
@@ -126,12 +128,12 @@ REPORTS = (
     Report(69, "0", "2", "gradient", both=True),
     Report(71, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
     Report(72, "0", "2", "loss"),
-    Report(73, "0", "2", "label tokens"),
+    Report(73, "0", "2", "samples"),
     Report(74, "0", "2", "update"),
-    Report(75, "0", "2", "samples", "samples"),
-    _resumed(76, "samples", words="--save-at 3", repaired="samples"),
+    Report(75, "0", "2", "samples"),
+    _resumed(76, "start", words="--save-at 3", repaired="start"),
 )
-"""Those that neither a watched run nor its reference step found at first; the expectations."""
+"""Those that neither a watched run nor its reference step found at first; what is answered."""
 
 
 def layout_of(report: Report, words: str, folder: Path, *, right: bool) -> Any:
@@ -219,7 +221,8 @@ def run_reports(reports: Sequence[Report]) -> tuple[int, int]:
             unexpected += not as_expected
             answers += [short(answer) if as_expected else f"{short(answer)} ({expected})"]
             answers += [" ".join([answer["headline"], *answer.get("notes", ())])]
-        found += faulty["answer"] == "not the same" and short(repaired) == SAME
+        differs = faulty["answer"] == "not the same" and short(repaired) == SAME
+        found += differs and not report.of_another_thing
         seconds = time.perf_counter() - begun
         print(f"| {name} | {' | '.join(answers)} | {seconds:.0f} |", flush=True)
     return found, unexpected
