@@ -8,6 +8,8 @@ Four ranks: two stages, each sharded over two ranks of data parallelism by FSDP2
 the whole model, with one matrix.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from reports_common import VOCABULARY, Block, begin, end, options, text
@@ -67,7 +69,7 @@ for step in range(chosen.steps):
     tokens = data[(step * world // STAGES + replica) * BATCH % 4096 :][:BATCH]
     losses = []
     inputs = (tokens,) if at == 0 else ()
-    ends = {"target": tokens, "losses": losses} if at == STAGES - 1 else {}
+    ends: dict[str, Any] = {"target": tokens, "losses": losses} if at == STAGES - 1 else {}
     schedule.step(*inputs, **ends)
     if chosen.right and STAGES > 1:
         gradient = part.matrix.grad
