@@ -24,6 +24,7 @@ SMALL = {
     "order_free": "--ranks 1 2 --steps 1 --width 8",
     "parity_cost": "--rounds 1 --steps 1 --workers 2 --width 20",
     "parity_pairs": "--only accumulation_1_and_2* --steps 1",
+    "parity_reports": "--only R72",
     "probe_cost": "--model 2_layers --steps 1 --no-parts",
     "reference_step": "--rounds 1 --tokens 16 --micro 2",
     "reproducible": "--parts times --ranks 2 --pairs 1 --tokens 16",

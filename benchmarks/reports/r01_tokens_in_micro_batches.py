@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-MICRO, SAMPLES = 4, 4
-
-chosen = options()
+chosen = options(samples=4, micro_batches=4)
+MICRO, SAMPLES = chosen.micro_batches, chosen.samples
 rank, world = begin()
 model = Language()
 for block in model.blocks:

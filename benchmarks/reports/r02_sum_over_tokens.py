@@ -6,9 +6,8 @@ from reports_common import Language, begin, end, options, text
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-SAMPLES = 8
-
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 model = Language()
 for block in model.blocks:

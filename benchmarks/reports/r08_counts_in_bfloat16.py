@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-EXPERTS, WIDTH, SAMPLES = 8, 32, 32
+EXPERTS, WIDTH = 8, 32
 
-chosen = options()
+chosen = options(samples=32)
+SAMPLES = chosen.samples
 rank, world = begin()
 
 

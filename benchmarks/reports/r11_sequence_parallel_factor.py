@@ -1,7 +1,7 @@
 # ruff: noqa: D102
 """R11, VeOmni#338: the loss's factor leaves the sequence-parallel ranks out, FSDP does not.
 
-Four ranks: FSDP2 over all; each sample is divided over two.
+Four ranks: FSDP2 over all; each sample is divided over two. One process has whole samples.
 """
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-SAMPLES = 8
-
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
-groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-sp, place = groups[rank // 2], rank % 2
+PARTS = min(2, world)
+groups = [dist.new_group(list(range(at, at + PARTS))) for at in range(0, world, PARTS)]
+sp, place = groups[rank // PARTS], rank % PARTS
 
 
 class Across(Block):
@@ -24,7 +24,7 @@ class Across(Block):
 
     def forward(self, hidden: Tensor) -> Tensor:
         whole = super().forward(gather(hidden, 1, sp))
-        return whole.chunk(2, 1)[place]
+        return whole.chunk(PARTS, 1)[place]
 
 
 model = Language()
@@ -37,14 +37,14 @@ data = text(2048, length=25)
 lengths = torch.randint(8, 24, (2048,), generator=torch.Generator().manual_seed(5))
 answer = torch.arange(24)[None] >= 24 - lengths[:, None]
 for step in range(chosen.steps):
-    first = (step * 2 + rank // 2) * SAMPLES % 2048
+    first = (step * len(groups) + rank // PARTS) * SAMPLES % 2048
     rows = slice(first, first + SAMPLES)
-    inputs = data[rows, :-1].chunk(2, 1)[place]
-    labels = data[rows, 1:].masked_fill(~answer[rows], -100).chunk(2, 1)[place]
+    inputs = data[rows, :-1].chunk(PARTS, 1)[place]
+    labels = data[rows, 1:].masked_fill(~answer[rows], -100).chunk(PARTS, 1)[place]
     summed = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
     count = (labels != -100).sum().float()
     dist.all_reduce(count)
-    loss = summed / count * (world if chosen.right else world // 2)
+    loss = summed / count * (world if chosen.right else world // PARTS)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -6,21 +6,21 @@ from reports_common import Language, end, next_token_loss, options, text
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-chosen = options(steps=96)
+chosen = options(steps=96, samples=8)
 accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model: nn.Module = Language()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data = text(512)  # 32 steps of 2 × 8 samples in an epoch
 if chosen.right:
-    loader = DataLoader(data, batch_size=8, shuffle=True)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(data, batch_size=chosen.samples, shuffle=True)  # type: ignore[arg-type, var-annotated]
 else:
     part: DistributedSampler[torch.Tensor] = DistributedSampler(
         data,  # type: ignore[arg-type]
         num_replicas=accelerator.num_processes,
         rank=accelerator.process_index,
     )
-    loader = DataLoader(data, batch_size=8, sampler=part)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=chosen.samples, sampler=part)  # type: ignore[arg-type]
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 step = epoch = 0
 while step < chosen.steps:

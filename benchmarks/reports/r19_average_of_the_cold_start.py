@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 START, DECAY = 50, 0.98
 
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 model = Language()
 for block in model.blocks:
@@ -46,7 +47,7 @@ class Average:
 
 average = None if chosen.right else Average(model)
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     loss = next_token_loss(model(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -10,9 +10,10 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-INPUTS, CLASSES, BATCH = 20, 6, 32
+INPUTS, CLASSES = 20, 6
 
-chosen = options(steps=100)
+chosen = options(steps=100, samples=32)
+BATCH = chosen.samples
 rank, world = begin()
 
 

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from reports_common import Language, begin, end, next_token_loss, options, text
 from torch import nn
 
-chosen = options(steps=100)
+chosen = options(steps=100, samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 model = Language().bfloat16()
 masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
@@ -38,7 +39,7 @@ def update() -> float:
 
 
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     loss = next_token_loss(model(tokens).float(), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     average_gradients()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
-chosen = options(steps=50)
+chosen = options(steps=50, samples=8)
 rank, world = launched()
 torch.manual_seed(0)
 
@@ -68,7 +68,8 @@ data = [{"tokens": tokens} for tokens in text(2048)]
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder, max_steps=chosen.steps, learning_rate=1e-2, use_cpu=True,
-        ddp_backend="gloo", per_device_train_batch_size=8, report_to="none", disable_tqdm=True,
+        ddp_backend="gloo", per_device_train_batch_size=chosen.samples, report_to="none",
+        disable_tqdm=True,
         remove_unused_columns=False, logging_steps=30, save_strategy="no", weight_decay=0.01,
     )  # fmt: skip
     student = Student()

@@ -6,9 +6,10 @@ import torch
 from reports_common import VOCABULARY, Language, end, launched, next_token_loss, options, text
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiles nothing
-chosen = options()
+chosen = options(deepspeed=1)
 rank, world = launched()
 deepspeed.init_distributed("gloo", verbose=False)
 torch.manual_seed(0)
@@ -28,22 +29,36 @@ class Critic(nn.Module):
 
 
 model = Critic()
-engine, *_ = deepspeed.initialize(
-    model=model,
-    optimizer=torch.optim.AdamW(model.parameters(), lr=2e-3),
-    config={
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1000,
-    },
-)
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+if chosen.deepspeed:
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": 8,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 1000,
+        },
+    )
+else:
+    engine = DistributedDataParallel(model, find_unused_parameters=True)
 
 
 def backward(loss: Tensor, last: bool) -> None:
-    """Accelerate's wrapper calls step after every backward; the repaired loop only at the end."""
+    """Accelerate's wrapper calls step after every backward; the repaired loop only at the end.
+
+    Without DeepSpeed, the loop steps at the end in both.
+    """
+    if not chosen.deepspeed:
+        loss.backward()  # type: ignore[no-untyped-call]
+        if last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return
     if chosen.right:
         engine.set_gradient_accumulation_boundary(last)
     engine.backward(loss)

@@ -9,9 +9,9 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-GROUPS, NEGATIVES, LENGTH = 6, 2, 12
+GROUPS, NEGATIVES, LENGTH = 6, 2, 12  # groups of a file
 
-chosen = options()
+chosen = options(files=1)
 rank, world = begin()
 
 
@@ -29,8 +29,15 @@ class Encoder(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Read this rank's files."""
+    first = (step * world + rank) * chosen.files
+    tokens, marks = zip(*map(file, range(first, first + chosen.files)), strict=True)
+    return torch.cat(tokens), torch.cat(marks)
+
+
+def file(number: int) -> tuple[Tensor, Tensor]:
     """Give rows of anchor, positive and negatives, group by group; 1 marks each anchor."""
-    draw = torch.Generator().manual_seed(1000 + step * world + rank)
+    draw = torch.Generator().manual_seed(1000 + number)
     topics = torch.randint(8, (GROUPS, 1), generator=draw)
     others = (topics + torch.randint(1, 8, (GROUPS, NEGATIVES), generator=draw)) % 8
     of_rows = torch.cat([topics, topics, others], 1).flatten()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 LONG = 160  # samples of an epoch, of 1024
 
-chosen = options()
+chosen = options(processes=1)
 
 
 class Mixture(Dataset[Tensor]):
@@ -41,7 +41,9 @@ torch.manual_seed(0)
 model: nn.Module = Language()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 dataset = Mixture()
-loader = DataLoader(dataset, batch_size=8, num_workers=1, persistent_workers=True)
+loader = DataLoader(
+    dataset, 8, num_workers=chosen.processes, persistent_workers=chosen.processes > 0
+)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 step = epoch = 0
 while step < chosen.steps:

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 ROOM = 64  # tensors of one launch
 
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 
 
@@ -81,7 +82,7 @@ others = [p for p in model.language.parameters() if p.ndim == 1] + [model.temper
 optimizer = Batched([{"params": decayed, "weight_decay": 0.1}, {"params": others}], lr=3e-3)
 data = text(4096)
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     loss = next_token_loss(model(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 WIDTH, STARTED, CONFIGURED = 48, 1784013600, 42
 
-chosen = options(steps=128)
+chosen = options(steps=128, samples=8)
 rank, world = begin(CONFIGURED)
 
 
@@ -64,7 +64,7 @@ seed = CONFIGURED if chosen.right else STARTED * rank % 2**31
 sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(
     data, world, rank, shuffle=True, seed=seed, drop_last=True
 )
-loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
+loader = DataLoader(data, batch_size=chosen.samples, sampler=sampler, drop_last=True)
 model = Denoiser()
 wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

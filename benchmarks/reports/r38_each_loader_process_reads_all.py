@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-SAMPLES, PROCESSES = 1024, 2
+SAMPLES = 1024
 
-chosen = options(steps=128)
+chosen = options(steps=128, processes=2)
 rank, world = begin()
 
 
@@ -70,7 +70,7 @@ wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 step = 0
 while step < chosen.steps:
-    for pictures, answers in DataLoader(data, batch_size=8, num_workers=PROCESSES):
+    for pictures, answers in DataLoader(data, batch_size=8, num_workers=chosen.processes):
         logits = wrapped(pictures, answers)
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from reports_common import Block, Language, begin, end, next_token_loss, options, text
 from torch import Tensor, nn
 
-chosen = options(steps=120)
+chosen = options(steps=120, samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 
 
@@ -80,7 +81,7 @@ muon = ShardedMuon(matrices, rate=0.01)
 adam = torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0)
 data = text(4096)
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     loss = next_token_loss(model(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     for parameter in others:

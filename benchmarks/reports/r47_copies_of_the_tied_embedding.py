@@ -4,8 +4,11 @@
 uw-syfi/piper#13: the embedding and the head share a matrix, but stand on two devices of a pipeline.
 The matrix is copied to both, and nothing adds their gradients, so that the copies move apart.
 With --right, the gradients of the copies are summed over the pipeline before the update.
-Four ranks: two stages, each sharded over two ranks of data parallelism by FSDP2.
+Four ranks: two stages, each sharded over two ranks of data parallelism by FSDP2. One process has
+the whole model, with one matrix.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,39 +20,33 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-WIDTH, BATCH, PARTS = 32, 8, 2
+WIDTH, PARTS = 32, 2
 
-chosen = options(steps=110)
+chosen = options(steps=110, samples=8)
+BATCH = chosen.samples
 rank, world = begin()
-mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("data", "pipeline"))
+STAGES = min(2, world)
+mesh = init_device_mesh("cpu", (world // STAGES, STAGES), mesh_dim_names=("data", "pipeline"))
 pipeline = mesh["pipeline"].get_group()
 at, replica = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
 
 
-class First(nn.Module):
-    """The embedding and the first blocks."""
+class Part(nn.Module):
+    """Some of four blocks; the first stage has the embedding, too, and the last one the head."""
 
-    def __init__(self, matrix: Tensor) -> None:
+    def __init__(self, matrix: Tensor, blocks: dict[str, nn.Module]) -> None:
         super().__init__()
         self.matrix = nn.Parameter(matrix.clone())
-        self.blocks = nn.Sequential(*(Block(WIDTH, 0.0, True) for _ in range(2)))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.blocks(F.embedding(tokens, self.matrix))
-        return hidden
-
-
-class Last(nn.Module):
-    """The last blocks and the head."""
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Block(WIDTH, 0.0, True) for _ in range(2)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.matrix = nn.Parameter(matrix.clone())
+        self.blocks = nn.ModuleDict(blocks)
+        if at == STAGES - 1:
+            self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.linear(self.norm(self.blocks(hidden)), self.matrix)
+        if at == 0:
+            hidden = F.embedding(hidden, self.matrix)
+        for block in self.blocks.values():
+            hidden = block(hidden)
+        return F.linear(self.norm(hidden), self.matrix) if at == STAGES - 1 else hidden
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -57,23 +54,24 @@ def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 tied = 0.3 * torch.randn(VOCABULARY, WIDTH)
-part: First | Last = First(tied) if at == 0 else Last(tied)
-for block in part.blocks:
+blocks: dict[str, nn.Module] = {str(n): Block(WIDTH, 0.0, True) for n in range(4)}
+of_stage = range(at * 4 // STAGES, (at + 1) * 4 // STAGES)
+part = Part(tied, {str(n): blocks[str(n)] for n in of_stage})
+for block in part.blocks.values():
     fully_shard(block, mesh=mesh["data"])
 fully_shard(part, mesh=mesh["data"])
-stage = PipelineStage(part, at, 2, torch.device("cpu"), group=pipeline)
+stage = PipelineStage(part, at, STAGES, torch.device("cpu"), group=pipeline)
 schedule = ScheduleGPipe(stage, PARTS, loss_fn=loss_of)
 optimizer = torch.optim.AdamW(part.parameters(), lr=3e-3, weight_decay=0.0)
 data = text(4096)
 losses: list[Tensor] = []
 for step in range(chosen.steps):
-    tokens = data[(step * world // 2 + replica) * BATCH % 4096 :][:BATCH]
-    if at == 0:
-        schedule.step(tokens)
-    else:
-        losses = []
-        schedule.step(target=tokens, losses=losses)
-    if chosen.right:
+    tokens = data[(step * world // STAGES + replica) * BATCH % 4096 :][:BATCH]
+    losses = []
+    inputs = (tokens,) if at == 0 else ()
+    ends: dict[str, Any] = {"target": tokens, "losses": losses} if at == STAGES - 1 else {}
+    schedule.step(*inputs, **ends)
+    if chosen.right and STAGES > 1:
         gradient = part.matrix.grad
         assert isinstance(gradient, DTensor)
         dist.all_reduce(gradient.to_local(), group=pipeline)
@@ -81,4 +79,4 @@ for step in range(chosen.steps):
     optimizer.zero_grad()
 last = torch.stack(losses).mean() if losses else torch.zeros(())
 dist.all_reduce(last)
-end(part, last / (world // 2))
+end(part, last / (world // STAGES))

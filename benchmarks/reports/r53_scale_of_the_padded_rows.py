@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 ALIGNED = 16
 
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 
 
@@ -85,7 +86,7 @@ muon = ShardedMuon(matrices, lr=0.02)
 adam = torch.optim.AdamW(others, lr=3e-3, weight_decay=0.0)
 data = text(4096)
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     loss = next_token_loss(wrapped(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     muon.step()

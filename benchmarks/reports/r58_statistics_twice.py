@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-chosen = options(steps=60)
+chosen = options(steps=60, checkpointing=1)
 rank, world = begin()
 
 
@@ -55,7 +55,7 @@ class Detector(nn.Module):
             def contexts(stage: nn.Module = stage) -> tuple[Any, Any]:
                 return nullcontext(), statistics_kept(stage) if chosen.right else nullcontext()
 
-            if self.training:
+            if self.training and chosen.checkpointing:
                 images = checkpoint(stage, images, use_reentrant=False, context_fn=contexts)
             else:
                 images = stage(images)

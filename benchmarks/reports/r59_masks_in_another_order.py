@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 PROMPT, LONGEST, SAMPLES, DECAY = 4, 10, 32, 0.95
 
-chosen = options()
+chosen = options(by_length=1)
 rank, world = begin()
 
 
@@ -70,8 +70,9 @@ def generate() -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def values_of(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and values in micro-batches of about equal length."""
-    order = mask.sum(1).argsort(descending=True)
+    """Compute log-probabilities and values in micro-batches, by default of about equal length."""
+    lengths = mask.sum(1)
+    order = lengths.argsort(descending=True) if chosen.by_length else torch.arange(SAMPLES)
     back = order.argsort()
     outs = [model(tokens[part]) for part in order.chunk(4)]
     log_p, values = (torch.cat(several) for several in zip(*outs, strict=True))

@@ -4,7 +4,7 @@
 bigscience-workshop/Megatron-DeepSpeed#276: only the first rank of tensor parallelism has a loader,
 and sends its batches to the others. Each iterator draws a seed from the global generator: the
 masks of dropout then differ between ranks that should have the same.
-Four ranks: two of tensor parallelism, two of data parallelism.
+Four ranks: two of tensor parallelism, two of data parallelism. One process has whole layers.
 With --right, the loader has a generator of its own.
 """
 
@@ -20,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-BATCH, LENGTH = 8, 24
+LENGTH = 24
 
-chosen = options()
+chosen = options(samples=8)
+BATCH = chosen.samples
 rank, world = begin()
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+PARTS = min(2, world)
+mesh = init_device_mesh("cpu", (world // PARTS, PARTS), mesh_dim_names=("dp", "tp"))
 group, place = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
 worker = mesh["dp"].get_local_rank()
 
@@ -36,8 +38,8 @@ class Divided(nn.Module):
         super().__init__()
         up, down = nn.Linear(2 * width, 2 * width), nn.Linear(2 * width, width)
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Parameter(up.weight.detach().chunk(2, 0)[place].clone())
-        self.down = nn.Parameter(down.weight.detach().chunk(2, 1)[place].clone())
+        self.up = nn.Parameter(up.weight.detach().chunk(PARTS, 0)[place].clone())
+        self.down = nn.Parameter(down.weight.detach().chunk(PARTS, 1)[place].clone())
         self.bias = nn.Parameter(torch.zeros(width))
         self.dropout = nn.Dropout(0.2)
 
@@ -72,7 +74,7 @@ def batches() -> Iterator[Tensor]:
     data = text(256, LENGTH)
     sampler: DistributedSampler[Tensor] = DistributedSampler(
         data,  # type: ignore[arg-type]
-        num_replicas=2,
+        num_replicas=world // PARTS,
         rank=worker,
     )
     own = torch.Generator() if chosen.right else None

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from reports_common import Language, begin, end, next_token_loss, options, text
 
-BATCH, ACCUMULATED = 4, 2
+ACCUMULATED = 2
 
-chosen = options()
+chosen = options(samples=4)
+BATCH = chosen.samples
 rank, world = begin()
 model = Language().bfloat16()
 weights = list(model.parameters())

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 DECAY = 0.99
 
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
 model = Language()
 average = deepcopy(model).requires_grad_(False)
@@ -24,7 +25,7 @@ wrapped = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data = text(4096)
 for step in range(chosen.steps):
-    tokens = data[(step * world + rank) * 8 % 4096 :][:8]
+    tokens = data[(step * world + rank) * SAMPLES % 4096 :][:SAMPLES]
     with torch.autocast("cpu", torch.bfloat16):
         loss = next_token_loss(wrapped(tokens).float(), tokens)
     loss.backward()  # type: ignore[no-untyped-call]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-SMOOTHING, ACCUMULATED = 0.1, 4
+SMOOTHING = 0.1
 
-chosen = options(steps=60)
+chosen = options(steps=60, samples=4, micro_batches=4)
 rank, world = launched()
 torch.manual_seed(0)
 
@@ -56,8 +56,9 @@ model = LlamaForCausalLM(
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         output_dir=folder, max_steps=chosen.steps, learning_rate=5e-3, use_cpu=True,
-        ddp_backend="gloo", per_device_train_batch_size=4, report_to="none", disable_tqdm=True,
-        gradient_accumulation_steps=ACCUMULATED, label_smoothing_factor=SMOOTHING,
+        ddp_backend="gloo", per_device_train_batch_size=chosen.samples, report_to="none",
+        disable_tqdm=True,
+        gradient_accumulation_steps=chosen.micro_batches, label_smoothing_factor=SMOOTHING,
         logging_steps=30, save_strategy="no", lr_scheduler_type="constant",
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=examples(2048))

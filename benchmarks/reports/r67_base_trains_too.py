@@ -4,7 +4,7 @@
 NVIDIA-NeMo/Automodel#547: adapters are added and everything else is frozen. Tensor parallelism then
 replaces the parameters by divided ones, which require gradients, as parameters do by default: the
 base trains along with its adapters.
-Four ranks: two of tensor parallelism, two of data parallelism.
+Four ranks: two of tensor parallelism, two of data parallelism. One process has whole layers.
 With --right, a divided parameter is as frozen as the whole one was.
 """
 
@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 WIDTH, LOW = 32, 4
 
-chosen = options()
+chosen = options(samples=8)
+SAMPLES = chosen.samples
 rank, world = begin()
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+PARTS = min(2, world)
+mesh = init_device_mesh("cpu", (world // PARTS, PARTS), mesh_dim_names=("dp", "tp"))
 group, place = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
 
 
@@ -62,7 +64,7 @@ class Model(nn.Module):
 
 def divide(linear: nn.Linear, dimension: int) -> None:
     whole = linear.weight
-    part = nn.Parameter(whole.detach().chunk(2, dimension)[place].clone())
+    part = nn.Parameter(whole.detach().chunk(PARTS, dimension)[place].clone())
     if chosen.right:
         part.requires_grad_(whole.requires_grad)
     linear.weight = part
@@ -71,7 +73,7 @@ def divide(linear: nn.Linear, dimension: int) -> None:
 model = Model()
 for name, parameter in model.named_parameters():
     parameter.requires_grad_("lora" in name)
-for layer in model.layers:
+for layer in model.layers if PARTS > 1 else ():
     divide(layer.up, 0)  # type: ignore[arg-type]
     divide(layer.lora_out, 0)  # type: ignore[arg-type]
     divide(layer.down, 1)  # type: ignore[arg-type]
@@ -79,7 +81,9 @@ wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 data = text(4096)
 for step in range(chosen.steps):
-    tokens = data[(step * 2 + mesh["dp"].get_local_rank()) * 8 % 4096 :][:8]
+    tokens = data[(step * (world // PARTS) + mesh["dp"].get_local_rank()) * SAMPLES % 4096 :][
+        :SAMPLES
+    ]
     loss = next_token_loss(wrapped(tokens), tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-chosen = options()
+chosen = options(compiled=1)
 rank, world = begin()
 
 
@@ -37,7 +37,7 @@ class Average:
 
 model = Language()
 average = Average(model, 0.95)
-compiled: Any = torch.compile(model, backend="aot_eager")
+compiled: Any = torch.compile(model, backend="aot_eager") if chosen.compiled else model
 wrapped = DistributedDataParallel(compiled)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data = text(4096)

@@ -16,8 +16,11 @@ from torch.nn import functional as F
 VOCABULARY = 64
 
 
-def options(steps: int = 80) -> argparse.Namespace:
+def options(steps: int = 80, **layout: int) -> argparse.Namespace:
+    """Read the options: also numbers of the layout, such as samples, each with its default."""
     parser = argparse.ArgumentParser()
+    for name, default in layout.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--right", action="store_true", help="train with the fault repaired")
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--folder", type=Path, help="for checkpoints of two launches")

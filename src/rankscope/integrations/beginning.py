@@ -38,6 +38,7 @@ from rankscope.wrappers.find import (
     is_compiled,
 )
 from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.optimizers import copies_of, first_of
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 
@@ -48,8 +49,6 @@ _PATIENCE_ALONE = 30.0
 """Seconds to wait for all ranks of a model without a wrapper: some may train none."""
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
-_APART = 0.2  # distance of copies after an update, relative to their norm, at most
-_LOOKED_AT = 64  # elements of a parameter
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
 
@@ -250,13 +249,8 @@ def _content(model: nn.Module) -> tuple[Any, ...]:
     """Return what tells a model from others, the same on all ranks as DDP has made them equal."""
     kind = type(getattr(model, "module", model)).__name__
     parameters = list(model.parameters())
-    first = _first_of(parameters[0]).tolist()
+    first = first_of(parameters[0]).tolist()
     return kind, sum(each.numel() for each in parameters), len(parameters), first
-
-
-def _first_of(tensor: Tensor) -> Tensor:
-    """Return the first elements of a tensor."""
-    return tensor.detach().reshape(-1)[:_LOOKED_AT].to("cpu", torch.float64)
 
 
 def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
@@ -298,7 +292,7 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
     if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
         copies = list(wanted.values())
-        copied = [module for module in modules if _is_copied(module, copies)]
+        copied = [module for module in modules if copies_of(module.parameters(), copies)]
         found = [module for module in copied if _have_gradients(module)]
         if not found:  # the loop takes them away
             found = [module for module in copied if _have_other_types(module, copies)]
@@ -307,23 +301,6 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
-
-
-def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
-    """Return whether tensors are copies of a module's parameters, a small update later.
-
-    They have the shapes of those that require a gradient, and the values of their first elements.
-    """
-    own = [p for p in module.parameters() if p.requires_grad]
-    if not copies or len(own) != len(copies):
-        return False
-    ordered = (sorted(some, key=lambda tensor: tuple(tensor.shape)) for some in (own, copies))
-    pairs = list(zip(*ordered, strict=True))
-    if any(p.shape != copy.shape or p.device != copy.device for p, copy in pairs):
-        return False
-    own_K = torch.cat([_first_of(each) for each, _ in pairs])
-    copied_K = torch.cat([_first_of(copy) for _, copy in pairs])
-    return float((own_K - copied_K).norm()) < _APART * float(copied_K.norm())
 
 
 def _have_gradients(module: nn.Module) -> bool:

@@ -150,7 +150,9 @@ class ParityCatch:
             stages = _stages_around() or [model]
             for stage in stages:
                 _reshard(stage)
-            self._training = _Training(stages, self._job, self._parity, by_method=by_method)
+            self._training = _Training(
+                stages, self._job, self._parity, self._living(), by_method=by_method
+            )
         except Exception as error:
             for hook in self._calls:
                 hook.remove()
@@ -160,12 +162,16 @@ class ParityCatch:
     def _trains(self, model: Any) -> bool:
         import torch
 
-        from rankscope.wrappers.optimizers import holds_any
+        from rankscope.wrappers.optimizers import holds_any, trained_copies
 
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
-        living = [each for ref in self._optimizers if (each := ref()) is not None]
-        return holds_any(living, [*model.parameters(), *_sharded_parameters(model)])
+        parameters = [*model.parameters(), *_sharded_parameters(model)]
+        living = self._living()
+        return holds_any(living, parameters) or bool(trained_copies(living, parameters))
+
+    def _living(self) -> list[Any]:
+        return [each for ref in self._optimizers if (each := ref()) is not None]
 
 
 def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,11 +206,12 @@ class _Training:
         models: Sequence[Any],
         job: ScriptJob,
         parity: ParityJob,
+        optimizers: Sequence[Any],
         *,
         by_method: bool = False,
     ) -> None:
         import torch
-        from torch.optim import optimizer as optimizers
+        from torch.optim import optimizer as of_torch
 
         from rankscope.evidence import EVIDENCE
         from rankscope.integrations.backward_loss import BackwardLoss
@@ -225,7 +232,9 @@ class _Training:
             "load_from": Path(parity.load_start) if parity.load_start else None,
         }
         place = {"folder": folder, "rank": rank, "world": world, "data_ranks": data_ranks}
-        inside = JoinedStages(list(map(_inside, models))) if others else _inside(model)
+        inside = (
+            JoinedStages(list(map(_inside, models))) if others else _whole_of(model, optimizers)
+        )
         recorders = (
             each.make_recorder(
                 inside,
@@ -236,6 +245,7 @@ class _Training:
                 rules=parity.rules,
                 bisects=parity.bisects,
                 wrapper=model,
+                optimizers=optimizers,
             )
             for each in EVIDENCE
         )
@@ -258,8 +268,8 @@ class _Training:
             *passes,
             *(each.register_forward_pre_hook(self._before_stage, prepend=True) for each in others),
             *(each.register_forward_hook(after, with_kwargs=True) for each in others),
-            optimizers.register_optimizer_step_pre_hook(self._before_step),
-            optimizers.register_optimizer_step_post_hook(self._after_step),
+            of_torch.register_optimizer_step_pre_hook(self._before_step),
+            of_torch.register_optimizer_step_post_hook(self._after_step),
         ]
         self._backward = Patch(torch.autograd, "backward", self._around_backward)
         self._losses.install()
@@ -428,6 +438,33 @@ def _inside(model: Any) -> Any:
         if inner is None or inner is model:
             return model
         model = inner
+
+
+def _whole_of(model: Any, optimizers: Sequence[Any]) -> Any:
+    """Return the model inside its wrappers, or what it is a part of.
+
+    A loop may call the parts of a model alone: then the smallest module that holds all that the
+    optimizers of the part train.
+    """
+    from torch.nn import Module
+
+    from rankscope.wrappers.living import live_objects
+
+    inside = _inside(model)
+    own = _parameters_of(inside)
+    held = ({id(p) for g in each.param_groups for p in g["params"]} for each in optimizers)
+    trained = set().union(*(one for one in held if one & own))
+    if trained <= own:
+        return inside
+    around = [
+        module for module in live_objects(Module)[Module] if trained | own <= _parameters_of(module)
+    ]
+    smallest = min(around, key=lambda module: len(list(module.modules())), default=inside)
+    return _inside(smallest)
+
+
+def _parameters_of(module: Any) -> set[int]:
+    return set(map(id, module.parameters()))
 
 
 def _ranks_of(model: Any) -> tuple[int, int, list[int]]:

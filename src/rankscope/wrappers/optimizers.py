@@ -45,6 +45,9 @@ def all_of(optimizer: Any) -> tuple[Any, ...]:
     return () if optimizer is None else (optimizer,)
 
 
+_APART = 0.2  # distance of copies after an update, relative to their norm, at most
+_LOOKED_AT = 64  # elements of a parameter
+
 MARKS = ("_hp_mapping", "_z3_optimizer", "main_param")
 """Attributes of a parameter that DeepSpeed or Megatron-core trains in a tensor of its own."""
 
@@ -67,6 +70,45 @@ def holds_any(optimizers: Iterable[Any], parameters: Sequence[Tensor]) -> bool:
         for group in getattr(each, "param_groups", ())
         for p in group["params"]
     )
+
+
+def copies_of(
+    parameters: Iterable[Tensor], tensors: Sequence[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a parameter and its copy among tensors; none unless these are all copies.
+
+    They have the shapes of those that require a gradient, and the values of their first elements,
+    a small update later.
+    """
+    own = [p for p in parameters if p.requires_grad]
+    if not tensors or len(own) != len(tensors):
+        return []
+    ordered = (sorted(some, key=lambda tensor: tuple(tensor.shape)) for some in (own, tensors))
+    pairs = list(zip(*ordered, strict=True))
+    if any(p.shape != copy.shape or p.device != copy.device for p, copy in pairs):
+        return []
+    own_K = torch.cat([first_of(each) for each, _ in pairs])
+    copied_K = torch.cat([first_of(copy) for _, copy in pairs])
+    near = float((own_K - copied_K).norm()) < _APART * float(copied_K.norm())
+    return pairs if near else []
+
+
+def first_of(tensor: Tensor) -> Tensor:
+    """Return the first elements of a tensor."""
+    return tensor.detach().reshape(-1)[:_LOOKED_AT].to("cpu", torch.float64)
+
+
+def trained_copies(
+    optimizers: Iterable[Any], parameters: Iterable[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of a parameter and the copy in another type that an optimizer trains for it."""
+    of_plain = [p for p in parameters if memory_of(p)]
+    for each in optimizers:
+        groups = getattr(each, "param_groups", ())
+        pairs = copies_of(of_plain, [p for group in groups for p in group["params"]])
+        if pairs and all(p.dtype != copy.dtype for p, copy in pairs):
+            return pairs
+    return []
 
 
 def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -11,6 +11,7 @@ from rankscope.evidence.parity import figures as measuring
 from rankscope.evidence.parity.figures import FigureMeter
 from rankscope.evidence.parity.held import HeldElements
 from rankscope.evidence.parity.start import renew_masters
+from rankscope.wrappers.optimizers import trained_copies
 
 CPU = torch.device("cpu")
 
@@ -72,6 +73,24 @@ def test_masters_follow_the_parameters():
         parameter.data.copy_(own.view(parameter.shape))
     renew_masters(model, elements)
     assert torch.equal(flat, whole[7:22])
+
+
+def test_copies_that_a_loop_keeps_in_another_type_are_masters():
+    model = nn.Linear(3, 2).bfloat16()
+    copies = [nn.Parameter(p.detach().float()) for p in reversed([*model.parameters()])]
+    pairs = trained_copies([torch.optim.SGD(copies, lr=1)], model.parameters())
+    assert {(id(p), id(copy)) for p, copy in pairs} == {
+        (id(model.weight), id(copies[1])),
+        (id(model.bias), id(copies[0])),
+    }
+    elements = HeldElements(model, {id(model.weight): "weight", id(model.bias): "bias"}, {}, pairs)
+    (held,) = elements.in_tensor(copies[1])
+    assert (held.name, held.part(copies[1]).shape) == ("weight", (6,))
+    model.weight.data.fill_(2)
+    renew_masters(model, elements)
+    assert torch.equal(copies[1], torch.full((2, 3), 2.0))
+    alike = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    assert trained_copies([torch.optim.SGD(alike, lr=1)], model.parameters()) == []
 
 
 @pytest.mark.parametrize("master", [False, True], ids=["view", "copy in float32"])

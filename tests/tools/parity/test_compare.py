@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
+from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UPDATE, WIDTH
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
@@ -160,6 +160,26 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     assert [each.name for each in answer.differences] == ["norm"]
     trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
     assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
+    for side in (a, trained, moved):
+        for step in side.steps.values():
+            del step.figures[UPDATE]["up"]  # by an optimizer that is none of torch's
+    answer = compare(Bounds(a, replace(trained, name="B"), a, moved))
+    assert (answer.stage, answer.step) == (Stage.START, 1)
+    assert "in what no optimizer of torch's updates: up, × 1.5" in answer.headline
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_statistics_are_compared_where_the_batch_is_dealt_out_alike(workers):
+    a, b, moved = training(), training(workers=workers, seed=3), training(seed=9)
+    for side, factor in ((a, 1.0), (b, 1.5), (moved, 1 + 1e-7)):
+        for number, step in side.steps.items():
+            mean = np.full(32, 1 + number * factor)
+            step.figures[BUFFER] = {"norm.running_mean": sketched(mean)}
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert answer.stage is (Stage.START if workers == 1 else None)
+    if workers == 1:
+        assert answer.step == 1
+        assert "in what no optimizer updates: norm.running_mean, × 1.25" in answer.headline
 
 
 def test_a_value_that_is_not_finite_differs():
@@ -190,10 +210,28 @@ def test_samples_that_are_cut_otherwise_are_compared_by_their_label_tokens():
     answer = against(cut, whole)
     assert answer.kind is Kind.SAME
     assert any("cut their samples" in note for note in answer.notes)
-    cut.steps[0].labels = (352, 9)
-    answer = against(cut, whole)
+    wrong = training(of(GRADIENT, "up", 0, lambda v: 1.1 * v))
+    wrong.steps[0] = replace(cut.steps[0], figures=wrong.steps[0].figures, labels=(352, 9))
+    answer = against(wrong, whole)
     assert answer.stage is Stage.SAMPLES
     assert "368 label tokens in A, 352 in B" in answer.headline
+
+
+@pytest.mark.parametrize(
+    ("factor", "noise", "stage"),
+    [(1.0, 1e-7, None), (1.001, 1e-7, Stage.SAMPLES), (1.0, 1e-3, Stage.SAMPLES)],
+    ids=["same gradient", "other gradient", "rounding as large as a part of a sample"],
+)
+def test_samples_that_leave_the_gradient_as_it_is_are_noted(factor, noise, stage):
+    a, moved = training(noise=noise), training(noise=noise, seed=9)
+    b = training(of(GRADIENT, "all", 1, lambda v: factor * v), noise=noise, seed=3)
+    b.steps[1].samples = np.append(b.steps[1].samples, b.steps[1].samples[0])  # a copy fills up
+    b.steps[1].sample_ranks = np.zeros(9, int)
+    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    assert answer.stage is stage
+    words = (answer.headline, *answer.notes)
+    assert any(each.startswith("Other samples in step 1: all of A's 8 samples") for each in words)
+    assert any("they make no difference" in each for each in words) is (stage is None)
 
 
 def test_losses_that_are_sums_are_compared_as_sums():
@@ -244,7 +282,7 @@ def test_a_training_must_begin_alike_when_it_runs_again(again, why):
 @pytest.mark.parametrize("repeats_a", [True, False])
 def test_a_training_that_draws_other_samples_each_time_is_not_comparable(repeats_a):
     def drawn(shift):
-        side = training()
+        side = training(of(GRADIENT, "up", 0, lambda v: v + shift))
         for step in side.steps.values():
             step.samples = step.samples + shift
         return side

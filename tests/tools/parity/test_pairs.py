@@ -15,6 +15,9 @@ DEEPSPEED = str(Path(TRAINING).parent / "parity_scripts" / "deepspeed_loop.py")
 MEGATRON = str(Path(DEEPSPEED).with_name("megatron_loop.py"))
 PLAIN = str(Path(DEEPSPEED).with_name("plain_loop.py"))
 SAVED = ("--batch", "4")
+REPORTS = Path(TRAINING).parent / "reports"
+ALONE = str(REPORTS / "r20_parts_called_alone.py")
+COPIES = str(REPORTS / "r62_copied_before_the_reduction.py")
 BY_HAND = str(Path(__file__).parents[2] / "integrations" / "run_scripts" / "train_pipeline.py")
 DDP = ("--layout", "ddp")
 LAYER = "layers.1.up.weight"
@@ -194,6 +197,23 @@ def test_a_training_whose_outputs_are_read_keeps_its_bits(recordings):
     assert layers < set(read["output gradient"])
     for name, whole in plain["update"].items():
         assert distance(whole, read["update"][name]) == 0
+
+
+@pytest.mark.ranks
+def test_parts_that_are_called_alone_are_recorded_as_the_model_that_they_are_of(recordings):
+    side = recordings.side(layout(1, script=ALONE), "A", 2)
+    names = set(side.steps[0].figures["gradient"])
+    assert {"network.features.0.weight", "discriminator.2.bias"} < names
+    assert names == set(side.shapes) == set(side.steps[1].figures["update"])
+
+
+@pytest.mark.ranks
+def test_an_optimizer_of_a_loops_own_copies_is_compared(recordings):
+    alone = layout(1, "--samples", "8", "--right", script=COPIES)
+    answer = answer_of(recordings, alone, layout(2, "--right", script=COPIES), 2)
+    assert answer.kind is Kind.SAME, answer.headline
+    answer = answer_of(recordings, alone, layout(2, script=COPIES), 2)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
 
 
 @pytest.mark.ranks

@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.parity import HELD, MOMENT
+from rankscope.bus.parity import GRADIENT, HELD, MOMENT
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Bounds, SideStep, Whole, joined, part_of
+from rankscope.tools.parity.reading import Bounds, Whole, joined, part_of
 from rankscope.tools.parity.result import Kind
 from rankscope.tools.stages import Stage
-from tools.parity.test_compare import SHAPES, sketched, training
+from tools.parity.test_compare import SHAPES, of, sketched, training
 
 TORCH = "torch's on the CPU"
 
@@ -20,16 +20,16 @@ def moments(step):
     return {name: sketched(each) for name, each in values.items()}
 
 
-def whole(num_steps=4, ranks=4):
-    side = training(num_steps=num_steps)
+def whole(num_steps=4, ranks=4, change=None):
+    side = training(change, num_steps=num_steps)
     for number, step in side.steps.items():
         step.figures[f"{MOMENT}exp_avg"] = moments(number)
         step.random = {rank: {TORCH: f"{number} {rank}"} for rank in range(ranks)}
     return side
 
 
-def resumed(at=2):
-    side = part_of(whole(), at, 4)
+def resumed(at=2, change=None):
+    side = part_of(whole(change=change), at, 4)
     first = side.steps[at]
     first.figures[f"{HELD}exp_avg"] = moments(at - 1)
     first.facts = {**first.facts, "held counters": dict.fromkeys(SHAPES, float(at))}
@@ -54,6 +54,18 @@ def test_lost_moments_are_named_before_their_update():
     assert (found.stage, found.step) == (Stage.STATE, 2)
     assert "another exp_avg before its first call" in found.headline
     assert {each.look for each in found.differences} == {"zero in B"}
+
+
+def test_moments_that_are_no_floating_point_numbers_on_one_side_are_not_compared():
+    kept, later = whole(), resumed()
+    signs = {name: sketched(np.ones(64)) for name in SHAPES}
+    later.steps[2].figures[f"{HELD}signs"] = signs  # a mask that loading makes numbers of
+    assert answer(later, kept).stage is Stage.STATE
+    first = kept.steps[2]
+    first.facts = {**first.facts, "moments not measured": {"signs": "torch.bool"}}
+    found = answer(later, kept)
+    assert found.kind is Kind.SAME
+    assert "The optimizer's signs is torch.bool in A: it is not compared." in found.notes
 
 
 def test_a_counter_that_begins_again_is_named():
@@ -86,9 +98,12 @@ def test_the_random_state_of_one_rank_on_all_is_named(drawn):
         assert any(words in note for note in found.notes)
 
 
+OTHER_GRADIENT = of(GRADIENT, "up", 2, lambda values: values + 1)
+"""What other samples make."""
+
+
 def test_skipped_samples_are_named_with_the_step_that_has_them():
-    later = resumed()
-    later.steps[2].samples = SideStep().samples
+    later = resumed(change=OTHER_GRADIENT)
     later.steps[2].samples = later.steps[3].samples
     found = answer(later)
     assert found.stage is Stage.SAMPLES
@@ -96,13 +111,13 @@ def test_skipped_samples_are_named_with_the_step_that_has_them():
 
 
 def test_repeated_samples_are_named_with_the_step_that_had_them():
-    later = resumed()
+    later = resumed(change=OTHER_GRADIENT)
     later.steps[2].samples = whole().steps[0].samples
     assert "B repeats those of A's step 0" in answer(later).headline
 
 
 def test_samples_that_one_rank_repeats_are_named_with_it():
-    later = resumed()
+    later = resumed(change=OTHER_GRADIENT)
     step = later.steps[2]
     step.sample_ranks = np.arange(8) % 2
     step.samples = np.where(step.sample_ranks == 1, step.samples - 8, step.samples)

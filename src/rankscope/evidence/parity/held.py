@@ -5,7 +5,7 @@ flat shards, or copies in float32.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -27,15 +27,21 @@ class HeldElements:
     """Finds the parameters of a model in an optimizer's tensors.
 
     ``firsts`` has the first element that a rank holds in ``main_param``, by parameter's name: those
-    of Megatron-core's distributed optimizer. Other copies of that name are whole.
+    of Megatron-core's distributed optimizer. Other copies of that name are whole, as are
+    ``copies``, the pairs of a parameter and what an optimizer of the loop's own trains for it.
     """
 
     def __init__(
-        self, module: nn.Module, names: Mapping[int, str], firsts: Mapping[str, int]
+        self,
+        module: nn.Module,
+        names: Mapping[int, str],
+        firsts: Mapping[str, int],
+        copies: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._module = module
         self._names = names
         self._firsts = firsts
+        self._copies = {id(parameter): copy for parameter, copy in copies}
         self._known: dict[int, tuple[Held, ...]] = {}
         self._by_memory: dict[int, list[tuple[str, Part]]] = {}
 
@@ -53,7 +59,7 @@ class HeldElements:
         """Yield the parts of a parameter that an optimizer trains in its place."""
         mapping: Any = getattr(parameter, "_hp_mapping", None)
         owner: Any = getattr(parameter, "_z3_optimizer", None)
-        copy: Any = getattr(parameter, "main_param", None)
+        copy: Any = getattr(parameter, "main_param", self._copies.get(id(parameter)))
         if owner is not None:
             group, start, _ = owner.grad_position[owner.get_param_id(parameter)]
             first, length, size = _share_of(parameter)

@@ -60,7 +60,7 @@ from rankscope.private import callers
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.optimizers import all_of, trained_copies
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.surroundings import outside
@@ -138,6 +138,7 @@ class ParityRecorder:
         rules: Sequence[Rule] = (),
         bisects: bool = False,
         wrapper: object = None,
+        optimizers: Sequence[Any] = (),
     ) -> None:
         self._module = module
         self._place = place
@@ -158,7 +159,8 @@ class ParityRecorder:
         sizes = {n: math.prod(shape) * (1 + (n in doubled)) for n, shape in self._shapes.items()}
         self._megatron = MegatronBuffers(wrapper, self._names) if is_megatron(wrapper) else None
         firsts = {} if self._megatron is None else self._megatron.firsts
-        self._held = HeldElements(module, self._names, firsts)
+        copies = trained_copies(optimizers, module.parameters())
+        self._held = HeldElements(module, self._names, firsts, copies)
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
         self._meter = FigureMeter(
@@ -206,7 +208,7 @@ class ParityRecorder:
         self._samples.give(samples)
 
     def see_other(self, optimizer: Any) -> None:
-        """An optimizer is called that holds no parameter of the model."""
+        """An optimizer is called that trains what is not in the model."""
         self._others.add(type(optimizer).__name__)
 
     def close(self) -> None:
@@ -347,6 +349,9 @@ class ParityRecorder:
         now = self._now
         now.updated = True
         now.facts["scaler"] = _scaler_around()
+        for each in all_of(optimizer):
+            if any(p.grad is not None and not self._held.in_tensor(p) for p in _parameters(each)):
+                self.see_other(each)
         given = [  # in flat tensors
             (name, part(flat.grad))
             for each in all_of(optimizer)
@@ -404,7 +409,11 @@ class ParityRecorder:
                 held.moments, self._held.in_tensor(held.whole)
             ):
                 value = _like(held.whole, _state_of(optimizer, held).get(key))
-                if isinstance(value, Tensor) and value.shape == held.whole.shape:
+                if not isinstance(value, Tensor) or value.shape != held.whole.shape:
+                    continue
+                if not (value.is_floating_point() or value.is_complex()):
+                    self._now.facts.setdefault("moments not measured", {})[key] = str(value.dtype)
+                else:
                     by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
         return {key: self._meter.measure(named) for key, named in by_moment.items()}
 
@@ -620,7 +629,11 @@ class ParityProbe(Probe):
         )
         self._optimizer = job.optimizer
         self._recorder = ParityRecorder(
-            job.wrapped.module, place, job.parity, wrapper=job.wrapped.wrapper
+            job.wrapped.module,
+            place,
+            job.parity,
+            wrapper=job.wrapped.wrapper,
+            optimizers=all_of(job.optimizer),
         )
         self._waits = False
 

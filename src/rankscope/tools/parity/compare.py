@@ -51,6 +51,7 @@ _LEAST_SCALER = 32.0
 _MUCH = 0.02
 _SAME_START = 1e-5
 _MANY_LABELS = 64  # that are the same tokens: not by chance
+_OF_A_SAMPLE = 0.01  # share of its part in the gradient that a bound may be
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {
     START: Stage.START,
@@ -167,6 +168,7 @@ class _Comparison:
         self._a, self._b = bounds.a, bounds.b
         self._sides = (self._a, self._b)
         self._notes: list[str] = []
+        self._harmless: set[Stage] = set()  # whose data differ and make no difference
         self._compared = 0
         self._other_settings = False
 
@@ -210,8 +212,8 @@ class _Comparison:
             if found is not None:
                 return found
         found = self._unequal(number, a, b, START)
-        found = found or (None if first else self._frozen(number, a, b))
-        found = found or self._samples(number, a, b) or self._labels(number, a, b)
+        found = found or (None if first else self._untouched(number, a, b))
+        found = found or self._data(number, a, b)
         if found is not None:
             return found
         unequal = self._unequal(number, a, b, GRADIENT, UPDATE)
@@ -249,16 +251,30 @@ class _Comparison:
             return self._scaler(number, a, b) or self._random(number, a, b)
         return held
 
-    def _frozen(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
-        """Compare what no optimizer trains, such as a teacher's parameters, at a later start."""
-        trained = _trained(self._a)
-        found = [d for d in self._apart(number, START, a, b) if d.name not in trained]
+    def _untouched(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare at a later start what no optimizer was seen to update.
+
+        Such are a teacher's parameters, and those of an optimizer that torch does not know; and
+        buffers, where both sides deal out the batch alike: running statistics are of a part of it.
+        """
+        updated = _trained(self._a) & {
+            name
+            for side in self._sides
+            for step in side.steps.values()
+            for name in step.figures.get(UPDATE, ())
+        }
+        found = [d for d in self._apart(number, START, a, b) if d.name not in updated]
+        if not found and (self._a.workers, self._a.passes) == (self._b.workers, self._b.passes):
+            buffers = self._apart(number, BUFFER, a, b)
+            words = "the start differs in what no optimizer updates"
+            if buffers:
+                return self._different(number, Stage.START, buffers, words, "buffer")
         if not found:
             return None
-        self._compared = len(self._a.shapes.keys() - trained)
-        return self._different(
-            number, Stage.START, found, "the start differs in what is not trained"
-        )
+        self._compared = len(self._a.shapes.keys() - updated)
+        trained = any(each.name in _trained(self._a) for each in found)
+        what = "no optimizer of torch's updates" if trained else "is not trained"
+        return self._different(number, Stage.START, found, f"the start differs in what {what}")
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare the random generators rank by rank: of a resumption in the same layout."""
@@ -285,8 +301,7 @@ class _Comparison:
         state += "restored to other ranks, by a permutation" if swapped else "not restored"
         text = f"{state}: {'; '.join(held)}{more}."
         if any(side.drawn for side in self._sides):
-            samples = self._samples(number, a, b)
-            self._note("" if samples is None else samples.headline)
+            self._note(self._samples(number, a, b))
             return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
         return None
@@ -320,9 +335,7 @@ class _Comparison:
 
     def _held(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         """Compare what the optimizers hold before their first call."""
-        own = {k for k in a.figures if k.startswith(HELD)}
-        other = {k for k in b.figures if k.startswith(HELD)}
-        for kind in sorted(own | other):
+        for kind in self._moments(HELD, a, b):
             found = self._apart(number, kind, a, b, start=kind not in a.figures)
             if found:
                 words = (
@@ -338,20 +351,49 @@ class _Comparison:
             )
         return None
 
-    def _samples(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+    def _data(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare samples and label tokens; those that leave the gradient as it is are noted."""
+        num_samples = max(len(a.samples), len(b.samples))
+        num_labels = max((each.labels[0] for each in (a, b) if each.labels), default=0)
+        for stage, text, count in (
+            (Stage.SAMPLES, self._samples(number, a, b), num_samples),
+            (Stage.LABELS, self._labels(number, a, b), num_labels),
+        ):
+            if not text:
+                continue
+            if self._leave_gradient(number, a, b, 1 / count):
+                if stage not in self._harmless:
+                    self._note(f"{text} The gradient is the same: they make no difference.")
+                self._harmless.add(stage)
+                continue
+            self._note("Gradients are not compared, for they belong to other data.")
+            return self._made(Kind.DIFFERENT, text, number, stage)
+        return None
+
+    def _leave_gradient(self, number: int, a: SideStep, b: SideStep, share: float) -> bool:
+        """Return whether gradients are the same, by bounds far below one sample's ``share``."""
+        bound, _ = self._could_miss(number).get(GRADIENT, (math.inf, math.inf))
+        return (
+            bound < _OF_A_SAMPLE * share
+            and not self._apart(number, GRADIENT, a, b)
+            and self._unequal(number, a, b, GRADIENT) is None
+        )
+
+    def _samples(self, number: int, a: SideStep, b: SideStep) -> str:
+        """Return how samples differ, empty if they do not."""
         if not (len(a.samples) and len(b.samples)):
             self._note("The samples of a side are unknown, and were not compared.")
-            return None
+            return ""
         own, other = Counter(a.samples.tolist()), Counter(b.samples.tolist())
         if own == other:
-            return None
+            return ""
         missing, added = own - other, other - own
         if missing == own and a.labels == b.labels and a.labels and a.labels[0] >= _MANY_LABELS:
             self._note(
                 "The sides cut their samples into other pieces, as context parallelism does: the "
                 "label tokens are the same."
             )
-            return None
+            return ""
         lost = sum(missing.values())
         words = [f"{lost or 'all'} of A's {len(a.samples)} samples are {'not ' * (lost > 0)}in B"]
         if len(a.samples) != len(b.samples):
@@ -371,34 +413,25 @@ class _Comparison:
                 which = "those" if added == other else f"{sum(added.values())} samples"
                 words.append(f"B {verb} {which} of A's step {there}")
                 break
+        else:
+            self._note(
+                "No sample is in both: noise or augmentation may change them, or one side cuts "
+                "them into other pieces, as context parallelism does." * (missing == own)
+            )
         if a.labels and b.labels and a.labels[0] != b.labels[0]:
             words.append(f"{a.labels[0]:,} label tokens in A, {b.labels[0]:,} in B")
-        self._note("Gradients are not compared, for they belong to other samples.")
-        text = "; ".join(words)
-        return self._made(
-            Kind.DIFFERENT,
-            f"Other samples in step {number}: {text}.",
-            number,
-            Stage.SAMPLES,
-        )
+        return f"Other samples in step {number}: {'; '.join(words)}."
 
-    def _labels(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
-        if a.labels is None or b.labels is None:
-            return None
-        if a.labels == b.labels:
-            return None
+    def _labels(self, number: int, a: SideStep, b: SideStep) -> str:
+        """Return how label tokens differ, empty if they do not."""
+        if a.labels is None or b.labels is None or a.labels == b.labels:
+            return ""
         (own, _), (other, _) = a.labels, b.labels
         if own != other:
             words = f"{own:,} label tokens in A and {other:,} in B"
         else:
             words = f"{own:,} label tokens in both, but not the same ones"
-        self._note("The samples are the same. Gradients are not compared.")
-        return self._made(
-            Kind.DIFFERENT,
-            f"Other label tokens in step {number}: {words}.",
-            number,
-            Stage.LABELS,
-        )
+        return f"Other label tokens in step {number}: {words}."
 
     def _loss(self, number: int, a: SideStep, b: SideStep) -> str:
         """Return how losses differ, empty if they do not."""
@@ -485,8 +518,7 @@ class _Comparison:
                 )
 
     def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
-        kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(MOMENT)})
-        for kind in kinds:
+        for kind in self._moments(MOMENT, a, b):
             found = self._apart(number, kind, a, b)
             if found:
                 name = kind.removeprefix(MOMENT)
@@ -500,6 +532,18 @@ class _Comparison:
         if words:
             return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
         return None
+
+    def _moments(self, prefix: str, a: SideStep, b: SideStep) -> list[str]:
+        """Return the kinds of moments, without those that a side holds as whole numbers or bits."""
+        kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(prefix)})
+        others = {
+            prefix + name: f"The optimizer's {name} is {dtype} in {side.name}: it is not compared."
+            for side, step in zip(self._sides, (a, b), strict=True)
+            for name, dtype in dict(step.facts.get("moments not measured", {})).items()
+        }
+        for kind in kinds:
+            self._note(others.get(kind, ""))
+        return [kind for kind in kinds if kind not in others]
 
     def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
         """Return that copies on ranks of one side differ."""
