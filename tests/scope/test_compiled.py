@@ -97,6 +97,7 @@ def make_step(
 def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
     torch.manual_seed(0)
     net = Wide() if "buckets" in way else Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -118,7 +119,7 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     if "optimizer" not in way and "whole step" not in way:  # an optimizer's hooks are breaks, too
         kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
         facts["breaks"] = sorted(kinds)
-        facts["frames"] = dict(counted["frames"])
+        facts["compilations"] = len(torch._dynamo.utils.get_compilation_metrics())
     return facts
 
 
