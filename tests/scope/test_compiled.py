@@ -31,6 +31,21 @@ class Net(nn.Module):
         return outputs
 
 
+class Wide(nn.Module):
+    """Torch splits the graph where a bucket of DDP's ends: the first one at 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(n, m) for n, m in ((4, 600), (600, 600), (600, 600)))
+        )
+        self.head = nn.Linear(600, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.head(self.layers(inputs))
+        return outputs
+
+
 def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Module:
     """Compile a model in one of many ways, before or after it is watched; return what is called."""
     where, when = way.split(", ")
@@ -51,6 +66,7 @@ def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Mo
 
 WAYS = [
     "DDP, after",
+    "DDP of several buckets, before",
     "DDP in place, after",
     "loop, before",
     "loop in a function, after",
@@ -81,8 +97,9 @@ def make_step(
 def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
     torch.manual_seed(0)
-    net = Net()
+    net = Wide() if "buckets" in way else Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     scopes = []
 
@@ -102,6 +119,7 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     if "optimizer" not in way and "whole step" not in way:  # an optimizer's hooks are breaks, too
         kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
         facts["breaks"] = sorted(kinds)
+        facts["compilations"] = len(torch._dynamo.utils.get_compilation_metrics())
     return facts
 
 

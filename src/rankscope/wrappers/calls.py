@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.private import Patch, find
-from rankscope.wrappers.untraced import untraced
+from rankscope.wrappers.untraced import transparent, untraced
 
 Listener = Callable[..., None]
 """A bound method; gets the arguments of the call."""
@@ -87,6 +87,7 @@ def _relaying(
     before: "list[weakref.WeakMethod[Listener]]",
     after: "list[weakref.WeakMethod[Listener]]",
 ) -> Any:
+    @transparent
     def relay(*args: Any, **kwargs: Any) -> Any:
         for reference in tuple(before):
             notify(reference, args, kwargs)
@@ -98,6 +99,7 @@ def _relaying(
     return relay
 
 
+@untraced
 def notify(
     reference: "weakref.WeakMethod[Listener]", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -225,6 +227,7 @@ class _Calls:
         if getattr(module, "_compiled_call_impl", None) is not None:
             self._in_place = Patch(module, "_compiled_call_impl", self._around)
 
+    @transparent
     def run(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Make a compiled call, with the pairs around it."""
         if _Here.in_compiled or torch.compiler.is_compiling():
@@ -236,16 +239,19 @@ class _Calls:
         return output
 
     def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @transparent
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.run(self.module(), compiled, args, kwargs)
 
         return call
 
+    @untraced
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         for pair in tuple(self.pairs):
             pair.before(module, args, kwargs)
 
+    @untraced
     def _end(self, module: Any, args: Any, kwargs: Any, output: Any) -> None:
         for pair in tuple(self.pairs):
             pair.after(module, args, kwargs, output)
@@ -257,6 +263,7 @@ _CALLS: "weakref.WeakValueDictionary[int, _Calls]" = weakref.WeakValueDictionary
 _patches: list[Patch] = []
 
 
+@untraced
 def _calls_of(module: nn.Module) -> _Calls | None:
     calls = _CALLS.get(id(module))
     return calls if calls is not None and calls.module() is module else None
@@ -307,6 +314,7 @@ def _hearing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    @transparent
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls = _calls_of(self._modules["_orig_mod"])

@@ -16,6 +16,7 @@ from rankscope.bus.words import dtype_name
 from rankscope.private import find
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.calls import Relay
+from rankscope.wrappers.untraced import transparent
 
 _ROUNDINGS = 8
 """In the norms of tensors, the norm of these, the factor, its product, and the norm after it."""
@@ -58,6 +59,7 @@ class _ClippingRelay(Relay):
     def _relay(self, original: Any) -> Any:
         relay = super()._relay(original)
 
+        @transparent
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():

@@ -20,6 +20,7 @@ from rankscope.stats.arrays import Ints, digest_of
 from rankscope.wrappers.calls import Relay, notify
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
+from rankscope.wrappers.untraced import transparent
 
 
 class _YieldRelay(Relay):
@@ -28,6 +29,7 @@ class _YieldRelay(Relay):
     def _relay(self, original: Any) -> Any:
         after = self._after
 
+        @transparent
         @wraps(original)
         def call(iterator: Any) -> Any:
             result = original(iterator)

@@ -59,5 +59,7 @@ def test_words_in_figures_are_as_large_on_paper_as_on_a_screen(page: Page, pages
     page.wait_for_function(f"({EMPTY})().length === 0")
     page.wait_for_function(f"Math.min(...({SCALES})()) > 0.9")
     assert len(page.evaluate(SCALES)) > 10
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert ground == "rgb(255, 255, 255)"  # no ink
     page.evaluate("window.dispatchEvent(new Event('afterprint'))")
     assert page.evaluate("document.documentElement.className") == ""

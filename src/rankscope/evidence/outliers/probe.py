@@ -23,6 +23,7 @@ from rankscope.evidence.outliers import EXCHANGES
 from rankscope.private import Patch, callers, find
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.ranks import ranks_of
+from rankscope.wrappers.untraced import transparent, untraced
 
 _log = logging.getLogger("rankscope")
 
@@ -107,6 +108,7 @@ class ExchangeProbe(RareProbe):
 
     def _noting(self, operation: str) -> Callable[[Any], Any]:
         def make(original: Any) -> Any:
+            @transparent
             @wraps(original)
             def noting(*args: Any, **kwargs: Any) -> Any:
                 if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
@@ -117,6 +119,7 @@ class ExchangeProbe(RareProbe):
 
         return make
 
+    @untraced
     def _note(self, operation: str, args: Any, kwargs: Any) -> None:
         try:
             given = [*args, *kwargs.values()]
