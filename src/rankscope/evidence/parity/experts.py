@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rankscope.errors import UnsupportedError
 from rankscope.evidence.parity.held import size_of
-from rankscope.evidence.parity.naming import Piece
+from rankscope.evidence.parity.naming import Portion
 from rankscope.gradients.names import canonical_name
 
 
@@ -47,7 +47,7 @@ class DealtExperts:
             if isinstance(getattr(each, "ep_group", None), dist.ProcessGroup)
             and hasattr(each, "num_local_experts")
         }
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, Portion] = {}
         for name, parameter in module.named_parameters():
             if not is_dealt_out(parameter):
                 continue
@@ -59,10 +59,10 @@ class DealtExperts:
                 )
             own = size_of(parameter)
             if _number_in(name, module, share.own):
-                piece = Piece(canonical_name(self.name(name)), own, 0)
+                piece = Portion(canonical_name(self.name(name)), own, 0)
             else:
                 whole = (own[0] * share.num_ranks, *own[1:])
-                piece = Piece(canonical_name(name), whole, own[0] * share.rank)
+                piece = Portion(canonical_name(name), whole, own[0] * share.rank)
             self.pieces[canonical_name(name)] = piece
 
     def name(self, own: str) -> str:

@@ -17,7 +17,7 @@ Rule = tuple[str, Sequence[str]]
 """A name of the other layout, and its names in this one."""
 
 
-class Piece(NamedTuple):
+class Portion(NamedTuple):
     """What a tensor of this rank is in the other layout, or among the tensors of all ranks."""
 
     name: str
@@ -38,10 +38,10 @@ class Naming:
         self,
         rules: Sequence[Rule],
         shapes: Mapping[str, tuple[int, ...]],
-        of_ranks: Mapping[str, Piece] | None = None,
+        of_ranks: Mapping[str, Portion] | None = None,
     ) -> None:
         self._pieces = dict(of_ranks or {})
-        wholes = {n: self._pieces.get(n, Piece(n, shape, 0)) for n, shape in shapes.items()}
+        wholes = {n: self._pieces.get(n, Portion(n, shape, 0)) for n, shape in shapes.items()}
         whole_shapes = {piece.name: piece.shape for piece in wholes.values()}
         for name, (whole, _, first) in wholes.items():
             for other, own in rules:
@@ -90,17 +90,17 @@ def _piece(
     own: Sequence[str],
     found: re.Match[str],
     shapes: Mapping[str, tuple[int, ...]],
-) -> Piece:
+) -> Portion:
     names = [_filled(each, found) for each in own]
     missing = [each for each in names if each not in shapes]
     if missing:
         raise UnsupportedError(f"no parameter is called {missing[0]}, a part of {other}")
     of_all = [shapes[each] for each in names]
     if len(names) == 1:
-        return Piece(_filled(other, found), of_all[0], 0)
+        return Portion(_filled(other, found), of_all[0], 0)
     if not all(of_all) or len({shape[1:] for shape in of_all}) > 1:
         sizes = ", ".join(" × ".join(map(str, shape)) for shape in of_all)
         raise UnsupportedError(f"the parts of {other} do not fit together: {sizes}")
     first = sum(shape[0] for shape in of_all[: names.index(name)])
     shape = (sum(shape[0] for shape in of_all), *of_all[0][1:])
-    return Piece(_filled(other, found), shape, first)
+    return Portion(_filled(other, found), shape, first)
