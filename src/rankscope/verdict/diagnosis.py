@@ -187,6 +187,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
     lengths = [one for one in by_rank(info, "data_length") if isinstance(one, int)]
+    rows = [one for one in by_rank(info, "data_rows") if isinstance(one, int)]
     unsaved = _at(info, "training", "model", "unsaved_buffers")
     return Diagnosis(
         RunFacts(
@@ -200,6 +201,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],
             data_length=plan.samples or max(lengths, default=None),
+            data_rows=max(rows, default=None),
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
             world_size=int(info.get("world_size") or 0),
             by_loop=_at(info, "options", "parallel") == "loop",

@@ -589,6 +589,21 @@ def length_of(loader: Any) -> int | None:
     return max(known, default=None)
 
 
+def rows_of(loader: Any) -> int | None:
+    """Return how many rows a loader's data set has, or the largest of all living loaders; or None.
+
+    None where a data set is iterable: it may yield any number of rows.
+    """
+    loaders = live_objects(DataLoader)[DataLoader] if loader is None else [loader]
+    rows = []
+    for data in (_quietly_of(each, "dataset") for each in loaders):
+        if data is None or isinstance(data, IterableDataset):
+            return None
+        with contextlib.suppress(Exception):  # some have no length
+            rows.append(len(data))
+    return max(rows, default=None)
+
+
 def _inside(loader: Any) -> Iterator[Any]:
     """Yield a loader and its parts, each once; nothing of them is read or called."""
     waiting = deque([loader])

@@ -2,7 +2,8 @@
 
 The batch is found in any structure, without reading it. A content digest is position-aware and
 blind to padding: with an attention mask, the same text has the same digest whether it was padded on
-the left, on the right, or not at all. Equal ids have equal numbers on all workers, in every run.
+the left, on the right, or not at all; without one, zeros at its end change nothing. Equal ids have
+equal numbers on all workers, in every run.
 """
 
 import hashlib
@@ -143,12 +144,12 @@ def _mixed(words: Any, present: Any, weights: Any) -> Any:
     ``present``: which of them count, each at its place among those that do; None if all do.
     """
     if present is None:
-        weighted = (words + 1) * weights[: words.shape[1]]
+        weighted = words * weights[: words.shape[1]]
     elif _is_padded_at_end(present):
-        weighted = (words + 1) * weights[: words.shape[1]] * present
+        weighted = words * weights[: words.shape[1]] * present
     else:
         place = present.cumsum(1) - present * 1  # how many stand before it
-        weighted = (words + 1) * weights[place % MAX_WORDS] * present
+        weighted = words * weights[place % MAX_WORDS] * present
     total = weighted.sum(1)
     total = (total ^ (total >> 29)) * _MIX
     return total ^ (total >> 32)

@@ -142,3 +142,34 @@ def test_batches_that_are_filled_up_are_a_note_from_the_first_step_on(num_worker
 
 def test_copies_in_every_step_are_more_than_a_note():
     assert observed(filled_up(4, every_step=True), 80, 4)[-1].severity is Severity.ERROR
+
+
+def padded_by(rank, num_workers, size, batch):
+    """Yield batches of a healthy job, in which one worker's samples are other ones in each epoch.
+
+    Its collate function pads them to the longest sample of their batch with a value of its own.
+    """
+    for epoch in range(20):
+        shards = [shard(size, num_workers, worker, 0, epoch) for worker in range(num_workers)]
+        shards[rank] = shards[rank] + size * (epoch + 1)
+        for at in range(0, len(shards[0]), batch):
+            yield [own[at : at + batch] for own in shards]
+
+
+@pytest.mark.parametrize(
+    ("rows", "named", "severity"),
+    [(None, False, Severity.ERROR), (960, False, Severity.NOTE), (960, True, Severity.ERROR)],
+)
+def test_rows_that_become_other_samples_in_each_epoch_prove_nothing(rows, named, severity):
+    detector = OverlappingShards(3, rows=rows)
+    found = [
+        one
+        for report in reports(padded_by(1, 3, 960, 8), 100, named=named)
+        for one in evidence_of(detector, report)
+    ]
+    assert found[-1].severity is severity
+    words, check = describe(found[-1])
+    assert ("more different samples than the data set has rows" in words) is (
+        severity is Severity.NOTE
+    )
+    assert check.startswith("Samples are compared by their ids") is (severity is Severity.NOTE)

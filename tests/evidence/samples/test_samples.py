@@ -40,6 +40,14 @@ def test_digests_are_blind_to_padding():
     assert plain.tolist() == wider.tolist() == left.tolist()
 
 
+def test_digests_without_a_mask_are_blind_to_zeros_at_the_end():
+    rows = torch.randint(1, 1000, (4, 12))
+    padded = torch.cat([rows, torch.zeros(4, 5, dtype=torch.int64)], 1)
+    assert torch.equal(digest_inputs((rows,), {}), digest_inputs((padded,), {}))
+    padded[:, -1] = 1
+    assert not (digest_inputs((rows,), {}) == digest_inputs((padded,), {})).any()
+
+
 def test_digests_see_order_and_single_elements():
     base = tokens(0, 50)
     swapped = base.clone()

@@ -195,7 +195,9 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         DuplicateBatches(num_workers, repeats=repeats, by_loop=run.by_loop),
         SameResults(num_workers, repeats=repeats),
-        OverlappingShards(num_workers, repeats=drawn_again, seeds=run.sampler_seeds),
+        OverlappingShards(
+            num_workers, repeats=drawn_again, seeds=run.sampler_seeds, rows=run.data_rows
+        ),
         RepeatedOrder(repeats=repeats),
         RepeatedBatches(num_workers, repeats=repeats),
         LoaderProcesses(),

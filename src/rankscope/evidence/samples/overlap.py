@@ -25,6 +25,11 @@ _BY_CONTENT = (
     "content of several samples, or one sample in several pieces, counts for no overlap."
 )
 _AGAIN = "Sampling with replacement, or data that hold the same content several times, explains"
+_MADE_ANEW = (
+    "The workers drew more different samples than the data set has rows: what a row becomes differs "
+    "from epoch to epoch, as by padding or augmentation, which explains"
+)
+_GIVE_IDS = "Samples are compared by their ids where scope.batch(ids) gives them."
 _FILLED = "Copies that fill up a batch, so that all workers have equally many samples, explain"
 _STEPS_OF_OVERLAP = 3
 _DRIFT = 0.02  # share of its draws
@@ -62,9 +67,12 @@ class OverlappingShards(Detector):
     are a note of their own. Where the batches of single steps are filled up in this way, the copies
     prove nothing: neither fewer than workers inside one step, nor the worker that they come from;
     unless nearly all steps have some.
+
+    More different samples than the data set has ``rows`` are none that one could recognize: rows
+    become other tensors in each epoch. Nothing is proven then.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_where", "_before_W")
+    SETTINGS = ("_num_workers", "_repeats", "_where", "_before_W", "_rows")
 
     def __init__(
         self,
@@ -73,8 +81,11 @@ class OverlappingShards(Detector):
         *,
         repeats: bool = False,
         seeds: Sequence[int | None] = (),
+        rows: int | None = None,
     ) -> None:
         self._num_workers = num_workers
+        self._rows = math.inf if rows is None else rows
+        self._made_anew = False
         self._where = _where_to_look(seeds)
         self._repeats = repeats
         self._drawn = self._remembered = 0  # samples of the epoch up to the step before
@@ -105,6 +116,8 @@ class OverlappingShards(Detector):
             found = self._observe(step, drawn[at], now)
             self._drawn = now.drawn
             self._remembered = now.remembered
+            distinct, error = self._ledger.scale_up(now.remembered)
+            self._made_anew = self._made_anew or distinct - 4 * error > self._rows
             if self._begins_epoch():
                 found += self._padding.end_epoch()
                 self._begin_epoch([] if now.counts.new else [drawn[at]])
@@ -216,8 +229,11 @@ class OverlappingShards(Detector):
 
     def _evidence(self) -> FaultEvidence:
         severity, chance = self._severity()
-        severity = Severity.NOTE if self._repeats else severity
+        made_anew = self._made_anew and not self._named
+        severity = Severity.NOTE if self._repeats or made_anew else severity
         counted = self._counted.all
+        innocent = _AGAIN if counted.cross + counted.own else _FILLED
+        innocent = _MADE_ANEW if made_anew else innocent
         ranks = counted.ranks()
         overlaps = counted.cross + counted.shared
         one_in = self._ledger.one_in
@@ -234,8 +250,8 @@ class OverlappingShards(Detector):
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(counted.own, "draw"),
-                "Where": self._where,
-                "innocent": _AGAIN if counted.cross + counted.own else _FILLED,
+                "Where": _GIVE_IDS if made_anew else self._where,
+                "innocent": innocent,
                 "told": "" if self._named else _BY_CONTENT,
             },
             numbers={

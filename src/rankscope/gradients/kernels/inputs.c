@@ -7,7 +7,7 @@ static int counts(const char *mask, int size, int64_t i) {
     return size == 4 ? ((const int32_t *)mask)[i] != 0 : mask[i] != 0;
 }
 
-/* Writes a digest of each of `samples` rows of `length` words.
+/* Writes a digest of each of `samples` rows of `length` words. Zeros at a row's end change nothing.
  *
  * mask: which words count, numbers of `size` bytes; NULL if all do. weights: one per place among
  * those that count, `places` of them; then they begin again. mix: an odd number. */
@@ -20,7 +20,7 @@ void rankscope_samples(const int64_t *words, const char *mask, int size, int64_t
         for (int64_t i = row * length; i < (row + 1) * length; i++) {
             if (mask && !counts(mask, size, i))
                 continue;
-            total += ((uint64_t)words[i] + 1) * weights[place];
+            total += (uint64_t)words[i] * weights[place];
             place = place + 1 == places ? 0 : place + 1;
         }
         total = (total ^ (uint64_t)((int64_t)total >> 29)) * mix;

@@ -154,7 +154,7 @@ def digest_rows(
             place = (before + tl.cumsum(ones, 0) - ones) % places
             before += tl.sum(ones, 0)
         weight = tl.load(weights + place, mask=counts, other=0)
-        total += (word + 1) * weight
+        total += word * weight
     digest = tl.sum(total, 0)
     digest = (digest ^ (digest >> 29)) * mix
     tl.store(digests + row, digest ^ (digest >> 32))

@@ -20,6 +20,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -217,6 +218,10 @@ class _Console(Console):
         self.quiet = True
 
 
+_WIDE = 110
+"""Columns of a terminal that has room for bars beside the metrics."""
+
+
 class StudyProgress:
     """Shows how far a study is; on a terminal as bars, elsewhere as one line per training."""
 
@@ -224,12 +229,14 @@ class StudyProgress:
         self._enabled = enabled
         self._steps = config.steps
         self._console = _Console(stderr=True)
+        columns: list[ProgressColumn] = [TextColumn("{task.description:<15}"), MofNCompleteColumn()]
+        metrics = TextColumn("{task.fields[metrics]}")
+        if self._console.width < _WIDE:
+            columns += [metrics]
+        else:
+            columns += [BarColumn(bar_width=16), metrics, TimeRemainingColumn(compact=True)]
         self._bars = Progress(
-            TextColumn("{task.description:<17}"),
-            BarColumn(bar_width=16),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            TimeRemainingColumn(compact=True),
+            *columns,
             console=self._console,
             disable=not (enabled and self._console.is_terminal),
         )
@@ -272,8 +279,9 @@ class StudyProgress:
             metrics = "" if report is None else describe(report)
             self._bars.update(task, completed=done, metrics=metrics)
             if self._enabled and not self._console.is_terminal and done == self._steps:
-                words = [f"{combination.name}: {done} steps", metrics]
-                self.print_line("; ".join(filter(None, words)))
+                words = f"{combination.name}: {done} steps"
+                last = "" if report is None else f"; step {report.step}: {metrics}"
+                self.print_line(words + last)
 
         return on_step
 
@@ -281,6 +289,6 @@ class StudyProgress:
 def describe(report: rankscope.StepReport) -> str:
     """Return the averaged loss and the paper's three metrics of a step in one short line."""
     return (
-        f"step {report.step}: loss {report.loss_mean:.3f}, loss std {report.loss_std:.3f}, "
+        f"loss {report.loss_mean:.3f}, loss std {report.loss_std:.3f}, "
         f"norm std {report.grad_norm_std:.3f}, cosine {report.cosine_mean:+.3f}"
     )

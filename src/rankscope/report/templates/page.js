@@ -196,6 +196,7 @@
   function print(begins) {
     printing = begins;
     root.classList.toggle("paper", begins);
+    for (const rest of document.querySelectorAll("details.rest")) rest.open = begins;
     for (const name of views.keys()) stale.add(name);
     if (root.dataset.mode !== mode()) paint();
     if (begins) drawAll();
