@@ -8,7 +8,7 @@ import secrets
 import stat
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -117,12 +117,28 @@ def read_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     raise TooLongError(errno.EFBIG, f"it is longer than {most // 2**20} MiB, which no such file is")
 
 
+MAX_LEVELS = 64
+"""Levels of a JSON document; rankscope's own have at most a dozen."""
+
+
 def parse(content: bytes | str) -> Any:
-    """Parse JSON; raise a ValueError if it is malformed, or nested too deep."""
+    """Parse JSON; raise a ValueError if it is malformed, or nested deeper than ``MAX_LEVELS``."""
     try:
-        return json.loads(content)
+        document = json.loads(content)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+    level = [document]
+    for _ in range(MAX_LEVELS):
+        level = [each for part in level for each in _parts_of(part)]
+        if not level:
+            return document
+    raise ValueError("it is nested too deep")
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def unreadable(path: Path, error: OSError) -> RunError:

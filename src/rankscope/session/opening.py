@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from rankscope.agent.processes import ProgressMark
 from rankscope.bus.environment import without_secrets
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
+from rankscope.bus.words import first_of, listed, name_ranks
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
@@ -240,18 +241,30 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
         if hello["agreement"] != first:
             keys = [key for key in first if hello["agreement"].get(key) != first[key]]
             if "groups" in keys:
-                others, own = (set(one["groups"]) for one in (hello["agreement"], first))
                 raise UsageError(
-                    "watch() expected the same trained parameters on every rank; only rank 0 "
-                    f"trains some of {sorted(own - others) or 'none'}, and only rank {rank} of "
-                    f"{sorted(others - own) or 'none'}; look for what freezes, ties or adds "
-                    "parameters on some ranks only"
+                    "watch() expected the same trained parameters on every rank, got "
+                    f"{_trained_by_some([one['agreement']['groups'] for one in hellos])}; look for "
+                    "what freezes, ties or adds parameters on some ranks only"
                 )
             given = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
                 f"watch() expected the same options on every rank, got {given} on rank {rank} and "
                 f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
             )
+
+
+def _trained_by_some(groups_R: Sequence[Sequence[str]]) -> str:
+    """Return which groups of parameters only some ranks train, in words."""
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    for name in dict.fromkeys(name for groups in groups_R for name in groups):
+        ranks = tuple(rank for rank, groups in enumerate(groups_R) if name in groups)
+        if len(ranks) < len(groups_R):
+            names_of.setdefault(ranks, []).append(name)
+    parts = [
+        f"{first_of(names)} trained on {name_ranks(ranks)} alone"
+        for ranks, names in names_of.items()
+    ]
+    return listed(parts) or "the same ones in another order"
 
 
 def _begin(

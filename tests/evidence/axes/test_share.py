@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from rankscope.bus.finding import Severity
 from rankscope.evidence.axes.root import Axes, AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
@@ -60,3 +61,19 @@ def test_a_difference_is_reported_at_each_doubling_with_its_probable_cause():
     assert "have 56 of the 60 labels" in first.explanation
     assert first.first_step == 0
     assert reported([share(0), share(1)]) == []
+
+
+def test_ranks_of_one_model_with_other_samples_are_noted_unless_a_batch_was_the_same():
+    apart = [share(0), share(1, samples=2)]
+    [*_, last] = reported(apart)
+    assert last.id == "samples-differ-along-axis"
+    assert last.severity is Severity.NOTE
+    assert "ranks 0 and 1 of the job" in last.explanation
+    assert reported([share(0), share(1)]) == []
+    assert reported([share(0, cut=()), share(1, samples=2, cut=())]) == []
+    found: list = []
+    axes = Axes(0, found.append)
+    for step, shares in enumerate([[share(0), share(1)], apart, apart, apart, apart]):
+        for each in shares:
+            axes.take(each.rank, step, each.pack())
+    assert found == []

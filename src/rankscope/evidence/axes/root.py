@@ -21,14 +21,19 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import PackedError
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.shares import Packable, Waiting
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
 from rankscope.stats.rounding import tolerance_of
 
 LOSSES = "loss.differs_along_axis"
 LABELS = "loss.labels_lost"
 NORM = "clip-norm-over-mesh"
+SAMPLES = "samples-differ-along-axis"
 
+_MOST_LINES = 3
 _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
+
+APART = 3
+"""Steps in which ranks along an axis draw other samples, until that is reported."""
 
 CLIPPED = 8
 """Steps with the same combination of norms that prove that it is clipped by."""
@@ -135,6 +140,8 @@ class Axes(Director):
         self._shares = Waiting[tuple[int, str, tuple[int, ...]], AxesShare](_MOST_WAITING)
         self._faults: dict[str, _Fault] = {}
         self._norm = NormOverMesh()
+        self._noted: list[tuple[str, tuple[int, ...]]] = []
+        self._apart: dict[tuple[str, tuple[int, ...]], int] = {}  # first step; -1: not in all
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a rank's share of a step."""
@@ -154,6 +161,7 @@ class Axes(Director):
 
     def _compare(self, step: int, axis: str, shares_T: Sequence[AxesShare]) -> None:
         line = [share.rank for share in shares_T]
+        self._compare_samples(step, axis, shares_T)
         if axis in shares_T[0].cut and (apart := loss_distance(shares_T)):
             losses = [[f"{loss:.5g}" for loss in share.losses[:1]] for share in shares_T]
             drawn = {share.random for share in shares_T}
@@ -177,6 +185,31 @@ class Axes(Director):
                 "each": f"{lost // (len(line) - 1):,}",
             }
             self._add(LABELS, axis, step, fields, {"axis": axis, "lost": lost, "offered": offered})
+
+    def _compare_samples(self, step: int, axis: str, shares_T: Sequence[AxesShare]) -> None:
+        """Note that ranks which compute one model together draw other samples in every step."""
+        line = tuple(share.rank for share in shares_T)
+        first = shares_T[0]
+        differ = len({share.samples for share in shares_T}) > 1 and all(
+            share.rows == first.rows > 0 for share in shares_T
+        )
+        if axis not in first.cut or axis in first.sequences:
+            return
+        begun = self._apart.setdefault((axis, line), step if differ else -1)
+        if not differ or begun < 0:  # a batch of some step has been the same
+            self._apart[axis, line] = -1
+        elif step == begun + APART:
+            lines = sorted(each for each, first in self._apart.items() if 0 <= first <= begun)
+            if lines == self._noted:
+                return
+            self._noted = lines
+            named = [name_ranks(ranks, of_job=True) for _, ranks in lines]
+            fields = {"axis": axis, "ranks": shortened(named, _MOST_LINES, "other group")}
+            numbers = {"axis": axis, "lines": [list(ranks) for _, ranks in lines[:MOST_RECORDED]]}
+            evidence = FaultEvidence(
+                SAMPLES, Severity.NOTE, (), begun, step, APART, fields, numbers, SAMPLES
+            )
+            self.publish(finding_of(evidence, step, name=SAMPLES, begun_at=self._first_step))
 
     def _add_norm(self, step: int, wrong: "WrongNorm") -> None:
         fields = {

@@ -26,8 +26,8 @@ _BY_CONTENT = (
 )
 _AGAIN = "Sampling with replacement, or data that hold the same content several times, explains"
 _MADE_ANEW = (
-    "The workers drew more different samples than the data set has rows: what a row becomes differs "
-    "from epoch to epoch, as by padding or augmentation, which explains"
+    "The workers drew more different samples than the data set has rows: rows become other samples "
+    "in each epoch, as by padding or augmentation, which explains"
 )
 _GIVE_IDS = "Samples are compared by their ids where scope.batch(ids) gives them."
 _FILLED = "Copies that fill up a batch, so that all workers have equally many samples, explain"

@@ -13,13 +13,14 @@
 
 import asyncio
 import functools
+import gzip
 import hashlib
 import hmac
 import ipaddress
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from html import escape
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
@@ -338,6 +339,9 @@ class _Pages:
         topic = _topic_of(request)
         if not await anyio.to_thread.run_sync(self._board.has, topic):
             return await _nothing_here(request)
+        if not _takes_gzip(request):
+            sheet = await self._sheet(topic) or _NO_RUN
+            return Response(await anyio.to_thread.run_sync(page_of, sheet, topic), media_type=_HTML)
         return StreamingResponse(self._page(topic), headers=_COMPRESSED, media_type=_HTML)
 
     async def _page(self, topic: str) -> AsyncIterator[bytes]:
@@ -362,11 +366,11 @@ class _Pages:
 
         sheet = await self._sheet(topic)
         if sheet is None:
-            return _compressed(packed("{}"), "application/json", 404)
+            return _answer(request, packed("{}"), "application/json", 404)
         content = await anyio.to_thread.run_sync(
             lambda: packed(news_of(sheet, self._board.figures_of(since)))
         )
-        return _compressed(content, "application/json")
+        return _answer(request, content, "application/json")
 
     async def events(self, request: Request) -> Response:
         topic = request.query_params.get("topic", "")
@@ -382,7 +386,7 @@ class _Pages:
         if found is None:
             return Response(status_code=404)
         headers = {"cache-control": _FOR_GOOD}
-        return _compressed(found.content, f"{found.kind}; charset=utf-8", 200, headers)
+        return _answer(request, found.content, f"{found.kind}; charset=utf-8", 200, headers)
 
 
 _NO_RUN = words_sheet(
@@ -402,12 +406,25 @@ def _topic_of(request: Request) -> str:
     return RUNS
 
 
-def _compressed(
-    content: bytes, kind: str, status: int = 200, headers: dict[str, str] | None = None
+def _takes_gzip(request: Request) -> bool:
+    """Return whether the client takes compressed answers, as each browser does."""
+    return "gzip" in request.headers.get("accept-encoding", "")
+
+
+def _answer(
+    request: Request,
+    content: bytes,
+    kind: str,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    return Response(content, status, {**_COMPRESSED, **(headers or {})}, media_type=kind)
+    """Return a compressed content as the client takes it."""
+    headers = {"vary": "accept-encoding", **(headers or {})}
+    if not _takes_gzip(request):
+        return Response(gzip.decompress(content), status, headers, media_type=kind)
+    return Response(content, status, {**_COMPRESSED, **headers}, media_type=kind)
 
 
 async def _nothing_here(request: Request, error: Exception | None = None) -> Response:
     page = await anyio.to_thread.run_sync(lambda: packed(page_of(_NO_RUN, "")))
-    return _compressed(page, _HTML, 404)
+    return _answer(request, page, _HTML, 404)
