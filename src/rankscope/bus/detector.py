@@ -132,6 +132,27 @@ class Detector(Stateful, ABC):
         return ()
 
 
+class RestartDetector(Detector):
+    """A detector that compares a restarted job with the one before it, which ``close`` has ended.
+
+    A step after ``close`` is one of a restarted job, whether this object continues or another that
+    was restored from its state.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def close(self) -> Iterable[FaultEvidence]:
+        """End the run; a session that begins after this is a restarted job's."""
+        self._ended = True
+        return ()
+
+    def _restarts(self) -> bool:
+        """Return whether a restarted job begins here; once for each."""
+        ended, self._ended = self._ended, False
+        return ended
+
+
 HEALED_AFTER = 16
 """Steps without a trace of it, one after the other, after which a fault has healed."""
 
