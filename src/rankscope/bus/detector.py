@@ -86,8 +86,8 @@ class FaultEvidence:
     first_step: int  # the first step that shows it
     last_step: int  # the last step that shows it
     count: int  # amount of evidence; each doubling makes an event of the finding
-    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``
-    # and ``over``, which follow from the rest
+    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``,
+    # ``over`` and ``ended``, which follow from the rest
     fields: Mapping[str, object] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)  # evidence for the record
     key: str = ""  # names the fault inside the run, and so its finding; the cause, if empty
@@ -104,6 +104,7 @@ class FaultEvidence:
             "last": last,
             "steps": count(self.count, "step"),
             "over": "" if self.status == "open" else f" It was last seen at step {last}.",
+            "ended": "" if self.status == "open" else " It is over now.",
         }
         object.__setattr__(self, "fields", {**usual, **self.fields})
 
