@@ -48,7 +48,7 @@ def run_traces(tokens: int, rounds: int) -> Row:
         dotting = time.thread_time()
         torch.dot(flat, flat)
         reading = time.thread_time()
-        pending.trace()
+        pending.read()
         plain.append((reduced - begin) + (collect - update))
         traced.append((update - reduced) + (end - collect))
         dots.append(2 * (reading - dotting))

@@ -88,8 +88,8 @@ class FaultEvidence:
     first_step: int  # the first step that shows it
     last_step: int  # the last step that shows it
     count: int  # amount of evidence; each doubling makes an event of the finding
-    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``
-    # and ``over``, which follow from the rest
+    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``,
+    # ``over`` and ``ended``, which follow from the rest
     fields: Mapping[str, object] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)  # evidence for the record
     key: str = ""  # names the fault inside the run, and so its finding; the cause, if empty
@@ -106,6 +106,7 @@ class FaultEvidence:
             "last": last,
             "steps": count(self.count, "step"),
             "over": "" if self.status == "open" else f" It was last seen at step {last}.",
+            "ended": "" if self.status == "open" else " It is over now.",
         }
         object.__setattr__(self, "fields", {**usual, **self.fields})
 
@@ -132,6 +133,27 @@ class Detector(Stateful, ABC):
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; return the evidence that had to wait for its end."""
         return ()
+
+
+class RestartDetector(Detector):
+    """A detector that compares a restarted job with the one before it, which ``close`` has ended.
+
+    A step after ``close`` is one of a restarted job, whether this object continues or another that
+    was restored from its state.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+
+    def close(self) -> Iterable[FaultEvidence]:
+        """End the run; a session that begins after this is a restarted job's."""
+        self._ended = True
+        return ()
+
+    def _restarts(self) -> bool:
+        """Return whether a restarted job begins here; once for each."""
+        ended, self._ended = self._ended, False
+        return ended
 
 
 HEALED_AFTER = 16

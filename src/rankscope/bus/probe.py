@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from rankscope.bus.finding import Finding
 
@@ -55,12 +55,15 @@ class Ready:
         return self.part
 
 
+_Read = TypeVar("_Read", covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """A part whose numbers are on their way to the host."""
+class Awaited(Generic[_Read]):
+    """What is read from numbers on their way to the host, such as a part of a step."""
 
     copies: Sequence[Any]  # what it waits for; None for nothing
-    read: Callable[[], MessagePart]
+    read: Callable[[], _Read]
 
     @property
     def ready(self) -> bool:

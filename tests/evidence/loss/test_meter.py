@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rankscope.errors import UsageError
-from rankscope.evidence.loss.probe import LossMeter, PendingLosses
+from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.integrations.backward_loss import unscaled
 from support.collected import to_arrays
 
@@ -181,7 +181,7 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
         loss, factor, constant, *_ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
-    parts = PendingLosses(*meter.collect(), 1.0).read().arrays
+    parts = read_losses(*meter.collect(), 1.0).arrays
     losses = np.frombuffer(parts["losses_U"])
     assert losses.tolist() == [pytest.approx(value)] * micro
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
@@ -195,7 +195,7 @@ def test_what_a_schedule_divides_by_afterwards_is_in_the_loss(scheduled, value):
         loss, factor, constant, *_ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
-    parts = PendingLosses(*meter.collect(), 1.0, scheduled).read().arrays
+    parts = read_losses(*meter.collect(), 1.0, scheduled).arrays
     assert np.frombuffer(parts["losses_U"]).tolist() == [value] * 2
     assert np.frombuffer(parts["multipliers_M"]).sum() * scheduled == pytest.approx(1.0)
 

@@ -97,6 +97,7 @@ def test_a_factor_is_named(act, look):
     assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
+    assert answer.num_tensors == 3
     assert answer.exit_code == 1
     assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["stage"] == "gradient"
 

@@ -83,14 +83,12 @@ class FactorLaw(Detector):
     def _evidence(self) -> FaultEvidence:
         fault = self._fault
         own = " Each rank's factor fits the norm of its own shards." if self._own else ""
-        over = "" if fault.open else " It is over now."
         compared = count(self._num_compared, "step")
         fields = {
             "factors": self._words,
             "shown": fault.count,
             "compared": compared,
             "own": own,
-            "over": over,
         }
         numbers = {
             "steps": fault.count,
@@ -115,12 +113,11 @@ class ClippedBetween(Detector):
             return
         fault = self._fault
         micro = int(workers["micro_batches"].max())
-        fields = {"micro": micro, "over": "" if fault.open else " It is over now."}
         yield fault.evidence(
             "sync.accumulation",
             Severity.WARNING,
             fault.ranks,
-            fields,
+            {"micro": micro},
             {"steps": fault.count, "micro_batches": micro},
             key=BETWEEN,
         )
@@ -237,7 +234,6 @@ class NormLaw(Detector):
                 "limit": f"{self._limit:.4g}{source}",
                 "ratios": " to ".join(dict.fromkeys(ratios)),
                 "cause": f": {self._cause}" if self._cause else "",
-                "over": "" if fault.open else " It is over now.",
             },
             {"steps": fault.count, "limit": self._limit, "ratio": self._ratios[-1]},
         )
@@ -251,7 +247,6 @@ class NormLaw(Detector):
             "before": f"{before_T.std() / before_T.mean():.2g}",
             "cause": f": {self._cause}" if self._cause else "",
             "steps": count(fault.count, "clipped step"),
-            "over": "" if fault.open else " It is over now.",
         }
         severity = Severity.WARNING if self._cause else Severity.NOTE
         numbers = {"steps": fault.count, "norm": float(after_T.mean())}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, Ready, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.wrappers.clipping import CLIP, NORM, VALUE, rounding_of
 from rankscope.wrappers.labels import is_spread, own
@@ -114,7 +114,7 @@ class ClippingProbe(Probe):
             self._lists[key] = _Listed(frozenset(map(id, parameters)), with_gradient)
         return self._lists[key]
 
-    def collect(self, end: StepEnd) -> Awaited | Ready:
+    def collect(self, end: StepEnd) -> Pending:
         """Return the step's clipping."""
         calls, orders, num_normed = self._calls, self._orders, self._num_normed
         value = self._value

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.detector import Detector, FaultEvidence, RestartDetector, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
@@ -23,7 +23,7 @@ _RESTS = 3  # such readings
 _READINGS = 4  # in a row, in which a copy was written and has kept its bits
 
 
-class CopiesOfModel(Detector):
+class CopiesOfModel(RestartDetector):
     """Copies of the model that do not follow it as they should.
 
     - An average that a restarted job takes up where it is, and whose share (one minus the decay) is
@@ -34,7 +34,7 @@ class CopiesOfModel(Detector):
     """
 
     def __init__(self) -> None:
-        self._ended = False
+        super().__init__()
         self._shares: dict[str, float] = {}  # the last one of each average
         self._rests: dict[str, int] = {}  # readings in which rounding kept many elements
         self._awaited: set[str] = set()  # averages that a session has taken up
@@ -53,17 +53,11 @@ class CopiesOfModel(Detector):
             label, _, what = name.rpartition("|")
             known = values_W[values_W != MISSING_INT]
             by_label.setdefault(label, {})[what] = int(known[0])
-        begins = bool(by_label) and self._ended
-        self._ended = self._ended and not begins
+        begins = bool(by_label) and self._restarts()
         for label, values in by_label.items():
             yield from self._follow_share(label, values, number, begins=begins)
             yield from self._follow_rest(label, values, number)
             yield from self._follow_writes(label, values, number, begins=begins)
-
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a session that begins after this is a restarted job's."""
-        self._ended = True
-        return ()
 
     def _follow_share(
         self, label: str, values: dict[str, int], step: int, *, begins: bool

@@ -110,12 +110,9 @@ class NoGradient(Detector):
         return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
 
     def _evidence(self) -> FaultEvidence:
-        over = "" if self._zero.open else " It is over now."
         zero = self._zero
-        numbers = {"steps": self._zero.count}
-        return zero.evidence(
-            "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
-        )
+        numbers = {"steps": zero.count}
+        return zero.evidence("loss.no_gradient", Severity.WARNING, zero.ranks, {}, numbers)
 
 
 class PartsWithoutGradient(Detector):

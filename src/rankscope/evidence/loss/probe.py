@@ -12,7 +12,6 @@ import logging
 import math
 from array import array as typed_array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
@@ -21,7 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.bus.probe import Content, Evaluated, Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import (
+    Awaited,
+    Content,
+    Evaluated,
+    Job,
+    MessagePart,
+    Pending,
+    Probe,
+    StepEnd,
+)
 from rankscope.bus.steps import LEAST_SCALER
 from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
@@ -392,34 +400,21 @@ _DOUBLE = 8  # bytes
 _NAN = np.full(1, np.nan).tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class PendingLosses:
-    """The losses of one step; they may still be on the device."""
-
-    losses: Sequence[MicroBatchLoss]  # one entry per micro-batch
-    multipliers: Numbers | None  # multipliers of the losses before backward; None if unknown
-    summed_workers: float  # how many workers' gradients the reduction adds up: 1 for their mean
-    scheduled: float = math.nan  # a pipeline's factor on the gradients after backward; NaN without
-
-    @property
-    def ready(self) -> bool:
-        """Whether all can be read without waiting."""
-        if self.multipliers is not None and not self.multipliers.ready:
-            return False
-        return all(micro.ready for micro in self.losses)
-
-    def read(self) -> MessagePart:
-        """Wait for the device; return losses and weights, one micro-batch after the other."""
-        if self.multipliers is not None and any(one.constant is not None for one in self.losses):
-            factors_M = self.multipliers.numpy()
-            scheduled = self.scheduled if math.isfinite(self.scheduled) else 1.0
-            return MessagePart(
-                arrays=_trained_losses(self.losses, factors_M, self.summed_workers, scheduled)
-            )
-        parts = _loss_parts(self.losses, [_packed(micro.values) for micro in self.losses])
-        if self.multipliers is not None:
-            parts["multipliers_M"] = _packed(self.multipliers)
-        return MessagePart(arrays=parts)
+def read_losses(
+    losses: Sequence[MicroBatchLoss],
+    multipliers: Numbers | None,  # of the losses before backward; None if unknown
+    summed_workers: float,  # how many workers' gradients the reduction adds up: 1 for their mean
+    scheduled: float = math.nan,  # a pipeline's factor on gradients after backward; NaN without
+) -> MessagePart:
+    """Wait for the device; return losses and weights, one micro-batch after the other."""
+    if multipliers is not None and any(one.constant is not None for one in losses):
+        factors_M = multipliers.numpy()
+        scheduled = scheduled if math.isfinite(scheduled) else 1.0
+        return MessagePart(arrays=_trained_losses(losses, factors_M, summed_workers, scheduled))
+    parts = _loss_parts(losses, [_packed(micro.values) for micro in losses])
+    if multipliers is not None:
+        parts["multipliers_M"] = _packed(multipliers)
+    return MessagePart(arrays=parts)
 
 
 class LossProbe(Probe):
@@ -457,10 +452,11 @@ class LossProbe(Probe):
         move = partial(self._meter.move, self._meter.num_given, losses)
         return Evaluated(move, partial(self._meter.absorb, losses))
 
-    def collect(self, end: StepEnd) -> PendingLosses:
+    def collect(self, end: StepEnd) -> Pending:
         """Return the losses of the step's forward passes that had a backward pass."""
         losses, multipliers = self._meter.collect(end.idle)
-        return PendingLosses(losses, multipliers, end.summed_workers, end.schedule_scale)
+        given = losses, multipliers, end.summed_workers, end.schedule_scale
+        return Awaited([multipliers, *losses], partial(read_losses, *given))
 
     def abort(self) -> None:
         """Forget the step's losses."""

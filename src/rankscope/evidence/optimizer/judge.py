@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
+from rankscope.bus.detector import (
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RestartDetector,
+    RunFacts,
+)
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, copied_values
@@ -130,7 +136,7 @@ class _Holdings(Stateful):
         return found
 
 
-class OptimizerStart(Detector):
+class OptimizerStart(RestartDetector):
     """An optimizer whose state is not what a session should begin with.
 
     - Step counters above zero beside moments that are all zero: the optimizer was called before the
@@ -147,7 +153,7 @@ class OptimizerStart(Detector):
     """
 
     def __init__(self) -> None:
-        self._ended = False
+        super().__init__()
         self._first = _Holdings()
         self._last = _Holdings()  # at the last moment that was read
         self._saved: deque[_Holdings] = deque(maxlen=_MOST_SAVED)
@@ -171,13 +177,8 @@ class OptimizerStart(Detector):
             yield from self._precision(self._last)
             yield from self._lagging(self._last)
 
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a session that begins after this is a restarted job's."""
-        self._ended = True
-        return ()
-
     def _begin(self, now: _Holdings) -> Iterable[FaultEvidence]:
-        continues, self._ended = self._ended and self._first.step >= 0, False
+        continues = self._restarts() and self._first.step >= 0
         anew = not now.differs(self._first, f"{_PARAMETERS}: bits") if continues else True
         self._rates = None if anew else []
         if not continues or anew:

@@ -255,40 +255,29 @@ class _Kind:
     finer: bool = False  # whether some may move otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRest:
-    """Which parameters have kept their bits in a window, on the way to the host."""
+def _read_rest(
+    num_updates: int,
+    kinds: Mapping[str, _Kind],
+    before: PendingReading,
+    after: PendingReading,
+    sizes: Mapping[str, HostCopy],
+) -> dict[str, int]:
+    """Wait for the device; return integers by name, floats by their bits.
 
-    num_updates: int
-    kinds: Mapping[str, _Kind]
-    before: PendingReading
-    after: PendingReading
-    sizes: Mapping[str, HostCopy]
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        read = self.before.ready and self.after.ready
-        return read and all(copy.ready for copy in self.sizes.values())
-
-    def read(self) -> dict[str, int]:
-        """Wait for the device; return integers by name, floats by their bits.
-
-        The name begins with kind, type and first parameter, between bars.
-        """
-        before, _ = self.before.read()
-        after, _ = self.after.read()
-        found: dict[str, int] = {}
-        for name, kind in self.kinds.items():
-            at_rest = sum(before[number] == after[number] for number in kind.numbers)
-            values = {"parameters": len(kind.numbers), "at rest": at_rest}
-            values["updates"] = self.num_updates
-            share, update, value = max(self.sizes[name].numpy().reshape(-1, 3).tolist())
-            for what, number in (("share", share), ("update", update), ("value", value)):
-                values[what] = int(np.float64(number).view(np.int64))
-            label = f"{name}|{kind.dtype}|{kind.first}"
-            found |= {f"{label}|{what}": number for what, number in values.items()}
-        return found
+    The name begins with kind, type and first parameter, between bars.
+    """
+    digests_before, _ = before.read()
+    digests_after, _ = after.read()
+    found: dict[str, int] = {}
+    for name, kind in kinds.items():
+        at_rest = sum(digests_before[number] == digests_after[number] for number in kind.numbers)
+        values = {"parameters": len(kind.numbers), "at rest": at_rest, "updates": num_updates}
+        share, update, value = max(sizes[name].numpy().reshape(-1, 3).tolist())
+        for what, number in (("share", share), ("update", update), ("value", value)):
+            values[what] = int(np.float64(number).view(np.int64))
+        label = f"{name}|{kind.dtype}|{kind.first}"
+        found |= {f"{label}|{what}": number for what, number in values.items()}
+    return found
 
 
 class RestMeter:
@@ -308,7 +297,7 @@ class RestMeter:
         self._ids: list[int] = []
         self._off = False
 
-    def see_update(self) -> PendingRest | None:
+    def see_update(self) -> Awaited[dict[str, int]] | None:
         """Count an update that has ended; return the window that ends with it, if it counts."""
         self._num_updates += 1
         if self._off or self._num_updates < self._end:
@@ -338,7 +327,7 @@ class RestMeter:
     @torch.no_grad()
     def _compare(
         self, held: list[OptimizedParameter], before: PendingReading, after: PendingReading
-    ) -> PendingRest | None:
+    ) -> Awaited[dict[str, int]] | None:
         places = places_of(self._module)
         kinds: dict[str, _Kind] = {}
         for number, one in enumerate(held):
@@ -357,7 +346,8 @@ class RestMeter:
         if not kinds:
             return None
         sizes = {n: HostCopy(torch.stack(kind.updates), own=True) for n, kind in kinds.items()}
-        return PendingRest(self._num_updates - self._begun, kinds, before, after, sizes)
+        read = partial(_read_rest, self._num_updates - self._begun, kinds, before, after, sizes)
+        return Awaited([before, after, *sizes.values()], read)
 
 
 def _update_of(held: OptimizedParameter) -> Tensor | None:
@@ -415,7 +405,7 @@ class OptimizerProbe(Probe):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
-        self._readings: dict[StateKind, PendingHoldings | PendingRest] = {}
+        self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._num_calls = 0
         self._saved_at = -1
@@ -462,7 +452,7 @@ class OptimizerProbe(Probe):
         return Awaited(list(readings.values()), partial(_held, readings))
 
 
-def _held(readings: Mapping[StateKind, PendingHoldings | PendingRest]) -> MessagePart:
+def _held(readings: Mapping[StateKind, PendingHoldings | Awaited[dict[str, int]]]) -> MessagePart:
     """Wait for the device."""
     return MessagePart(names={KEY: {str(kind): one.read() for kind, one in readings.items()}})
 

@@ -35,7 +35,7 @@ from rankscope.bus.parity import (
     folder_of_rank,
 )
 from rankscope.bus.probe import Job, Probe
-from rankscope.evidence.loss.probe import LossMeter, PendingLosses
+from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
 from rankscope.evidence.parity.experts import DealtExperts
 from rankscope.evidence.parity.figures import (
@@ -431,7 +431,7 @@ class ParityRecorder:
             return
         now = self._now
         losses, multipliers = self._losses.collect()
-        arrays = PendingLosses(losses, multipliers, 1.0).read().arrays
+        arrays = read_losses(losses, multipliers, 1.0).arrays
         samples = [np.asarray(s if isinstance(s, np.ndarray) else s.numpy(), np.int64).reshape(-1)
                    for s in self._samples.collect()]  # fmt: skip
         used = int(self._random.collect().get("rng_used", 0))

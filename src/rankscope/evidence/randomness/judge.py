@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
+from rankscope.bus.detector import (
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RestartDetector,
+    RunFacts,
+)
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.plan import Plan
@@ -195,7 +201,7 @@ AGAIN = "rng-begun-again"
 _MOST_SAVED = 64
 
 
-class RandomRestart(Detector):
+class RandomRestart(RestartDetector):
     """A restarted job in which ranks hold the random states of others.
 
     Each rank had a state of its own when the run began, and when it was saved. After the restart,
@@ -212,7 +218,7 @@ class RandomRestart(Detector):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._ended = False
+        super().__init__()
         self._first: dict[str, Ints] = {}
         self._moved = 0  # generators that the steps move, as bits
         self._saved: deque[dict[str, Ints]] = deque(maxlen=_MOST_SAVED)
@@ -228,7 +234,7 @@ class RandomRestart(Detector):
             return
         started = held_values(rows, StateKind.STARTED, KEY)
         if started:
-            continues, self._ended = self._ended and bool(self._first), False
+            continues = self._restarts() and bool(self._first)
             found = self._compare(started) if continues else {}
             if found:
                 words, ranks = next(iter(found.values()))
@@ -243,11 +249,6 @@ class RandomRestart(Detector):
         saved = held_values(rows, StateKind.SAVED, KEY)
         if saved:
             self._saved.append(saved)
-
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a session that begins after this is a restarted job's."""
-        self._ended = True
-        return ()
 
     def _compare(self, now: Mapping[str, Ints]) -> dict[str, tuple[str, list[int]]]:
         """Return words and ranks for each generator that is not where it belongs."""

@@ -142,7 +142,6 @@ class AccumulationAudit(Detector):
             "what": change.words,
             "where": f" of {where}" if where else "",
             "micro": f"{change.micro + 1:,}",
-            "over": "" if seen.open else " It is over now.",
             "schedule": _OF_SCHEDULES.get(change.kind, "") if self._in_schedule else "",
         }
         evidence = seen.evidence(CAUSE, severity, seen.ranks, fields, numbers)
@@ -161,9 +160,8 @@ class AccumulationAudit(Detector):
     def _left_over_evidence(self) -> FaultEvidence:
         seen = self._left_over
         severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
-        over = "" if seen.open else " It is over now."
         numbers = {"steps": seen.count, "kind": "left over"}
-        return seen.evidence(CAUSE, severity, seen.ranks, {"over": over}, numbers, key=LEFT_OVER)
+        return seen.evidence(CAUSE, severity, seen.ranks, {}, numbers, key=LEFT_OVER)
 
 
 class ChangedLater(Detector):
@@ -213,7 +211,6 @@ class ChangedLater(Detector):
             {
                 "names": shortened(names, _NAMED),
                 "factor": f"{last:.4g}",
-                "over": "" if seen.open else " It is over now.",
             },
             {"steps": seen.count, **named(names), "factor": last},
         )

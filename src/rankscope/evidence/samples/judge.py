@@ -13,6 +13,7 @@ from rankscope.bus.detector import (
     Detector,
     FaultEvidence,
     PersistentFault,
+    RestartDetector,
     RunFacts,
 )
 from rankscope.bus.finding import Severity
@@ -497,11 +498,8 @@ LOADER_BEHIND = "loader-behind-model"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
-class ResumeMismatch(Detector):
+class ResumeMismatch(RestartDetector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
-
-    A step after ``close`` belongs to a restarted job, whether this object continues or another that
-    was restored from its state.
 
     - In another order, it is an error: the loader shuffled again.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
@@ -511,8 +509,8 @@ class ResumeMismatch(Detector):
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        super().__init__()
         self._watch = RestartWatch(num_workers, capacity)
-        self._ended = False
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
@@ -522,7 +520,7 @@ class ResumeMismatch(Detector):
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield how a restarted job went on, once that shows."""
-        if self._ended:
+        if self._restarts():
             self.restarted(steps.numbers[0])
         verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
         for step in steps:
@@ -534,14 +532,8 @@ class ResumeMismatch(Detector):
             self._compare_parameters(step.gathered)
             yield () if verdict is None else (self._evidence(verdict, step.gathered),)
 
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a step after this is one of a restarted job."""
-        self._ended = True
-        return ()
-
     def restarted(self, step: int) -> None:
         """Begin a restarted job with this step."""
-        self._ended = False
         self._watch.restart(step)
         self._lr_at_start = self._lr_by_step.get(self._watch.interrupted, math.nan)
         self._lr_before = self._lr_last

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.errors import UsageError
 from rankscope.evidence.samples.places import PlaceProbe
 from rankscope.gradients.host import Numbers, copy_numbers
@@ -66,7 +66,7 @@ class LengthMeter(Probe):
         present = _count(mask) if fits else None
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
-    def collect(self, end: StepEnd) -> Awaited:
+    def collect(self, end: StepEnd) -> Pending:
         """Return the lengths since the last call, without those of idle forward passes."""
         seen = [one for one in self._seen if one.forward not in end.idle]
         self._seen = []
@@ -183,7 +183,7 @@ class SampleProbe(Probe):
         """Digest the batch, unless the training gave its ids."""
         self._samples.see(args, kwargs, forward)
 
-    def collect(self, end: StepEnd) -> Awaited:
+    def collect(self, end: StepEnd) -> Pending:
         """Return the samples of the step's forward passes that had a backward pass."""
         values = {
             "samples_named": self._samples.named,

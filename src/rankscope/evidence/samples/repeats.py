@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RestartDetector
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import MISSING_INT
@@ -331,7 +331,7 @@ _LEAST_STEPS = 8
 _SHARE = 4  # of a period must have come again
 
 
-class RepeatedOrder(Detector):
+class RepeatedOrder(RestartDetector):
     """The batches of all workers come again in the same order.
 
     A step's batch is identified by the digests of all workers' batches in the order of ranks. It
@@ -345,9 +345,9 @@ class RepeatedOrder(Detector):
     SETTINGS = ("_intended",)
 
     def __init__(self, *, repeats: bool = False) -> None:
+        super().__init__()
         self._intended = repeats
         self._finder = PeriodFinder()
-        self._ended = False
         self._on_purpose = 0
         self._span = PersistentFault()
         self._period = -1
@@ -357,8 +357,7 @@ class RepeatedOrder(Detector):
         """Process a step's batches; report while they come again in the same order."""
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
-        if self._ended:
-            self._ended = False
+        if self._restarts():
             self._on_purpose = 0
             self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
@@ -378,11 +377,6 @@ class RepeatedOrder(Detector):
             self._severity = severity
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
-
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a step after this is one of a restarted job."""
-        self._ended = True
-        return ()
 
     def _evidence(self) -> FaultEvidence:
         span = self._span

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, Ready, StepEnd
 from rankscope.bus.rare import RareProbe
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
@@ -167,7 +167,7 @@ class PassMeter(Probe):
         self._passes_before = self._passes
         self._passes = 0
 
-    def collect(self, end: StepEnd) -> Awaited | None:
+    def collect(self, end: StepEnd) -> Pending | None:
         """Return the step's copies; None where there are too few to compare."""
         copies = self._copies
         self.abort()

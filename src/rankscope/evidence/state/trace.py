@@ -10,8 +10,8 @@ Nothing waits for the device.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from rankscope.bus.probe import MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Awaited, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.evidence.state.plan import Slice, TensorPlace, digest_optimizer
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
@@ -37,6 +37,9 @@ UNREADABLE = PendingDigest(word_of("cannot be read"))
 
 DigestRow = tuple[StateKind, str, PendingDigest]
 """A tensor's kind, its name, and its digest, which a device may still compute."""
+
+PendingRows = Awaited[TensorTrace]
+"""Rows of a trace on their way to the host."""
 
 _SEED = 0  # of the signs, whatever the seed of the run
 _ROWS = 64  # pieces that are folded at once
@@ -64,7 +67,7 @@ class TraceReader:
     @torch.no_grad()
     def read(
         self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
-    ) -> "PendingRows":
+    ) -> PendingRows:
         """Start to read tensors as they are now."""
         rows: list[tuple[StateKind, str]] = []
         reading = PendingDigests()
@@ -89,14 +92,9 @@ class TraceReader:
         for kind, name, digest in digests:
             rows.append((kind, name))
             reading.add_digest(digest)
-        return PendingRows(
-            rows,
-            num_read,
-            reading.begin(),
-            np.array(owners, np.int64),
-            HostCopy(torch.cat(folded)),
-            HostCopy(torch.cat(squares)),
-        )
+        copies = reading.begin(), HostCopy(torch.cat(folded)), HostCopy(torch.cat(squares))
+        places_P = np.array(owners, np.int64)
+        return Awaited(copies, partial(_read_rows, rows, num_read, places_P, *copies))
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor | None]]:
         """Yield position and elements of a tensor's pieces; None for unreadable elements."""
@@ -145,39 +143,30 @@ class TraceReader:
             _log.debug("some tensors cannot be traced: %s", error)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRows:
-    """Rows of a trace on their way to the host. P pieces of the tensors."""
-
-    rows: list[tuple[StateKind, str]]  # kind and name of each tensor
-    num_read: int  # how many of them were read in pieces; the others have a digest only
-    digests: PendingReading
-    owners_P: NDArray[np.int64]  # row to which each piece belongs
-    sketches: HostCopy  # float64 ``[P, k]``
-    squared_norms: HostCopy  # float64 ``[P]``
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        return self.sketches.ready and self.squared_norms.ready and self.digests.ready
-
-    def read(self) -> TensorTrace:
-        """Wait for the device."""
-        sketches_NK = np.zeros((len(self.rows), TRACE_WIDTH))
-        squares_N = np.zeros(len(self.rows))
-        np.add.at(sketches_NK, self.owners_P, self.sketches.numpy())
-        np.add.at(squares_N, self.owners_P, self.squared_norms.numpy())
-        squares_N[self.num_read :] = math.nan
-        digests, _ = self.digests.read()
-        with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
-            narrow_NK = sketches_NK.astype(np.float32)
-        return TensorTrace(
-            tuple(kind for kind, _ in self.rows),
-            tuple(name for _, name in self.rows),
-            np.array(digests, np.uint64).view(np.int64),
-            np.sqrt(squares_N),
-            narrow_NK,
-        )
+def _read_rows(
+    rows: list[tuple[StateKind, str]],  # kind and name of each tensor
+    num_read: int,  # how many of them were read in pieces; the others have a digest only
+    owners_P: NDArray[np.int64],  # row to which each of P pieces belongs
+    reading: PendingReading,
+    sketches: HostCopy,  # float64 ``[P, k]``
+    squared_norms: HostCopy,  # float64 ``[P]``
+) -> TensorTrace:
+    """Wait for the device."""
+    sketches_NK = np.zeros((len(rows), TRACE_WIDTH))
+    squares_N = np.zeros(len(rows))
+    np.add.at(sketches_NK, owners_P, sketches.numpy())
+    np.add.at(squares_N, owners_P, squared_norms.numpy())
+    squares_N[num_read:] = math.nan
+    digests, _ = reading.read()
+    with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
+        narrow_NK = sketches_NK.astype(np.float32)
+    return TensorTrace(
+        tuple(kind for kind, _ in rows),
+        tuple(name for _, name in rows),
+        np.array(digests, np.uint64).view(np.int64),
+        np.sqrt(squares_N),
+        narrow_NK,
+    )
 
 
 def _lies_in_memory(tensor: Tensor, device: torch.device) -> bool:
@@ -187,43 +176,21 @@ def _lies_in_memory(tensor: Tensor, device: torch.device) -> bool:
     return tensor.layout != torch.strided or has_memory(tensor)  # else its parts are copied
 
 
-@dataclass(frozen=True, slots=True)
-class PendingTrace:
-    """A step's trace on its way to the host."""
-
-    rows: tuple[PendingRows, ...]
-    initial: PendingRows | None = None  # the model before the first step
-
-    @property
-    def ready(self) -> bool:
-        """Whether :meth:`read` would not wait."""
-        initial = self.initial is None or self.initial.ready
-        return initial and all(rows.ready for rows in self.rows)
-
-    def read(self) -> MessagePart:
-        """Wait for the device; the trace of the initial model comes first."""
-        trace = self.trace()
-        parts = [part for part in (trace.initial, trace) if part is not None]
-        columns: tuple[tuple[str, str, type[np.generic]], ...] = (
-            ("traced_digests_N", "digests_N", np.int64),
-            ("traced_norms_N", "norms_N", np.float64),
-            ("traced_sketches", "sketches_NK", np.float32),
-        )
-        arrays = {
-            name: b"".join([getattr(part, field).astype(dtype).tobytes() for part in parts])
-            for name, field, dtype in columns
-        }
-        names = {
-            what: [[str(kind) for kind in part.kinds], list(part.names)]
-            for what, part in (("initial", trace.initial), ("own", trace))
-            if part is not None
-        }
-        return MessagePart(arrays=arrays, names={"traced": names})
-
-    def trace(self) -> TensorTrace:
-        """Wait for the device; return the tensors."""
-        initial = None if self.initial is None else self.initial.read()
-        return replace(_joined([rows.read() for rows in self.rows]), initial=initial)
+def _read_trace(rows: Sequence[PendingRows], initial: PendingRows | None) -> MessagePart:
+    """Wait for the device; the trace of the initial model, if any, comes first."""
+    own = _joined([each.read() for each in rows])
+    traces = {"initial": initial.read(), "own": own} if initial is not None else {"own": own}
+    columns: tuple[tuple[str, str, type[np.generic]], ...] = (
+        ("traced_digests_N", "digests_N", np.int64),
+        ("traced_norms_N", "norms_N", np.float64),
+        ("traced_sketches", "sketches_NK", np.float32),
+    )
+    arrays = {
+        name: b"".join([getattr(one, field).astype(dtype).tobytes() for one in traces.values()])
+        for name, field, dtype in columns
+    }
+    names = {what: [list(map(str, one.kinds)), list(one.names)] for what, one in traces.items()}
+    return MessagePart(arrays=arrays, names={"traced": names})
 
 
 class TraceMeter(Probe):
@@ -281,7 +248,7 @@ class TraceMeter(Probe):
         self._reduced = self._reader.read(gradients)
         self._leave_out(self._spent(start))
 
-    def collect(self, end: StepEnd) -> PendingTrace | None:
+    def collect(self, end: StepEnd) -> Pending | None:
         """Read the parameters after the step; return its trace, if any."""
         end.busy_seconds -= self.busy_seconds
         if not end.comparable:
@@ -291,11 +258,12 @@ class TraceMeter(Probe):
         if self._due and self._reduced is not None:
             trained = ((StateKind.PARAMETER, *each) for each in self._parameters.items())
             rows = [self._reduced, self._reader.read(trained)]
-        trace = PendingTrace(tuple(rows), self._initial) if rows or self._initial else None
-        self._initial = None
+        initial, self._initial = self._initial, None
         self.abort()
         end.leave_out(self._spent(start))
-        return trace
+        if not rows and initial is None:
+            return None
+        return Awaited([initial, *rows], partial(_read_trace, rows, initial))
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

@@ -3,13 +3,13 @@
 from functools import partial
 from typing import Any
 
-from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, StepEnd
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, StepEnd
 
 
 class TimingProbe(Probe):
     """Collects the times that the collector measures."""
 
-    def collect(self, end: StepEnd) -> Awaited:
+    def collect(self, end: StepEnd) -> Pending:
         """Return the step's times; accelerator overhead may still be on the device."""
         names = ("step_seconds", "busy_seconds", "overhead_seconds", "read_seconds")
         values = {name: getattr(end, name) for name in names}

@@ -129,6 +129,12 @@ class Recording:
         return max(map(_roundoff_of, (*self.types, self.compute)))
 
 
+def trained(side: Recording) -> set[str]:
+    """Return the names of the trained parameters."""
+    first = side.steps[min(side.steps)] if side.steps else SideStep()
+    return set(map(str, first.facts.get("trained", ())))
+
+
 def _roundoff_of(dtype: str) -> float:
     return UNIT_ROUNDOFF.get(dtype_name(dtype), _SINGLE)
 
@@ -343,6 +349,11 @@ class Bounds:
     _grown: dict[int, float] = field(default_factory=dict)
 
     @property
+    def steps(self) -> list[int]:
+        """The steps that both sides have, in order."""
+        return sorted(set(self.a.steps) & set(self.b.steps))
+
+    @property
     def roundoff(self) -> float:
         """Unit roundoff of the coarser side."""
         return max(self.a.roundoff, self.b.roundoff)
@@ -425,8 +436,7 @@ class Bounds:
         All that came before was found to be rounding: a sign of Adam's first update, say, where a
         gradient is almost zero.
         """
-        first = min(set(self.a.steps) & set(self.b.steps))
-        if step == first or self.original is None or self.moved is None:
+        if step == self.steps[0] or self.original is None or self.moved is None:
             return 1.0
         if step not in self._grown:
             pairs = ((self.a, self.b), (self.original, self.moved))

@@ -1,0 +1,297 @@
+"""The stages of a step, each a function that returns how two trainings differ in it, if they do."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
+from rankscope.bus.words import first_of
+from rankscope.tools.parity.copies import unequal_copies
+from rankscope.tools.parity.data import data, losses_apart, samples_apart
+from rankscope.tools.parity.inside import first_layer_apart
+from rankscope.tools.parity.pair import StepPair, both, has_same_generators, not_comparable
+from rankscope.tools.parity.reading import SideStep, is_clipped, trained
+from rankscope.tools.parity.result import Answer, Difference
+from rankscope.tools.stages import DiffClass, Stage
+
+
+def start(pair: StepPair) -> Answer | None:
+    """Compare parameters and buffers as the first step begins."""
+    if not pair.is_first:
+        return None
+    resumed = bool(pair.a.facts.get("resumed"))
+    words = "it resumes with others" if resumed else "the start differs"
+    for kind, what in ((START, "parameter"), (BUFFER, "buffer")):
+        found = pair.apart(kind, start=not resumed)
+        if found:
+            return pair.differ(Stage.START, words, found, pair.count(kind), what)
+    return None
+
+
+def held_before(pair: StepPair) -> Answer | None:
+    """Compare what the optimizers hold before their first call."""
+    if not pair.is_first:
+        return None
+    for kind in _moments(pair, HELD):
+        found = pair.apart(kind, start=kind not in pair.a.figures)
+        if found:
+            words = f"the optimizer holds another {kind.removeprefix(HELD)} before its first call"
+            return pair.differ(Stage.STATE, words, found, pair.count(kind))
+    own, other = (dict(step.facts.get("held counters", {})) for step in (pair.a, pair.b))
+    words = _counters_apart(own, other)
+    return pair.differ_by(Stage.STATE, f"Before its first call {words}.") if words else None
+
+
+def restored(pair: StepPair) -> Answer | None:
+    """Compare gradient scaler and random generators as a resumption begins."""
+    if not pair.is_first or not pair.a.facts.get("resumed"):
+        return None
+    return _scaler(pair) or _random(pair)
+
+
+def _scaler(pair: StepPair) -> Answer | None:
+    own, other = (dict(step.facts.get("scaler", {})) for step in (pair.a, pair.b))
+    for name in dict.fromkeys([*own, *other]):
+        first, second = own.get(name, "none"), other.get(name, "none")
+        if first != second:
+            text = (
+                f"In step {pair.number} the gradient scaler is not restored: its "
+                f"{name.strip('_').replace('_', ' ')} is {first} in A and {second} in B."
+            )
+            return pair.differ_by(Stage.STATE, text)
+    return None
+
+
+def _random(pair: StepPair) -> Answer | None:
+    """Compare the random generators rank by rank: of a resumption in the same layout."""
+    own, other = pair.a.random, pair.b.random
+    if set(own) != set(other):
+        return None
+    ranks = [rank for rank in own if not has_same_generators(own[rank], other[rank])]
+    if not ranks:
+        return None
+    owners = {
+        rank: next((r for r in own if has_same_generators(own[r], other[rank])), -1)
+        for rank in ranks
+    }
+    swapped = sorted(owners.values()) == sorted(ranks)
+    held = [
+        f"rank {rank} holds {'another one' if owner < 0 else f'that of rank {owner}'}"
+        for rank, owner in list(owners.items())[:3]
+    ]
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    state = "restored to other ranks, by a permutation" if swapped else "not restored"
+    text = f"The random state of step {pair.number} is {state}: {'; '.join(held)}{more}."
+    if any(side.drawn for side in pair.sides):
+        pair.notes.add(samples_apart(pair))
+        return pair.differ_by(Stage.RANDOM, text)
+    pair.notes.add(f"{text} No random numbers are drawn inside the forward pass.")
+    return None
+
+
+def copies_of_start(pair: StepPair) -> Answer | None:
+    """Compare the ranks' copies of the parameters."""
+    return unequal_copies(pair, START)
+
+
+def not_updated(pair: StepPair) -> Answer | None:
+    """Compare at a later start what no optimizer was seen to update.
+
+    Such are a teacher's parameters, and those of an optimizer that torch does not know; and
+    buffers, where both sides deal out the batch alike: running statistics are of a part of it.
+    """
+    if pair.is_first:
+        return None
+    a, b = pair.sides
+    updated = trained(a) & {
+        name
+        for side in pair.sides
+        for step in side.steps.values()
+        for name in step.figures.get(UPDATE, ())
+    }
+    found = [each for each in pair.apart(START) if each.name not in updated]
+    if found:
+        is_trained = any(each.name in trained(a) for each in found)
+        what = "no optimizer of torch's updates" if is_trained else "is not trained"
+        compared = len(a.shapes.keys() - updated)
+        return pair.differ(Stage.START, f"the start differs in what {what}", found, compared)
+    found = pair.apart(BUFFER) if (a.workers, a.passes) == (b.workers, b.passes) else []
+    if not found:
+        return None
+    words = "the start differs in what no optimizer updates"
+    return pair.differ(Stage.START, words, found, pair.count(BUFFER), "buffer")
+
+
+def loss_and_gradient(pair: StepPair) -> Answer | None:
+    """Compare losses, gradients and the ranks' copies of gradients and updates."""
+    copies = unequal_copies(pair, GRADIENT, UPDATE)
+    loss = losses_apart(pair)
+    gradient = _gradient(pair)
+    if gradient is None and not loss:
+        return copies
+    if gradient is None and copies is None:
+        pair.notes.add(f"{loss}; its gradient is the same.")
+        return None
+    if pair.may_draw_otherwise:
+        return not_comparable(drew(pair))
+    inside = first_layer_apart(pair)
+    if gradient is None or loss:
+        return replace(pair.differ_by(Stage.LOSS, f"{loss}."), notes=inside)
+    if copies is not None and copies.stage is gradient.stage:
+        inside = (copies.headline, *inside)
+    return replace(gradient, notes=inside)
+
+
+def _gradient(pair: StepPair) -> Answer | None:
+    """Compare the gradients that the optimizers get, and those before clipping."""
+    steps = (pair.a, pair.b)
+    found, before = pair.apart(GRADIENT), pair.apart(UNCLIPPED)
+    clips = any(map(is_clipped, steps))
+    if before and not found and all(step.facts.get("clipping seen") for step in steps):
+        pair.notes.add("Clipping hides it from the optimizer.")
+        return _before_clipping(pair, before)
+    if not found:
+        return None
+    known = all(step.figures.get(UNCLIPPED) for step in steps)
+    equal_before = known and not {each.name for each in found} & {each.name for each in before}
+    if equal_before and clips:
+        for side, step in zip(pair.sides, steps, strict=True):
+            pair.notes.add(_clipping_words(side.name, step))
+        words = "the clipped gradient differs, and the gradient before clipping does not"
+        return pair.differ(Stage.CLIPPING, words, found, pair.count(GRADIENT))
+    if known and before and len(before) < len(found) and clips:
+        pair.notes.add(f"Clipping by the norm of all then changes {len(found)} parameters.")
+        return _before_clipping(pair, before)
+    _note_multipliers(pair)
+    if equal_before:
+        pair.notes.add("It changes between the backward pass and the optimizer's call.")
+    return pair.differ(Stage.GRADIENT, "the gradient differs", found, pair.count(GRADIENT))
+
+
+def _before_clipping(pair: StepPair, found: list[Difference]) -> Answer:
+    words = "the gradient before clipping differs"
+    return pair.differ(Stage.GRADIENT, words, found, pair.count(UNCLIPPED))
+
+
+def _clipping_words(name: str, step: SideStep) -> str:
+    norms = [
+        math.sqrt(sum(whole.norm**2 for whole in step.figures.get(kind, {}).values()))
+        for kind in (UNCLIPPED, GRADIENT)
+    ]
+    return f"{name} clips a norm of {norms[0]:.4g} to {norms[1]:.4g}."
+
+
+def _note_multipliers(pair: StepPair) -> None:
+    """Note that ``backward`` was called on other multiples of the loss."""
+    if not (len(pair.a.multipliers) and len(pair.b.multipliers)):
+        return
+    own, other = (float(step.multipliers.mean()) for step in (pair.a, pair.b))
+    a, b = pair.sides
+    if own and other and abs(other * b.passes / (own * a.passes) - 1) > 0.01:
+        pair.notes.add(f"backward was called on {own:.4g} × the loss in A, and {other:.4g} × in B.")
+
+
+def update(pair: StepPair) -> Answer | None:
+    """Compare updates; settings and step counters are noted."""
+    found = pair.apart(UPDATE)
+    if not found:
+        _note_lost(pair)
+        return None
+    words = _counters_apart(pair.a.counters, pair.b.counters)
+    if words:
+        pair.notes.add(f"{words[0].upper()}{words[1:]}.")
+    settings = _settings_apart(pair.a, pair.b)
+    pair.notes.add(settings)
+    words = "the update differs, and the gradient does not"
+    answer = pair.differ(Stage.UPDATE, words, found, pair.count(UPDATE))
+    return replace(answer, difference=DiffClass.CONFIGURATION) if settings else answer
+
+
+def _note_lost(pair: StepPair) -> None:
+    """Note updates that a side's type rounds away altogether."""
+    pairs = both(pair.a, pair.b, UPDATE)
+    a, b = pair.sides
+    for side, lost in (
+        (a, [name for name, own, other in pairs if not own.norm and other.norm]),
+        (b, [name for name, own, other in pairs if own.norm and not other.norm]),
+    ):
+        if lost:
+            pair.notes.add(
+                f"Rounding to the type of {side.name}'s parameters loses the whole update of "
+                f"{first_of(lost)}.",
+                unless="Rounding",
+            )
+
+
+def state(pair: StepPair) -> Answer | None:
+    """Compare the optimizers' moments and step counters after the update."""
+    for kind in _moments(pair, MOMENT):
+        found = pair.apart(kind)
+        if found:
+            name = kind.removeprefix(MOMENT)
+            words = f"the optimizer's {name} differs, and the update does not"
+            return pair.differ(Stage.STATE, words, found, pair.count(kind))
+    words = _counters_apart(pair.a.counters, pair.b.counters)
+    return pair.differ_by(Stage.STATE, f"In step {pair.number} {words}.") if words else None
+
+
+def _moments(pair: StepPair, prefix: str) -> list[str]:
+    """Return the kinds of moments, without those that a side holds as whole numbers or bits."""
+    steps = (pair.a, pair.b)
+    kinds = sorted({kind for step in steps for kind in step.figures if kind.startswith(prefix)})
+    others = {
+        prefix + name: f"The optimizer's {name} is {dtype} in {side.name}: it is not compared."
+        for side, step in zip(pair.sides, steps, strict=True)
+        for name, dtype in dict(step.facts.get("moments not measured", {})).items()
+    }
+    for kind in kinds:
+        pair.notes.add(others.get(kind, ""))
+    return [kind for kind in kinds if kind not in others]
+
+
+STAGES: tuple[Callable[[StepPair], Answer | None], ...] = (
+    start,
+    held_before,
+    restored,
+    copies_of_start,
+    not_updated,
+    data,
+    loss_and_gradient,
+    update,
+    state,
+)
+"""In the order of causes: the first that differs decides."""
+
+
+def drew(pair: StepPair) -> str:
+    """Return the clause on random numbers in the forward pass."""
+    layers = [name for side in pair.sides for name in side.drew]
+    shown = first_of(list(dict.fromkeys(layers))) if layers else "the model"
+    return (
+        f"random numbers are drawn inside the forward pass ({shown}), which differ between "
+        "layouts; use --no-dropout"
+    )
+
+
+def _counters_apart(own: Mapping[str, float], other: Mapping[str, float]) -> str:
+    names = [
+        name for name in dict.fromkeys([*own, *other]) if own.get(name, 0) != other.get(name, 0)
+    ]
+    if not names:
+        return ""
+    first, second = own.get(names[0], 0), other.get(names[0], 0)
+    which = "" if len(names) == len({*own, *other}) else f" of {first_of(names)}"
+    return f"the optimizer's step counter{which} is {first:g} in A and {second:g} in B"
+
+
+def _settings_apart(a: SideStep, b: SideStep) -> str:
+    groups = [list(step.facts.get("settings", ())) for step in (a, b)]
+    if len(groups[0]) != len(groups[1]):
+        return (
+            f"The optimizer has {len(groups[0])} parameter groups in A and {len(groups[1])} in B."
+        )
+    for own, other in zip(*groups, strict=True):
+        for name in dict.fromkeys([*own, *other]):
+            if own.get(name) != other.get(name):
+                return f"{name} is {own.get(name)} in A and {other.get(name)} in B."
+    return ""
