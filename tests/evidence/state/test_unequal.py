@@ -113,6 +113,16 @@ def test_gradients_that_reach_the_optimizer_without_a_reduction():
     assert (found.cause, found.ranks) == ("sync.not_reduced", (1, 2))
 
 
+def test_the_first_step_without_a_reduction_is_named_also_where_the_next_digests_show_it():
+    detector = UnequalState(W)
+    alike, apart = [5] * W, [5, 6, 7, 8]
+    assert evidence_of(detector, step(8, applied_digest=alike)) == []
+    for number in (12, 13):
+        assert evidence_of(detector, step(number, unreduced=[True] * W)) == []
+    found = evidence_of(detector, step(16, unreduced=[True] * W, applied_digest=apart))
+    assert [(one.cause, one.first_step) for one in found] == [("sync.not_reduced", 12)]
+
+
 @pytest.mark.parametrize(
     ("by_loop", "frozen", "digests_W", "severity"),
     [

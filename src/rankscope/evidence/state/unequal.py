@@ -111,6 +111,7 @@ class UnequalState(Detector):
         self._sharing = SharedWork()
         self._faults: dict[str, _Difference] = {}
         self._applied_alike = False  # in the last step with digests of applied gradients
+        self._unreduced_since = -1  # first step of those without a reduction; -1 where it is known
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report differences in it, and differences that have ended."""
@@ -154,13 +155,13 @@ class UnequalState(Detector):
             rest = tuple(d for d in gathered.differences if d.name not in placed)
             gathered = replace(gathered, differences=rest)
         alone = self._local_steps > 0 and step.all_true("unreduced")
-        reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
+        reduced_elsewhere = self._reduced_elsewhere(step)
         kinds = {difference.kind for difference in gathered.differences}
         by_optimizer = self._by_loop and StateKind.PARAMETER not in kinds
         if step.some_true("unreduced") and not (alone or reduced_elsewhere or by_optimizer):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "no reduction was seen before its call"
-            yield _Seen("sync.not_reduced", unreduced, words=words)
+            yield _Seen("sync.not_reduced", unreduced, words=words, since=self._unreduced_since)
         if places_W is None:
             yield from _layouts(step)
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
@@ -241,11 +242,19 @@ class UnequalState(Detector):
             cause = _CAUSES[StateKind.PARAMETER]
             yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
 
-    def _reduced_elsewhere(self, applied_W: Ints) -> bool:
-        """Return whether all optimizers get the same bits: then the training itself reduces."""
+    def _reduced_elsewhere(self, step: Step) -> bool:
+        """Return whether all optimizers get the same bits: then the training itself reduces.
+
+        That is known in some steps; until the next one of them, it may have ended.
+        """
+        applied_W = step.gathered.workers["applied_digest"]
         known_W = applied_W != MISSING_INT
         if known_W.any():
             self._applied_alike = bool(known_W.all() and (applied_W == applied_W[0]).all())
+        if not step.some_true("unreduced") or (known_W.any() and self._applied_alike):
+            self._unreduced_since = -1
+        elif self._unreduced_since < 0:
+            self._unreduced_since = step.gathered.step
         return self._applied_alike
 
     def _gradients(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
@@ -360,6 +369,7 @@ class _Seen:
     names: Sequence[str] = ()  # of the differing tensors
     words: str = ""  # for the finding
     own_key: str = ""  # of the fault, where the cause is no key
+    since: int | None = None  # an earlier step that shows it, too
 
     @property
     def key(self) -> str:
@@ -377,7 +387,7 @@ class _Difference(PersistentFault):
 
     def add(self, step: int, seen: _Seen) -> None:
         """Add the difference in one step."""
-        self.see(step, seen.ranks)
+        self.see(step, seen.ranks, first=seen.since)
         self._words = self._words or seen.words
         self._names |= dict.fromkeys(seen.names, True)
 
