@@ -21,6 +21,7 @@ from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.optimizer.judge import (
     AHEAD,
+    APART,
     COUNTERS,
     RESUMED,
     OptimizerStart,
@@ -242,3 +243,26 @@ def test_parameters_that_one_rank_leaves_out_are_named():
     for rank in ranks[:2]:
         never_updated(rank, 1)
     assert evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []
+
+
+@pytest.mark.parametrize(
+    ("updates", "ranks", "said"),
+    [
+        ([3, 0, 3], (1,), "none on rank 1 and that of 3 updates on ranks 0 and 2"),
+        ([3, 3, 2], (2,), "that of 2 updates on rank 2 and that of 3 updates on ranks 0"),
+        ([1, 2, 3], (0, 1, 2), "that of 1 update on rank 0, that of 2 updates on rank 1"),
+    ],
+)
+def test_ranks_that_begin_with_states_of_other_steps_are_named(updates, ranks, said):
+    begun = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
+    [found] = evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun))
+    assert (found.key, found.severity, found.ranks) == (APART, Severity.ERROR, ranks)
+    assert said in words(found)
+
+
+def test_ranks_that_hold_states_of_their_own_parameters_alone_begin_alike():
+    begun = [rank.train(3) for rank in three_ranks()]
+    begun[0].optimizer.state.clear()
+    for parameter in begun[1].model[0].parameters():
+        del begun[1].optimizer.state[parameter]
+    assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []

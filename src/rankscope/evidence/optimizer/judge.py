@@ -26,7 +26,7 @@ from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, copied_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, listed, shortened
+from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import Stateful
@@ -39,6 +39,7 @@ SETTINGS = "optimizer-settings-changed"
 PRECISION = "moments-less-precise"
 SCHEDULE = "schedule-begins-anew"
 COUNTERS = "counters-of-ranks-differ"
+APART = "optimizers-begin-apart"
 
 _MOST_SAVED = 16
 _FIRST_RATES = 4
@@ -146,6 +147,8 @@ class OptimizerStart(RestartDetector):
       counters are not: empty, zero, of another moment, of other parameters, of another rank. If
       they are as when the run began, it begins anew, and nothing is compared.
     - A restarted job of other parameters, with an empty optimizer: a note.
+    - Step counters that differ between ranks, or state that some ranks do not have at all, before
+      the first update: they have not loaded one checkpoint.
     - Step counters that lag on some ranks alone, of parameters whose moments are zero or missing
       there: the optimizer leaves them out. Not of experts, which may get no tokens on a rank.
     - Settings that differ from those before the restart, a learning rate that goes through the
@@ -178,6 +181,7 @@ class OptimizerStart(RestartDetector):
             yield from self._lagging(self._last)
 
     def _begin(self, now: _Holdings) -> Iterable[FaultEvidence]:
+        yield from self._begins_apart(now)
         continues = self._restarts() and self._first.step >= 0
         anew = not now.differs(self._first, f"{_PARAMETERS}: bits") if continues else True
         self._rates = None if anew else []
@@ -196,6 +200,28 @@ class OptimizerStart(RestartDetector):
             yield from self._settings(now)
         self._last = now
         yield from self._precision(now)
+
+    def _begins_apart(self, now: _Holdings) -> Iterable[FaultEvidence]:
+        """Report ranks that begin with the optimizer's state of another step, or with none."""
+        counters_W = now.get("step: highest")
+        if now.is_empty or now.get("without").any() or not counters_W.any():
+            return
+        held_W = np.sum([now.get(f"{key}: held") for key in now.moments], axis=0)
+        states_W = np.where(held_W > 0, counters_W, -1)
+        states, counts = np.unique(states_W, return_counts=True)
+        if len(states) < 2:
+            return
+        usual = states[counts.argmax()] if counts.max() * 2 > len(states_W) else None
+        ranks = [rank for rank, state in enumerate(states_W) if state != usual]
+        words = []
+        for state in states:
+            there = name_ranks(np.flatnonzero(states_W == state).tolist())
+            what = "none" if state < 0 else f"that of {count(int(state), 'update')}"
+            words.append(f"{what} on {there}")
+        fields = {"words": listed(words)}
+        yield self._finding(
+            "state.optimizer_differs", Severity.ERROR, now, fields, ranks, key=APART
+        )
 
     def _compare(self, now: _Holdings) -> Iterable[FaultEvidence]:
         """Compare with the saved states of the same parameters; one of them has to agree."""
