@@ -67,3 +67,14 @@ def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):
     assert lines[0].startswith(f"{start}Among ranks 2 and 3 of this job: ")
     assert lines[1].startswith(f"{start}no fault found")
     assert lines[2] == f"{lines[1]} 1 other run of this job: not yet judged."
+
+
+def test_the_advice_begins_with_a_fault_of_another_run_that_began_before(tmp_path):
+    first, later = (make_finding(first_step=step, last_step=9) for step in (0, 1))
+    write(tmp_path / "sft", (0, 1), [later])
+    write(tmp_path / "sft-from-rank-2", (2, 3), [first])
+    behind, before = (assess(Run.open(path)) for path in sorted(tmp_path.iterdir()))
+    assert behind.recommendation.startswith("Among ranks 2 and 3 of this job: ")
+    assert f"See rankscope report {tmp_path / 'sft-from-rank-2'}." in behind.recommendation
+    assert behind.recommendation.endswith(before.recommendation)
+    assert behind.headline == before.headline

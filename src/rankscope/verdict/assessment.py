@@ -201,13 +201,22 @@ def _assess(run: Run) -> Assessment:
 
 
 def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None) -> Verdict:
-    """Return the verdict of the job's worst run, if it is not this one."""
+    """Return the verdict of the job's worst run, if it is not this one.
+
+    Of two that are as bad, the advice begins with the other one's fault if that began before.
+    """
     if worst is None or worst.worst is None:
         return verdict
     fault = worst.worst
-    if max((one.severity for one in findings), default=Severity.NOTE) >= fault.severity:
-        return verdict
     seen = f"See rankscope report {shlex.quote(str(worst.path))}."
+    own = max((one.severity for one in findings), default=Severity.NOTE)
+    if own > fault.severity:
+        return verdict
+    if own == fault.severity:
+        about = verdict.about
+        if about is None or about.first_step <= fault.first_step:
+            return verdict
+        return replace(verdict, recommendation=f"{worst.sentence} {seen} {verdict.recommendation}")
     advice = f"{next_check_of(fault, worst.findings)} {seen}"
     return Verdict(worst.sentence, advice, fault.severity)
 
