@@ -84,6 +84,25 @@ def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, tr
     assert where(found) == (0, Stage.START if traced else Stage.LOSS)
 
 
+@pytest.mark.parametrize(("odd", "same"), [(0, True), (1, False)])
+def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path: Path, odd: int, same: bool):
+    """The digests of what both begin with decide; here they say so of other parameters."""
+    runs = [
+        write_training(
+            tmp_path / str(seed),
+            Training(
+                traced=False, seed=seed,
+                disagreements={0: ("started", "optimizer: parameters: bits", rank)},
+            ),
+        )
+        for seed, rank in ((0, 0), (1, odd))
+    ]  # fmt: skip
+    found = compare_runs(*runs)
+    assert found.kind is (DiffClass.JUMP if same else DiffClass.STATE)
+    assert ("From equal parameters and data" in found.headline) is same
+    assert ("the command lines" in found.advice) is same
+
+
 @TRACES
 def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, lr=lambda s: 0.06 if s >= 6 else 0.05)

@@ -49,6 +49,7 @@ class Judgement:
 
     ``tensor`` differs where the first parting does not show it; ``settings`` are named as the
     cause; ``at`` is the number of the pair of steps that decided, where not the first parting's.
+    ``headline`` and ``advice`` replace those of the class.
     """
 
     kind: DiffClass
@@ -56,6 +57,8 @@ class Judgement:
     tensor: str = ""
     settings: tuple[Change, ...] = ()
     at: int | None = None
+    headline: str = ""
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,17 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
         unequal = _unequal_weights(case)
         if unequal:
             return Judgement(DiffClass.CONFIGURATION, [*reasons, unequal])
+    same_start = bool(case.pair.a.begun_with) and case.pair.a.begun_with == case.pair.b.begun_with
+    if case.at == 0 and same_start and case.parting.stage is Stage.LOSS:
+        return Judgement(
+            DiffClass.JUMP,
+            [*reasons, "Both begin with the same parameters, bit for bit, and with equal data."],
+            headline="From equal parameters and data, the runs compute different losses.",
+            advice=(
+                "Compare the code of the forward pass, what it reads besides parameters (buffers, "
+                "files), and the command lines."
+            ),
+        )
     if case.at == 0 and case.parting.stage is not Stage.GRADIENT:
         where = "The optimizer's state" if case.parting.stage is Stage.UPDATE else "What they hold"
         return Judgement(
@@ -409,9 +423,9 @@ def different(
         run_a=pair.a.name,
         run_b=pair.b.name,
         kind=judgement.kind,
-        headline=_headline(pair, case, judgement),
+        headline=judgement.headline or _headline(pair, case, judgement),
         explanation=tuple(explanation),
-        advice=_ADVICE[judgement.kind],
+        advice=judgement.advice or _ADVICE[judgement.kind],
         causes=tuple(_causes(pair, case, judgement)),
         alignment=pair.alignment,
         parting=parting,

@@ -60,6 +60,9 @@ class Disagreement:
     ranks: tuple[int, ...]
 
 
+_BEGUN_WITH = "optimizer: parameters: bits"
+
+
 class DiffSide:
     """One of the two runs; RunError if a file is damaged, or the run has no step."""
 
@@ -155,6 +158,16 @@ class DiffSide:
                 sketches_NK[rows],
             )
         return found
+
+    @cached_property
+    def begun_with(self) -> dict[int, int]:
+        """Digests of the parameters before the first update, by rank; empty where not read."""
+        columns = self.run.columns(Table.DIGESTS, "step", "rank", "kind", "name", "digest")
+        first = (columns["kind"].astype(str) == "started") & (columns["step"] == self.steps_T[0])
+        rows = np.flatnonzero(first & (columns["name"].astype(str) == _BEGUN_WITH))
+        return dict(
+            zip(columns["rank"][rows].tolist(), columns["digest"][rows].tolist(), strict=True)
+        )
 
     @cached_property
     def disagreement(self) -> Disagreement | None:
