@@ -96,6 +96,17 @@ def test_ranks_that_wait_for_one_that_saves_pause():
     assert judge_stacks(LEVEL, dict.fromkeys(range(3), IN_LAYER)) == LEVEL
 
 
+def test_ranks_that_all_compile_do_not_hang():
+    compiling = stack(
+        "wait (subprocess.py:1)", "load (torch/_inductor/codecache.py:3000)", *IN_BACKWARD["frames"]
+    )
+    running = stack("call (torch/_inductor/output_code.py:600)", *IN_BACKWARD["frames"])
+    level = judge(*[(7, BACKWARD)] * 3)
+    assert not level.is_pause
+    assert judge_stacks(level, dict.fromkeys(range(3), compiling)).is_pause
+    assert judge_stacks(level, {0: compiling, 1: running, 2: compiling}) == level
+
+
 def test_the_rank_that_went_on_without_a_collective_is_named():
     behind = judge((7, FORWARD), (7, FORWARD), (7, BACKWARD), (7, FORWARD))
     assert behind.ranks == (0, 1, 3)

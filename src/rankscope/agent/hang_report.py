@@ -324,6 +324,14 @@ def _words(shapes: list[list[int]], types: list[str]) -> str:
 
 _ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
 _WRAPPERS = ("(torch/nn/parallel/distributed.py", "(torch/distributed/fsdp/")
+_COMPILERS = (  # not where compiled code runs
+    "(torch/_dynamo/convert_frame.py",
+    "(torch/_inductor/compile_fx.py",
+    "(torch/_inductor/graph.py",
+    "(torch/_inductor/codecache.py",
+    "(torch/_inductor/async_compile.py",
+    "(triton/compiler/",
+)
 _COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
 
 
@@ -484,13 +492,15 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     buckets and broadcasts buffers as a forward pass begins, FSDP2 gathers parameters), all ranks
     that do something else hold them up. If none does, it may be a planned pause, such as a
     checkpoint, and the report stays as it is. It also stays if there are suspects already, unless
-    all ranks behind wait in one collective: then the fewer ranks ahead have skipped it. Ranks
-    without a stack are left out.
+    all ranks behind wait in one collective: then the fewer ranks ahead have skipped it. Where all
+    ranks compile, nothing hangs. Ranks without a stack are left out.
     """
     known = {rank: stack for rank, stack in stacks.items() if stack["frames"]}
     if not report.recovered and (ahead := _ahead(report, known)):
         waiting = tuple(one.rank for one in report.suspects)
         return replace(report, suspects=ahead, waiting=waiting, phase="")
+    if known and not report.suspects and all(map(_compiles, known.values())):
+        return replace(report, phase="")
     phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
     if report.recovered or not report.is_pause or not phases:
         return report
@@ -582,6 +592,11 @@ def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) 
 
 def _depth(place: CodePlace) -> tuple[int, int]:
     return place.step, place.passes
+
+
+def _compiles(stack: Stack) -> bool:
+    """Return whether a rank compiles code, as torch.compile does in its first passes."""
+    return any(place in frame for frame in stack["frames"] for place in _COMPILERS)
 
 
 def _waits_in_step(stack: Stack) -> str:
