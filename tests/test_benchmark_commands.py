@@ -31,6 +31,7 @@ SMALL = {
     "sinks_cost": "",
     "sketch_error": "--seeds 1",
     "traces": "--rounds 1 --tokens 16",
+    "watched": "--only R35|H08",
 }
 """Words of the command line by benchmark; ``_`` stands for a space."""
 
