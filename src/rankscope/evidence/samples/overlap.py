@@ -461,9 +461,10 @@ def _where_to_look(seeds: Sequence[int | None]) -> str:
             "all ranks one seed, so that their shards are disjoint."
         )
     return (
-        f"All samplers shuffle with seed {seeds[0]}, so look elsewhere: a split before them that "
-        "differs between ranks (random_split needs a generator that is seeded alike), num_replicas "
-        "and rank of the samplers, and the epoch in set_epoch."
+        f"All samplers shuffle with seed {seeds[0]}. See that each gets the same epoch in "
+        "set_epoch at the same time; then num_replicas and rank of the samplers, and a split "
+        "before them that differs between ranks (random_split needs a generator that is seeded "
+        "alike)."
     )
 
 
