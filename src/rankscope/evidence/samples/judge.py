@@ -15,6 +15,7 @@ from rankscope.bus.detector import (
     PersistentFault,
     RestartDetector,
     RunFacts,
+    evidence_at,
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, held_values
@@ -182,10 +183,9 @@ class SplitTwice(Detector):
             "processes": count(self._world_size, "process", "processes"),
         }
         numbers = {"splits": [list(one) for one in self._splits], "parts": parts}
-        span = PersistentFault()
-        span.see(step.gathered.step)
-        key = SPLIT_TWICE
-        return (span.evidence("data.coverage", Severity.WARNING, (), fields, numbers, key=key),)
+        at = step.gathered.step
+        cause = "data.coverage"
+        return (evidence_at(at, cause, Severity.WARNING, (), fields, numbers, key=SPLIT_TWICE),)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
