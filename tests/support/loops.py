@@ -3,10 +3,12 @@
 import copy
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -52,6 +54,22 @@ def wait_for(scope: Any, step: int) -> None:
     while scope is not None and step >= 0 and (scope.latest is None or scope.latest.step < step):
         assert time.monotonic() < deadline, f"step {step} was not judged within a minute"
         time.sleep(0.0005)
+
+
+def train_watched(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run_dir: str,
+    num_steps: int,
+    loss_of: Callable[[int], torch.Tensor],
+) -> None:
+    """Train a wrapped model under ``watch``; ``loss_of`` returns the loss of a step."""
+    options: dict[str, Any] = {"canary": False, "announce": False, "agent": "thread"}
+    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
+        for step in range(num_steps):
+            loss_of(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class Loop:

@@ -25,7 +25,7 @@ from rankscope.bus.replicas import (
     minority_ranks,
 )
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.words import count
+from rankscope.bus.words import shortened
 from rankscope.stats.arrays import Floats, Ints
 
 ROUNDING = 1e-4
@@ -344,6 +344,4 @@ def why(
 
 def name_reasons(reasons: Sequence[str]) -> str:
     """Return the first reasons, and how many others there are."""
-    shown = list(reasons[:_MOST_REASONS])
-    more = len(reasons) - len(shown)
-    return "; ".join([*shown, *([count(more, "other difference")] if more else [])])
+    return shortened(reasons, _MOST_REASONS, "other difference", between="; ")

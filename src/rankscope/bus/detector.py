@@ -111,6 +111,21 @@ class FaultEvidence:
         object.__setattr__(self, "fields", {**usual, **self.fields})
 
 
+def evidence_at(
+    step: int,
+    cause: str,
+    severity: Severity,
+    ranks: Iterable[int] = (),
+    fields: Mapping[str, object] | None = None,
+    numbers: Mapping[str, object] | None = None,
+    *,
+    key: str = "",
+) -> FaultEvidence:
+    """Return evidence that one step alone shows."""
+    who = tuple(sorted(ranks))
+    return FaultEvidence(cause, severity, who, step, step, 1, fields or {}, numbers or {}, key)
+
+
 class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
@@ -346,6 +361,19 @@ def finding_of(
         status=evidence.status,
         step=step,
     )
+
+
+def finding_at(
+    step: int,
+    cause: str,
+    severity: Severity,
+    ranks: Iterable[int],
+    fields: Mapping[str, object],
+    numbers: Mapping[str, object],
+) -> Finding:
+    """Return a finding of one step alone, which is named after it."""
+    evidence = evidence_at(step, cause, severity, ranks, fields, numbers)
+    return finding_of(evidence, step, name=f"{cause}:step-{step}")
 
 
 LATENESS = 192

@@ -52,10 +52,11 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
-def shortened(words: Sequence[str], most: int, rest: str = "other") -> str:
+def shortened(words: Sequence[str], most: int, rest: str = "other", *, between: str = "") -> str:
     """Return words as a list, those beyond a number counted: ``a, b and 12 others``."""
     more = [count(len(words) - most, rest)] if len(words) > most else []
-    return listed([*words[:most], *more])
+    shown = [*words[:most], *more]
+    return between.join(shown) if between else listed(shown)
 
 
 def first_of(words: Sequence[str], most: int = 3, *, between: str = ", ") -> str:

@@ -8,12 +8,12 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
-import rankscope
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from rankscope.bus.probe import StepEnd
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.probe import ExchangeProbe
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -55,15 +55,14 @@ def train(rank, run_dir, gathers):
     fully_shard(model)  # which gathers parameters, and that is no exchange
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(1 + rank)
-    options = {"canary": False, "announce": False, "agent": "thread"}
     original = ProcessGroup.allgather
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
-        for _ in range(STEPS):
-            loss = model(torch.randint(9, (4, 8)))
-            assert ProcessGroup.allgather is original
-            ((1 + rank) * loss).backward()  # parts of a sequence differ in kind
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(step):
+        loss = model(torch.randint(9, (4, 8)))
+        assert ProcessGroup.allgather is original
+        return (1 + rank) * loss  # parts of a sequence differ in kind
+
+    train_watched(model, optimizer, run_dir, STEPS, loss_of)
 
 
 def train_all(rank, folder):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run, Severity
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -20,17 +20,15 @@ def train(rank, run_dir, model, begin, steps=STEPS):
     """Train from a step on; return the model ``BACK`` steps before the end, and at the end."""
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    older = None
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(wrapped, optimizer, run_dir=run_dir, **options):
-        for step in range(begin, begin + steps):
-            if step == begin + STEPS - BACK:
-                older = copy.deepcopy(model)
-            draw = torch.Generator().manual_seed(2 * step + rank)
-            wrapped(torch.randn(4, 6, generator=draw)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return older, model
+    before = []  # each step
+
+    def loss_of(step):
+        before.append(copy.deepcopy(model))
+        draw = torch.Generator().manual_seed(2 * (begin + step) + rank)
+        return wrapped(torch.randn(4, 6, generator=draw)).square().mean()
+
+    train_watched(wrapped, optimizer, run_dir, steps, loss_of)
+    return before[-BACK], model
 
 
 def train_all(rank, folder):

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -29,17 +29,13 @@ def train(rank, run_dir, moving):
     model = DistributedDataParallel(Model())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(1 + rank)
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
-        for step in range(STEPS):
-            tokens = torch.randint(9, (4, LENGTH // 2))
-            places = torch.arange(LENGTH).chunk(2)[rank]
-            if moving:
-                places = places.roll(step)
-            loss = model(tokens, places.expand(4, -1))
-            ((1 + rank) * loss).backward()  # parts of a sequence differ in kind
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(step):
+        places = torch.arange(LENGTH).chunk(2)[rank].roll(step if moving else 0)
+        loss = model(torch.randint(9, (4, LENGTH // 2)), places.expand(4, -1))
+        return (1 + rank) * loss  # parts of a sequence differ in kind
+
+    train_watched(model, optimizer, run_dir, STEPS, loss_of)
 
 
 def train_all(rank, folder):

@@ -8,7 +8,7 @@ import pytest
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import StepBatch
-from rankscope.evidence.samples.judge import ResumeMismatch
+from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe
 from support.streams import gathered, replicated, shard, sharded, with_replacement

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run, Severity
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,12 +34,7 @@ def train(rank, run_dir, kind):
     model = DistributedDataParallel(Counting(kind).bfloat16(), broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
-        for _ in range(20):
-            model(torch.randint(8, (4, 50))).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_watched(model, optimizer, run_dir, 20, lambda step: model(torch.randint(8, (4, 50))))
 
 
 def train_all(rank, folder):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import rankscope
 from rankscope import Run, Severity
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -43,13 +43,12 @@ def train(rank, run_dir, keeps):
     model = DistributedDataParallel(Checkpointed(keeps))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
-        for _ in range(10):
-            for _ in range(2):  # micro-batches
-                (model(torch.randn(4, 4)) / 2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(step):
+        (model(torch.randn(4, 4)) / 2).backward()  # the first of two micro-batches
+        return model(torch.randn(4, 4)) / 2
+
+    train_watched(model, optimizer, run_dir, 10, loss_of)
 
 
 def train_all(rank, folder):

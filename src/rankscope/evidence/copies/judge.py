@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, RestartDetector, RunFacts
+from rankscope.bus.detector import Detector, FaultEvidence, RestartDetector, RunFacts, evidence_at
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
@@ -76,10 +76,8 @@ class CopiesOfModel(RestartDetector):
             if share > _TIMES * before:
                 fields = {"name": label, "share": f"{share:.3g}", "before": f"{before:.3g}"}
                 numbers = {"name": label, "share": share, "before": before}
-                yield FaultEvidence(
-                    *(JUMPS, Severity.WARNING, (), step - 1, step - 1, 1, fields, numbers),
-                    key=f"{JUMPS}:{label}",
-                )
+                key = f"{JUMPS}:{label}"
+                yield evidence_at(step - 1, JUMPS, Severity.WARNING, (), fields, numbers, key=key)
 
     def _follow_rest(
         self, label: str, values: dict[str, int], step: int

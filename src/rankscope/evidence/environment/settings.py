@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, evidence_at
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name_values
@@ -296,13 +296,12 @@ class PlannedSeed(Detector):
         if self._reported or not self._wrong:
             return ()
         self._reported = True
-        span = PersistentFault()
-        span.see(step.gathered.step)
         seeds = ", ".join(map(str, dict.fromkeys(self._wrong.values())))
         fields = {"planned": self._planned, "seeds": seeds}
         numbers = {"planned": self._planned, "seeds": list(self._wrong.values())}
+        at = step.gathered.step
         cause = "state.schedule"
-        return (span.evidence(cause, Severity.WARNING, self._wrong, fields, numbers, key=KEY),)
+        return (evidence_at(at, cause, Severity.WARNING, self._wrong, fields, numbers, key=KEY),)
 
 
 BY_PASS = "schedule-by-micro-batch"
@@ -427,9 +426,8 @@ class ScheduleJump(Detector):
             self._changes = [*self._changes[1 - _RECENT :], change]
         far = change > max(_FAR * usual, _LEAST * max(before, self._rate))
         if restarted and far and len(self._changes) >= _FALLS:
-            span = PersistentFault()
-            span.see(step.gathered.step)
-            yield span.evidence(
+            yield evidence_at(
+                step.gathered.step,
                 "state.schedule",
                 Severity.NOTE,
                 (),

@@ -12,6 +12,7 @@ from rankscope.bus.detector import (
     PersistentFault,
     RestartDetector,
     RunFacts,
+    evidence_at,
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
@@ -290,13 +291,12 @@ def _restarted(
     key: str = "",
 ) -> FaultEvidence:
     """Return what shows in the first step after a restart as evidence."""
-    span = PersistentFault()
-    span.see(step.gathered.step)
-    fields = {**words, "generators": listed(generators), "start": f"{span.first:,}"}
+    at = step.gathered.step
+    fields = {**words, "generators": listed(generators), "start": f"{at:,}"}
     numbers: dict[str, object] = {"generators": generators}
     if "words" in words:
         numbers["words"] = words["words"]
-    return span.evidence(RESUMED, severity, ranks, fields, numbers, key=key)
+    return evidence_at(at, RESUMED, severity, ranks, fields, numbers, key=key)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

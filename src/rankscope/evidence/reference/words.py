@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from rankscope.bus.detector import FaultEvidence, finding_of
+from rankscope.bus.detector import finding_at
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
@@ -89,7 +89,7 @@ def verified(
     if by_loop and found.answer is ReferenceAnswer.SCALE:
         severity = min(severity, Severity.WARNING)
     ranks = _ranks(found)
-    return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
+    return finding_at(step, f"verify.{found.answer}", severity, ranks, fields, _numbers(found))
 
 
 def _severity(found: Verification, num_workers: int, num_micro: int, *, planned: bool) -> Severity:
@@ -161,10 +161,10 @@ def derived(
         "loss_factor": slopes.scale,
     }
     if agrees:
-        return _finding("verify.agrees", Severity.NOTE, (), step, fields, numbers)
+        return finding_at(step, "verify.agrees", Severity.NOTE, (), fields, numbers)
     meant = found.answer is SlopeAnswer.FACTOR and not guess
     severity = Severity.WARNING if meant else Severity.ERROR
-    return _finding("verify.derivative", severity, (), step, fields, numbers)
+    return finding_at(step, "verify.derivative", severity, (), fields, numbers)
 
 
 def _distance(one: BlockSlope, factor: float) -> float:
@@ -212,19 +212,7 @@ def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
     """Return the finding of a step whose gradient was not checked."""
     named = f" ({name_ranks(ranks)})" if ranks else ""
     fields = {"step": f"{step:,}", "why": why, "who": named}
-    return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})
-
-
-def _finding(
-    cause: str,
-    severity: Severity,
-    ranks: tuple[int, ...],
-    step: int,
-    fields: Mapping[str, object],
-    numbers: Mapping[str, object],
-) -> Finding:
-    evidence = FaultEvidence(cause, severity, ranks, step, step, 1, fields, numbers)
-    return finding_of(evidence, step, name=f"{cause}:step-{step}")
+    return finding_at(step, "verify.declined", Severity.NOTE, ranks, fields, {"why": why})
 
 
 def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, object]:

@@ -11,12 +11,18 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RestartDetector
+from rankscope.bus.detector import (
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RestartDetector,
+    evidence_at,
+)
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Recurrence, SharedWork, Step
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_ranks, shortened
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import count_common, in_order
 from rankscope.stats.samples import SampleCounts
@@ -104,13 +110,12 @@ class DuplicateBatches(Detector):
 
     def _parts_evidence(self) -> FaultEvidence:
         groups = self._sharing.groups
-        names = [name_ranks(group) for group in groups[:_MOST_NAMED]]
-        more = [count(len(groups) - _MOST_NAMED, "other group")] if groups[_MOST_NAMED:] else []
+        names = [name_ranks(group) for group in groups]
         return self._parts.evidence(
             "data.duplicate_batches",
             Severity.NOTE,
             self._parts.ranks,
-            {"groups": "; ".join([*names, *more])},
+            {"groups": shortened(names, _MOST_NAMED, "other group", between="; ")},
             {"steps": self._parts.count, "groups": [list(group) for group in groups[:16]]},
             key=PARTS,
         )
@@ -438,9 +443,7 @@ class Padding(Stateful):
         return (self._evidence(),) if padded else ()
 
     def _evidence(self) -> FaultEvidence:
-        span = PersistentFault()
-        span.see(self._step)
         fields = {"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")}
         numbers = {"repeated": self._repeats}
         cause = "data.overlapping_shards"
-        return span.evidence(cause, Severity.NOTE, (), fields, numbers, key=KEY)
+        return evidence_at(self._step, cause, Severity.NOTE, (), fields, numbers, key=KEY)

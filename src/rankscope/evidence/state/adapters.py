@@ -31,13 +31,9 @@ def adapted_matrices(parameters: Mapping[str, Tensor], trained: Sequence[str]) -
     if all(name in trained for name in matrices):
         return []
     updated = {name: matrices[name] for name in trained if name in matrices}
-    zero = [name for name, is_zero in _are_zero(updated).items() if is_zero]
+    with torch.no_grad():
+        zero = [name for name, matrix in updated.items() if not own(matrix.detach()).any()]
     return sorted({base for name in zero for base in _bases_of(name, updated)})
-
-
-@torch.no_grad()
-def _are_zero(matrices: Mapping[str, Tensor]) -> dict[str, bool]:
-    return {name: not bool(own(matrix.detach()).any()) for name, matrix in matrices.items()}
 
 
 def _bases_of(zero: str, updated: Mapping[str, Tensor]) -> Iterator[str]:

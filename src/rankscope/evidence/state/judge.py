@@ -16,6 +16,7 @@ from rankscope.bus.detector import (
     FaultEvidence,
     PersistentFault,
     RunFacts,
+    evidence_at,
 )
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages, held_values
@@ -270,9 +271,7 @@ class AdaptedTrains(Detector):
         if found:
             at = step.gathered.step
             fields = {"names": shortened(found, _NAMED), "are": "is" if len(found) == 1 else "are"}
-            yield FaultEvidence(
-                ADAPTED, Severity.WARNING, (), at, at, 1, fields, named(found), key=ADAPTED
-            )
+            yield evidence_at(at, ADAPTED, Severity.WARNING, (), fields, named(found))
 
 
 FROZEN_DIFFER = "state.frozen_differ"

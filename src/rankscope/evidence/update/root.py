@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rankscope.bus.detector import FaultEvidence, finding_of
+from rankscope.bus.detector import finding_at
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import DirectedRun
 from rankscope.bus.shares import ShareDirector
@@ -38,6 +38,7 @@ def in_words(
         yield _declined(declined, step)
     if verdict.compared and not verdict.odd:
         fields = {
+            "step": f"{step:,}",
             "optimizers": _computed(verdict.optimizers),
             "number": f"{len(verdict.compared):,} of {count(num_parameters, 'parameter')}",
             "resting": _resting(verdict),
@@ -51,7 +52,7 @@ def in_words(
             "error": verdict.error,
             "resting": [list(one) for one in verdict.resting[:64]],
         }
-        yield _finding("update.agrees", Severity.NOTE, (), step, fields, numbers)
+        yield finding_at(step, "update.agrees", Severity.NOTE, (), fields, numbers)
 
 
 def _differing(cause: str, odd: Sequence[OddUpdate], hooks: Sequence[str], step: int) -> Finding:
@@ -63,6 +64,7 @@ def _differing(cause: str, odd: Sequence[OddUpdate], hooks: Sequence[str], step:
         for same in alike.values()
     ]
     fields = {
+        "step": f"{step:,}",
         "optimizers": _computed([one.optimizer for one in odd]),
         "how": "; ".join(parts),
         "hooks": f" After it, {listed(hooks)} ran as hooks of the optimizer." if hooks else "",
@@ -79,14 +81,14 @@ def _differing(cause: str, odd: Sequence[OddUpdate], hooks: Sequence[str], step:
             for one in odd[:64]
         ]
     }
-    return _finding(cause, severity, ranks, step, fields, numbers)
+    return finding_at(step, cause, severity, ranks, fields, numbers)
 
 
 def _declined(declined: Mapping[str, str], step: int) -> Finding:
     unseen = {"": "it is too small to be seen beside rounding"}
     reasons = [f"{kind}: {why}" if kind else why for kind, why in (declined or unseen).items()]
-    fields = {"why": "; ".join(reasons)}
-    return _finding("update.declined", Severity.NOTE, (), step, fields, {"why": fields["why"]})
+    fields = {"step": f"{step:,}", "why": "; ".join(reasons)}
+    return finding_at(step, "update.declined", Severity.NOTE, (), fields, {"why": fields["why"]})
 
 
 def _computed(kinds: Sequence[str]) -> str:
@@ -156,19 +158,6 @@ def _later(verdict: UpdateVerdict) -> str:
         f" After the optimizer's call, {names} changed once "
         f"more, by up to {most:.2g} times the update."
     )
-
-
-def _finding(
-    cause: str,
-    severity: Severity,
-    ranks: tuple[int, ...],
-    step: int,
-    fields: Mapping[str, object],
-    numbers: Mapping[str, object],
-) -> Finding:
-    fields = {"step": f"{step:,}", **fields}
-    evidence = FaultEvidence(cause, severity, ranks, step, step, 1, fields, numbers)
-    return finding_of(evidence, step, name=f"{cause}:step-{step}")
 
 
 class UpdateAudits(ShareDirector[UpdateShare]):

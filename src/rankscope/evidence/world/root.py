@@ -345,9 +345,8 @@ _MAYBE = (
 
 
 def _listed_groups(groups: Sequence[Sequence[int]]) -> str:
-    named = [name_ranks(ranks, of_job=True) for ranks in groups[:_MOST_NAMED]]
-    rest = len(groups) - len(named)
-    return "; ".join([*named, *([count(rest, "other group")] if rest else [])])
+    named = [name_ranks(ranks, of_job=True) for ranks in groups]
+    return shortened(named, _MOST_NAMED, "other group", between="; ")
 
 
 def make_director(run: DirectedRun) -> World:

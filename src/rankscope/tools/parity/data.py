@@ -4,8 +4,7 @@ import math
 from collections import Counter
 
 from rankscope.bus.parity import GRADIENT
-from rankscope.tools.parity.copies import unequal_copies
-from rankscope.tools.parity.pair import StepPair
+from rankscope.tools.parity.pair import StepPair, unequal_copies
 from rankscope.tools.parity.result import Answer, likely, times
 from rankscope.tools.stages import Stage
 

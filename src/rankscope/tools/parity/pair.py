@@ -25,6 +25,11 @@ _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
 MUCH = 0.02
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
+_OF_COPIES = {
+    START: (Stage.START, "parameters"),
+    GRADIENT: (Stage.GRADIENT, "gradients"),
+    UPDATE: (Stage.UPDATE, "updates"),
+}
 
 
 class Notes(list[str]):
@@ -166,6 +171,30 @@ class StepPair:
             shape = self.bounds.a.shapes.get(name, (1,))
             return spread_distance(first, second, math.prod(shape))
         return distance(first, second)
+
+
+def unequal_copies(pair: StepPair, *kinds: str) -> Answer | None:
+    """Return that copies on ranks of one side differ."""
+    least = max(1e-4, 32 * pair.bounds.roundoff)
+    for kind in kinds:
+        stage, what = _OF_COPIES[kind]
+        for side, step in zip(pair.sides, (pair.a, pair.b), strict=True):
+            there = [each for each in step.unequal if each.kind == kind and each.relative > least]
+            if not there:
+                continue
+            ranks = sorted({rank for each in there for rank in each.ranks})
+            who, verb = ("ranks", "hold") if len(ranks) > 1 else ("rank", "holds")
+            answer = pair.differ_by(
+                stage,
+                f"In step {pair.number} of {side.name}, {who} {', '.join(map(str, ranks))} {verb} "
+                f"other {what} than rank 0: {first_of([each.name for each in there])}.",
+            )
+            differences = tuple(
+                Difference(each.name, each.relative, least, math.nan, math.nan, "copies differ")
+                for each in there
+            )
+            return replace(answer, differences=differences)
+    return None
 
 
 def not_comparable(why: str) -> Answer:

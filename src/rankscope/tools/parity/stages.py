@@ -6,10 +6,15 @@ from dataclasses import replace
 
 from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
 from rankscope.bus.words import first_of
-from rankscope.tools.parity.copies import unequal_copies
 from rankscope.tools.parity.data import data, losses_apart, samples_apart
 from rankscope.tools.parity.inside import first_layer_apart
-from rankscope.tools.parity.pair import StepPair, both, has_same_generators, not_comparable
+from rankscope.tools.parity.pair import (
+    StepPair,
+    both,
+    has_same_generators,
+    not_comparable,
+    unequal_copies,
+)
 from rankscope.tools.parity.reading import SideStep, is_clipped, trained
 from rankscope.tools.parity.result import Answer, Difference
 from rankscope.tools.stages import DiffClass, Stage

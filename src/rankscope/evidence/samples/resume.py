@@ -1,0 +1,422 @@
+"""The detector of a restarted job that draws samples again which its epoch had drawn before."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from rankscope.bus.detector import FaultEvidence, RestartDetector
+from rankscope.bus.finding import Severity
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.steps import Step, StepBatch
+from rankscope.bus.words import count, name_ranks
+from rankscope.stats.arrays import Bools, Ints
+from rankscope.stats.draws import (
+    DrawnSamples,
+    Draws,
+    SampleShare,
+    SortedMap,
+    differs_from_previous,
+)
+from rankscope.stats.state import Stateful
+
+_CHUNK = 8  # draws that decide together whether a new epoch has begun
+_EARLY_STEPS = 4
+_EARLY_DRAWS = 64
+_EARLY_SHARE = 0.02
+_LEAST = 16
+_BY_CHANCE = 5
+_WIDEST = 8  # steps of the old job in one of the new
+
+
+class Resumption(StrEnum):
+    """How a restarted job went on."""
+
+    MIXED = "mixed"
+    """Samples that the epoch had drawn came again among those of its rest."""
+    FROM_START = "from start"
+    """All steps of the epoch came again in order, and then its rest."""
+    FROM_CHECKPOINT = "from checkpoint"
+    """Some of its last steps came again in order, and then its rest."""
+
+
+@dataclass
+class RestartedJob(Stateful):
+    """What a restarted job has drawn since its first step, beside the epoch that was interrupted.
+
+    A healthy job draws the rest of that epoch first. When it draws samples again that the epoch had
+    drawn before, the rest is used up, but for fewer than one global batch that an epoch's end
+    leaves out. So what proves a fault is a rest that still arrives after many samples have come
+    again: more of them than sampling with replacement would repeat, too.
+    """
+
+    boundary: int  # the job's first step
+    interrupted: int  # first step of the interrupted epoch
+    end: int  # the last step before the restart
+    in_first_epoch: bool  # whether the interrupted epoch is the first one
+    drawn: int  # samples of the interrupted epoch
+    repeated: int  # those of them that came again inside of it
+    again_W: Ints  # draws of the interrupted epoch's samples, by worker
+    undecided: bool  # whether it is still open how the job goes on
+    again: int = 0  # the same of different samples
+    mixed: bool = False
+    replaying: bool = True  # whether all steps so far repeat old ones in order
+    replayed_from: int = -1
+    replayed_to: int = -1
+    steps: int = 0
+    draws: int = 0
+    rest: int = 0  # of the epoch's rest, once enough had come again
+    since: int = 0  # that came again since the restart
+
+    def look(
+        self, draws: Draws, samples_U: Ints, last_U: Ints, one_in: int, tolerance: float
+    ) -> Resumption | None:
+        """Judge a step, by the last steps that drew its samples before.
+
+        One sample in ``one_in`` is followed; ``tolerance`` of them may be left out by an epoch.
+        """
+        again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
+        again_D = again_U[samples_U.searchsorted(draws.samples)]
+        rest = self._num_of_rest(last_U)
+        proves = self._has_drawn_enough()
+        self.steps += 1
+        self.draws += len(last_U)
+        self.since += int(np.sum(last_U >= self.boundary))
+        self.again += int(again_U.sum())
+        self.again_W = self.again_W + np.bincount(draws.ranks[again_D], minlength=draws.shape[1])
+        if self.replaying:
+            self.replaying = self._goes_on_replaying(last_U, again_U, rest, one_in)
+            if self.replaying:
+                return None
+        self.rest += rest if proves else 0
+        if self.rest > tolerance and not self.mixed:
+            return self._decide()
+        self.undecided = not self._is_over()
+        return Resumption.MIXED if self.mixed and again_U.any() else None
+
+    def halve(self) -> None:
+        """Follow half as many samples from now on."""
+        self.drawn = max(self.drawn // 2, 1)
+        self.repeated //= 2
+        self.again //= 2
+        self.draws //= 2
+        self.rest //= 2
+        self.since //= 2
+        self.again_W = self.again_W // 2
+
+    def _num_of_rest(self, last_U: Ints) -> int:
+        """Count samples of the epoch's rest; in the first epoch, those never seen before."""
+        if self.in_first_epoch:
+            return int(np.sum(last_U < 0))
+        return int(np.sum((last_U >= 0) & (last_U < self.interrupted)))
+
+    def _decide(self) -> Resumption:
+        if not self._has_replayed():
+            self.mixed = True
+            return Resumption.MIXED
+        self.undecided = False
+        whole = self.replayed_from == self.interrupted
+        return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
+
+    def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int, one_in: int) -> bool:
+        """Return whether this step goes on repeating the old ones in order, up to the restart."""
+        if not again_U.any():
+            return False
+        low = int(last_U[again_U].min())
+        high = int(last_U[again_U].max())
+        gap = low - self.replayed_to
+        furthest = 1 if one_in == 1 else 2 * _WIDEST
+        follows = self.replayed_from >= 0 and 0 <= gap <= furthest
+        reached = high == self.end
+        alone = bool(again_U.all())
+        begins = self.replayed_from < 0 and alone and high - low <= _WIDEST
+        ends = reached and int(again_U.sum()) + rest == len(last_U)
+        if not (begins or (follows and (alone or ends))):
+            self.replayed_to = -1
+            return False
+        self.replayed_from = low if self.replayed_from < 0 else self.replayed_from
+        self.replayed_to = high
+        return not reached
+
+    def _has_drawn_enough(self) -> bool:
+        """Return whether enough samples came again for a later rest to prove a fault."""
+        if self._has_replayed():
+            return True
+        by_chance = 3 * (self.draws / self.drawn) * (self.repeated + _BY_CHANCE)
+        return not self.replaying and self.again > _LEAST + by_chance
+
+    def _has_replayed(self) -> bool:
+        """Return whether all steps from some step to the restart came again in order."""
+        return self.replayed_from >= 0 and self.replayed_to == self.end
+
+    def _is_over(self) -> bool:
+        """Return whether the job has proved to go on, or whole epochs have passed."""
+        begun = self.steps >= _EARLY_STEPS and self.draws >= _EARLY_DRAWS
+        goes_on = begun and self.again < _EARLY_SHARE * self.draws
+        return (goes_on and not self._has_replayed()) or 2 * self.since > self.draws
+
+
+class RestartWatch(Stateful):
+    """Follows epochs, and after a restart the rest of the one that was interrupted.
+
+    Beyond ``capacity`` different samples, only a random share of them is followed.
+    """
+
+    SETTINGS = ("_capacity", "_num_workers")
+
+    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        self._capacity = capacity
+        self._num_workers = num_workers
+        self._share = SampleShare()
+        self._last = SortedMap(np.int32)
+        self._last_step = -1
+        self._most_drawn = 0
+        self.epoch = -1
+        self._num_epochs = 0
+        self._drawn = self._repeated = 0
+        self._chunk_start = -1
+        self._chunk_drawn = 0
+        self._chunk_again = 0
+        self.job: RestartedJob | None = None  # the restarted one; None in a job's first start
+
+    @property
+    def one_in(self) -> int:
+        """Number of samples that each followed one stands for; 1 while the counts are exact."""
+        return self._share.one_in
+
+    def restart(self, step: int) -> None:
+        """Begin a restarted job with this step."""
+        self._end_chunk()
+        overlaps = self._repeated >= _CHUNK and self._repeated > _EARLY_SHARE * self._drawn
+        self.job = RestartedJob(
+            boundary=step,
+            interrupted=self.epoch,
+            end=self._last_step,
+            in_first_epoch=self._num_epochs <= 1,
+            drawn=self._drawn,
+            repeated=self._repeated,
+            again_W=np.zeros(self._num_workers, np.int64),
+            undecided=self._drawn > 0 and not overlaps,
+        )
+
+    def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Process the samples of consecutive steps; yield how the restarted job went on."""
+
+        def fits(samples: Ints) -> bool:
+            some = int(np.count_nonzero(self._share.admits(samples)))
+            return len(self._last) + some <= self._capacity
+
+        begin = 0
+        for few in drawn.fitting_pieces(fits):
+            yield from self._process(steps[begin : begin + len(few)], few)
+            begin += len(few)
+
+    def _process(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Process steps that share no sample: a single one, or several if there is room."""
+        draws = drawn.sorted(self._share.admits(drawn.flat))
+        different = draws.where(differs_from_previous(draws.samples))
+        numbers_U = np.array(steps, np.int32)[different.steps]
+        known_U, latest_U = self._last.put(different.samples, numbers_U)
+        last_U = np.where(known_U, latest_U, np.int64(-1))
+        lasts = different.of_steps(last_U)
+        samples = different.of_steps(different.samples)
+        for index, step in enumerate(steps):
+            self._most_drawn = max(self._most_drawn, int(drawn.lengths[index]))
+            verdict = None
+            if self.job is not None and self.job.undecided and len(samples[index]):
+                own = draws if len(drawn) == 1 else draws.where(draws.steps == index)
+                verdict = self._look(self.job, own, samples[index], lasts[index])
+            self._follow_epoch(step, lasts[index])
+            self._last_step = step if len(samples[index]) else self._last_step
+            while len(self._last) > self._capacity and self._share.can_halve:
+                self._halve()
+            yield verdict
+
+    def _look(
+        self, job: RestartedJob, draws: Draws, samples_U: Ints, last_U: Ints
+    ) -> Resumption | None:
+        """Judge a step after a restart; a job that has only repeated steps is in the old epoch."""
+        verdict = job.look(draws, samples_U, last_U, self.one_in, self._tolerance())
+        if verdict in (Resumption.FROM_START, Resumption.FROM_CHECKPOINT):
+            self.epoch = job.interrupted
+            self._drawn = job.drawn
+            self._repeated = job.repeated
+            self._num_epochs = 1 if job.in_first_epoch else self._num_epochs
+        return verdict
+
+    def _tolerance(self) -> float:
+        """Samples that an epoch's end may leave out, and the step that crosses its border."""
+        expected = 2 * self._most_drawn / self.one_in
+        return expected + (4 * math.sqrt(expected) if self.one_in > 1 else 0)
+
+    def _follow_epoch(self, step: int, last_U: Ints) -> None:
+        if self.epoch < 0:
+            self.epoch = step
+            self._num_epochs = 1
+        if self._chunk_drawn == 0:
+            self._chunk_start = step
+        self._chunk_drawn += len(last_U)
+        self._chunk_again += int(np.count_nonzero(last_U >= self.epoch))
+        if self._chunk_drawn >= _CHUNK:
+            self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
+            self.epoch = self._chunk_start
+            self._num_epochs += 1
+            self._drawn = self._chunk_drawn
+            self._repeated = 0
+        else:
+            self._drawn += self._chunk_drawn
+            self._repeated += self._chunk_again
+        self._chunk_drawn = self._chunk_again = 0
+
+    def _halve(self) -> None:
+        self._share.halve()
+        self._last.keep(self._share.admits)
+        self._drawn //= 2
+        self._repeated //= 2
+        if self.job is not None:
+            self.job.halve()
+
+
+_OPTIMIZER, _BITS = "optimizer", "parameters: bits"  # of what sessions begin and end with
+
+FROM_START = "epoch-begun-again"
+DONE_TWICE = "steps-done-twice"
+LOADER_BEHIND = "loader-behind-model"
+BEGUN_ANEW = "begun-anew"
+"""Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
+
+
+class ResumeMismatch(RestartDetector):
+    """After a restart, samples that the interrupted epoch had drawn come again before its rest.
+
+    - In another order, it is an error: the loader shuffled again.
+    - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
+      back to a checkpoint from the epoch's start. A changing learning rate decides which.
+    - The last few steps in the same order: the checkpoint was a little older than the last step.
+      That is a note; a warning where the parameters are those after the last step, bit for bit.
+
+    Where the parameters are those of the run's first step, bit for bit, the training has begun
+    anew: a note, however the samples come.
+    """
+
+    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        super().__init__()
+        self._watch = RestartWatch(num_workers, capacity)
+        self._lr_by_step: dict[int, float] = {}
+        self._lr_before = self._lr_after = self._lr_at_start = math.nan
+        self._lr_last = math.nan
+        self._saved: tuple[int, Ints] | None = None  # the last step with parameters that are known
+        self._last_step = -1
+        self._at_end = False  # whether a restarted job began with the last step's parameters
+        self._first: Ints | None = None  # the parameters of the run's first step
+        self._anew = False  # whether a restarted job began with these
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
+        """Process consecutive steps; yield how a restarted job went on, once that shows."""
+        if self._restarts():
+            self._watch.restart(steps.numbers[0])
+            self._lr_at_start = self._lr_by_step.get(self._watch.epoch, math.nan)
+            self._lr_before = self._lr_last
+        verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
+        for step in steps:
+            lr = _largest(step)
+            job = self._watch.job
+            if job is not None and step.gathered.step == job.boundary:
+                self._lr_after = lr
+            verdict = next(verdicts)
+            self._remember(step.gathered.step, lr)
+            self._compare_parameters(step.gathered)
+            if job is None or verdict is None:
+                yield ()
+            else:
+                yield (self._evidence(job, verdict, step.gathered),)
+
+    def _compare_parameters(self, gathered: GatheredStep) -> None:
+        rows = gathered.differences
+        started, saved = (
+            held_values(rows, kind, _OPTIMIZER).get(_BITS) if rows else None
+            for kind in (StateKind.STARTED, StateKind.SAVED)
+        )
+        if started is not None:
+            known = self._saved if self._saved and self._saved[0] == self._last_step else None
+            self._at_end = known is not None and np.array_equal(known[1], started)
+            self._anew = self._first is not None and np.array_equal(self._first, started)
+            self._first = started if self._first is None else self._first
+        if saved is not None:
+            self._saved = gathered.step, saved
+        self._last_step = gathered.step
+
+    def _remember(self, step: int, lr: float) -> None:
+        """Keep the learning rate of the epoch's first step, which arrives a little later."""
+        self._lr_last = lr
+        self._lr_by_step[step] = lr
+        epoch = self._watch.epoch
+        for old in [s for s in self._lr_by_step if s != epoch and not step - 8 <= s <= step]:
+            del self._lr_by_step[old]
+
+    def _severity(self, verdict: Resumption) -> Severity:
+        if self._anew:
+            return Severity.NOTE
+        if verdict is Resumption.MIXED:
+            return Severity.ERROR
+        if verdict is Resumption.FROM_CHECKPOINT:
+            return Severity.WARNING if self._at_end else Severity.NOTE
+        back = abs(self._lr_after - self._lr_at_start)
+        on = abs(self._lr_after - self._lr_before)
+        if not math.isfinite(back + on) or math.isclose(self._lr_at_start, self._lr_before):
+            return Severity.WARNING
+        return Severity.NOTE if back < on else Severity.ERROR
+
+    def _evidence(
+        self, job: RestartedJob, verdict: Resumption, gathered: GatheredStep
+    ) -> FaultEvidence:
+        severity = self._severity(verdict)
+        many_W = 4 * job.again_W >= max(1, int(job.again_W.max()))
+        ranks = tuple(np.flatnonzero(many_W).tolist())
+        one_in = self._watch.one_in
+        of = f" among the one in {one_in:,} that are followed" if one_in > 1 else ""
+        mixed = verdict is Resumption.MIXED
+        twice = not mixed and severity is Severity.NOTE
+        key = "" if mixed else DONE_TWICE if twice else FROM_START
+        if verdict is Resumption.FROM_CHECKPOINT and not twice:
+            key = LOADER_BEHIND
+        key = BEGUN_ANEW if self._anew else key
+        return FaultEvidence(
+            cause="data.resume_mismatch",
+            severity=severity,
+            ranks=ranks if severity is not Severity.NOTE else (),
+            first_step=job.boundary,
+            last_step=gathered.step,
+            count=job.again if mixed else 1,
+            fields={
+                "ranks": name_ranks(ranks),
+                "restart": f"{job.boundary:,}",
+                "epoch": f"{job.interrupted:,}",
+                "again": count(job.again, "sample") + of,
+                "from": f"{job.replayed_from:,}",
+                "to": f"{job.boundary - 1:,}",
+            },
+            numbers={
+                "restart_at": job.boundary,
+                "epoch_began_at": job.interrupted,
+                "drawn_again": job.again,
+                "follows_one_sample_in": one_in,
+                **({} if mixed else {"repeats_steps_from": job.replayed_from}),
+            },
+            key=key,
+        )
+
+
+def _largest(step: Step) -> float:
+    """Return the largest known learning rate; minus infinity without any."""
+    highest = step.ends("lr")[1]
+    if not math.isnan(highest):
+        return max(highest, -math.inf)
+    return float(np.fmax.reduce(step.gathered.workers["lr"], initial=-np.inf))  # leaves out NaN
