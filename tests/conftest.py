@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process for each run of a test would cost more than the test itself. Those that are about the
 # process say agent="process".
 os.environ.setdefault("RANKSCOPE_AGENT", "thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a module share."""
+    return tmp_path_factory.mktemp("module")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
