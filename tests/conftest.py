@@ -1,6 +1,8 @@
 """What all tests share."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,30 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A process for each run of a test would cost more than the test itself. Those that are about the
 # process say agent="process".
 os.environ.setdefault("RANKSCOPE_AGENT", "thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the tests of a module share."""
+    return tmp_path_factory.mktemp("module")
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command here: its exit code, output and errors."""
+    from rankscope.cli import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["rankscope", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        code = ended.value.code or 0
+        assert isinstance(code, int)
+        return (code, *capsys.readouterr())
+
+    return call
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -18,7 +18,7 @@ from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 # A rank, or all of them, are killed -----------------------------------------------------------
 
@@ -176,14 +176,11 @@ def accidents(rank, folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def hit(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("agents")
-    return folder, run_ranks(accidents, 2, str(folder))
+hit = on_ranks(accidents, 2)
 
 
 def test_the_training_keeps_its_bits_whatever_happens_to_the_agent(hit):
-    _, found = hit
+    found, _ = hit
     for own in found:
         for name, (bits, _) in own.items():
             assert bits == own["unwatched"][0], name
@@ -202,7 +199,7 @@ def test_the_training_keeps_its_bits_whatever_happens_to_the_agent(hit):
 )
 def test_it_is_said_once_that_an_agent_is_lost(hit, name, said):
     """By the rank that has started it; another may find out by itself that it takes nothing."""
-    _, found = hit
+    found, _ = hit
     first, second = (own[name][1] for own in found)
     assert len(first) == (said is not None), first
     assert len(second) <= (said is not None and name != "killed"), second
@@ -213,7 +210,7 @@ def test_it_is_said_once_that_an_agent_is_lost(hit, name, said):
 @pytest.mark.parametrize("name", ["untouched", "stopped for a while", "stopped at the end"])
 def test_an_agent_that_goes_on_catches_up(hit, name):
     """At the latest when its training closes: that wakes it."""
-    folder, _ = hit
+    _, folder = hit
     run, other = Run.open(folder / name), Run.open(folder / "untouched")
     assert run.status == "complete"
     columns = [each.columns(Table.STEPS, "step", "observed", "loss_mean") for each in (run, other)]
@@ -222,7 +219,7 @@ def test_an_agent_that_goes_on_catches_up(hit, name):
 
 
 def test_gradients_that_found_no_room_are_counted_and_said_once(hit):
-    folder, found = hit
+    found, folder = hit
     for rank, own in enumerate(found):
         (warning,) = own["crowded"][1]
         assert f"does not keep up with rank {rank}: the gradient of step" in warning
@@ -239,7 +236,7 @@ def test_gradients_that_found_no_room_are_counted_and_said_once(hit):
 
 @pytest.mark.parametrize("name", ["stopped", "too full", "killed"])
 def test_what_a_lost_agent_had_written_stays(hit, name):
-    folder, _ = hit
+    _, folder = hit
     run = Run.open(folder / name)
     assert run.status == "incomplete"
     assert run.info["agent"].get("ended") == ("killed by SIGKILL" if name == "killed" else None)

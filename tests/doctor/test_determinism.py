@@ -21,7 +21,7 @@ def examine(model, batch=None, seconds=60.0):
     options = Options(seconds=seconds)
     bench = Bench(None, options, None, torch.device("cpu"), model=model, batch=batch)
     facts = determinism.look(bench)
-    [result] = determinism.judge([facts])
+    [result] = determinism.STAGE.judge([facts])
     return result, facts
 
 

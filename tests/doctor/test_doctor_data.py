@@ -43,7 +43,7 @@ def dealt(order, num_ranks, batch=4):
 
 
 def judged(samples, **changes):
-    return one(loader.judge([read(batches, **changes) for batches in samples]), "shards")
+    return one(loader.STAGE.judge([read(batches, **changes) for batches in samples]), "shards")
 
 
 def test_shards_of_one_shuffle_are_disjoint():
@@ -85,7 +85,7 @@ def test_whole_shards_drawn_with_replacement_are_no_overlap_where_the_loaders_sa
 )
 def test_batch_counts(changes, status, words):
     facts = [read([[r, r + 10]] * 3, **own) for r, own in enumerate(changes)]
-    result = one(loader.judge(facts), "batch_counts")
+    result = one(loader.STAGE.judge(facts), "batch_counts")
     assert result.status is status
     assert words in result.found
 
@@ -100,7 +100,7 @@ def test_batch_counts(changes, status, words):
 )
 def test_loss_weighting(tokens, status, words):
     facts = [read([[r]] * len(own), tokens=own) for r, own in enumerate(tokens)]
-    result = one(loader.judge(facts), "loss_weighting")
+    result = one(loader.STAGE.judge(facts), "loss_weighting")
     assert result.status is status
     assert words in result.found
 
@@ -119,7 +119,7 @@ def test_loss_weighting(tokens, status, words):
 )
 def test_epoch_order(changes, status):
     facts = [read([[rank]], **changes) for rank in range(2)]
-    assert one(loader.judge(facts), "epoch_order").status is status
+    assert one(loader.STAGE.judge(facts), "epoch_order").status is status
 
 
 def looked_at(batches):
@@ -136,7 +136,7 @@ def looked_at(batches):
 def test_samples_that_look_alike_are_not_judged(batch_size):
     generator = torch.Generator().manual_seed(0)
     rare = [(torch.rand(100, batch_size, generator=generator) < 0.03).long() for _ in range(2)]
-    results = loader.judge([looked_at(list(labels)) for labels in rare])
+    results = loader.STAGE.judge([looked_at(list(labels)) for labels in rare])
     shards, order = one(results, "shards"), one(results, "epoch_order")
     assert [shards.status, order.status] == [Status.SKIPPED] * 2
     assert f"a Tensor with 2 different samples of {100 * batch_size}" in shards.found

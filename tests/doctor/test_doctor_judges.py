@@ -58,7 +58,7 @@ def gpus(ids, **changes):
     ],
 )
 def test_topology(facts, status, words):
-    [result] = topology.judge(facts)
+    [result] = topology.STAGE.judge(facts)
     assert result.status is status
     assert words in result.found
     assert bool(result.advice) == (status is not Status.OK)
@@ -77,7 +77,7 @@ def test_topology(facts, status, words):
 )
 def test_environment(changes, status, words):
     usual = {"torch": "2.13", "python": "3.11", "LOCAL_RANK": "0", "revision": "cafe"}
-    [result] = topology.judge_environment([usual, usual, {**usual, **changes}, usual])
+    [result] = topology.ENVIRONMENT_STAGE.judge([usual, usual, {**usual, **changes}, usual])
     assert result.status is status
     assert words in result.found
     assert result.ranks == (() if status is Status.OK else (2,))
@@ -102,7 +102,7 @@ def case(wrong=0, digest="x", same=True):
 )
 def test_collectives(strange, status, ranks):
     usual = {"cases": [{**case(), "same": strange["same"]}], "unsupported": ["all-gather fp16"]}
-    [result] = collectives.judge([usual, {**usual, "cases": [strange]}, usual])
+    [result] = collectives.STAGE.judge([usual, {**usual, "cases": [strange]}, usual])
     assert (result.status, result.ranks) == (status, ranks)
     words = {Status.OK: "not supported here: all-gather fp16", Status.ERROR: "rank 1, all-reduce"}
     assert words[status] in result.found
@@ -122,7 +122,7 @@ def sums(digests="aaaaaaaaaa", error=1e-9):
     ],
 )
 def test_repeated_sums(facts, status, ranks):
-    [result] = collectives.judge_repeats(facts)
+    [result] = collectives.REPEATED_STAGE.judge(facts)
     assert (result.status, result.ranks) == (status, ranks)
 
 
@@ -132,13 +132,15 @@ def timing(compute=0.03, load=1.0):
 
 
 def test_slow_ranks_are_named_with_the_load_of_their_host():
-    results = collectives.judge_speed([timing(), timing(0.031), timing(0.06, load=9.0), timing()])
+    results = collectives.SPEED_STAGE.judge(
+        [timing(), timing(0.031), timing(0.06, load=9.0), timing()]
+    )
     slow = one(results, "stragglers")
     assert (slow.status, slow.ranks) == (Status.NOTE, (2,))
     assert "rank 2 2.0 ×; load 9.0 on 2 cores at rank 2" in slow.found
     bandwidth = one(results, "bandwidth")
     assert bandwidth.numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
-    assert one(collectives.judge_speed([timing()] * 4), "stragglers").status is Status.OK
+    assert one(collectives.SPEED_STAGE.judge([timing()] * 4), "stragglers").status is Status.OK
 
 
 # Model
@@ -179,7 +181,7 @@ def built(weight=1, bias=1, state=1, **changes):
     ],
 )
 def test_models(facts, name, status, ranks):
-    result = one(model.judge(facts), name)
+    result = one(model.STAGE.judge(facts), name)
     assert (result.status, result.ranks) == (status, ranks)
 
 

@@ -1,7 +1,5 @@
 """The DeepSpeed adapter, on two real ranks."""
 
-import tempfile
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,7 @@ from rankscope.bus.evidence import Table
 from rankscope.integrations.deepspeed import watch
 from support.deepspeed_modes import full_parameters, import_deepspeed
 from support.models import make_batch, make_model
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -79,39 +77,36 @@ def work(rank, folder):
     return result
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder, prepare=import_deepspeed)
+trained = on_ranks(work, 2, prepare=import_deepspeed)
 
 
 def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
-    run = run_in(trained[0], "healthy")
+    run = run_in(trained[1], "healthy")
     assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS
-    assert_same_metrics(run, run_in(trained[0], "hand"))
+    assert_same_metrics(run, run_in(trained[1], "hand"))
     assert loud(run) == []
 
 
 def test_the_loss_is_the_one_before_the_engine_divides_it(trained):
-    micro = run_in(trained[0], "healthy").columns(Table.MICRO, "loss", "loss_scale", "loss_weight")
+    micro = run_in(trained[1], "healthy").columns(Table.MICRO, "loss", "loss_scale", "loss_weight")
     assert np.isfinite(micro["loss"]).all()
     assert np.isfinite(micro["loss_weight"]).all()
     assert set(micro["loss_scale"]) == {1 / ACCUMULATE}
 
 
 def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
-    for rank in trained[1]:
+    for rank in trained[0]:
         assert rank["watched"] == rank["unwatched"]
 
 
 @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
 def test_a_block_of_the_page_runs(trained, block):
-    assert_block_ran(block, [rank["page"] for rank in trained[1]])
+    assert_block_ran(block, [rank["page"] for rank in trained[0]])
 
 
 @pytest.mark.parametrize("command", examples(PAGE), ids=str)
 def test_an_example_of_the_page_runs(trained, command):
-    assert_example_ran(command, [rank["page"] for rank in trained[1]])
+    assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 def test_anything_but_an_engine_is_refused():

@@ -3,7 +3,6 @@
 import importlib
 import logging
 import os
-import tempfile
 import warnings
 
 import numpy as np
@@ -17,7 +16,7 @@ from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -127,35 +126,32 @@ def with_accelerate(rank, folder, jobs):
     return {"accelerate": (bits(unwatched), bits(watched))}
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder, timeout=240, prepare=import_all)
+trained = on_ranks(work, 2, timeout=240, prepare=import_all)
 
 
 @pytest.mark.parametrize("name", ["trainer", "sft", "accelerate"])
 class TestHealthy:
     def test_the_same_is_recorded_as_by_hand(self, trained, name):
-        folder, _ = trained
+        _, folder = trained
         assert_same_metrics(run_in(folder, name), run_in(folder, f"{name} by hand"))
 
     def test_nothing_is_found(self, trained, name):
-        assert loud(run_in(trained[0], name)) == []
+        assert loud(run_in(trained[1], name)) == []
 
     def test_no_bit_of_the_training_changes(self, trained, name):
-        for rank in trained[1]:
+        for rank in trained[0]:
             unwatched, watched = rank[name]
             assert unwatched == watched
             assert len(watched) > 10
 
     def test_the_monitor_measured_every_step_on_both_ranks(self, trained, name):
-        _, scales_TW = run_in(trained[0], name).per_worker("grad_scale")
+        _, scales_TW = run_in(trained[1], name).per_worker("grad_scale")
         assert scales_TW.shape == (6, 2)
         np.testing.assert_allclose(scales_TW.mean(axis=1), 1, rtol=1e-6)
 
 
 def test_losses_outside_of_the_model_are_those_that_the_model_would_compute(trained):
-    folder, name = trained[0], "sft"
+    folder, name = trained[1], "sft"
     for signal, within in (("loss", 1e-4), ("loss_weight", 0), ("grad_scale", 1e-6)):
         expected = run_in(folder, "trainer").per_worker(signal)[1]
         found = run_in(folder, name).per_worker(signal)[1]
@@ -165,14 +161,14 @@ def test_losses_outside_of_the_model_are_those_that_the_model_would_compute(trai
 
 def test_a_loss_that_is_multiplied_by_the_number_of_workers_is_found(trained):
     [finding] = [
-        f for f in run_in(trained[0], "mean over own").findings() if f.cause == "loss.scale"
+        f for f in run_in(trained[1], "mean over own").findings() if f.cause == "loss.scale"
     ]
     assert finding.severity > rankscope.Severity.NOTE
     assert finding.evidence["multiplier"] == pytest.approx(2)
 
 
 def test_evaluation_is_not_recorded_and_a_second_training_goes_on_beside_the_first(trained):
-    folder, _ = trained
+    _, folder = trained
     first, second = run_in(folder, "twice"), run_in(folder, "twice-2")
     assert first.per_worker("num_samples")[1].tolist() == [[4, 4]] * 3
     assert second.info["continues"] == "twice"
@@ -181,7 +177,7 @@ def test_evaluation_is_not_recorded_and_a_second_training_goes_on_beside_the_fir
 
 
 def test_a_training_that_raises_leaves_an_incomplete_run_and_a_trainer_as_it_was(trained):
-    folder, ranks = trained
+    ranks, folder = trained
     run = run_in(folder, "breaking")
     assert run.info["status"] == "incomplete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == [0, 1]
@@ -189,26 +185,26 @@ def test_a_training_that_raises_leaves_an_incomplete_run_and_a_trainer_as_it_was
 
 
 def test_arguments_and_loader_are_recorded(trained):
-    info = run_in(trained[0], "trainer").info
+    info = run_in(trained[1], "trainer").info
     assert info["config"]["gradient_accumulation_steps"] == 2
     assert info["config"]["average_tokens_across_devices"] is True
     assert info["training"]["loader"]["dataset"]["length"] == 192
     assert [rank["sampler_seed"] for rank in info["ranks"]] == [1, 1]
-    assert "vocabulary" in run_in(trained[0], "sft").info["ranks"][0]["environment"]
+    assert "vocabulary" in run_in(trained[1], "sft").info["ranks"][0]["environment"]
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")
 def test_a_block_of_the_pages_runs(trained, block):
-    assert_block_ran(block, [rank["pages"] for rank in trained[1]])
+    assert_block_ran(block, [rank["pages"] for rank in trained[0]])
 
 
 @pytest.mark.parametrize("command", EXAMPLES, ids=str)
 def test_an_example_of_the_pages_runs(trained, command):
-    assert_example_ran(command, [rank["pages"] for rank in trained[1]])
+    assert_example_ran(command, [rank["pages"] for rank in trained[0]])
 
 
 def test_the_monitor_has_nothing_to_warn_of(trained):
-    folder, ranks = trained
+    ranks, folder = trained
     assert ranks[1]["said"] == []
     warned = [text for text in ranks[0]["said"] if not text.startswith("rankscope: ")]
     assert [text.partition(" already")[0] for text in warned] == [f"{folder}/twice"]

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 import warnings
 
 import pytest
@@ -23,7 +22,7 @@ from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, 
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
 from support.models import make_batch, make_model
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -140,14 +139,11 @@ def work(rank, folder):
     return result
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder, prepare=import_lightning)
+trained = on_ranks(work, 2, prepare=import_lightning)
 
 
 def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
-    folder, _ = trained
+    _, folder = trained
     run = run_in(folder, "healthy")
     assert run.status == "complete"
     assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS, "validation is not recorded"
@@ -158,23 +154,23 @@ def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained)
 
 
 def test_the_training_ends_with_the_same_bits_as_without_the_callback(trained):
-    for rank in trained[1]:
+    for rank in trained[0]:
         assert rank["watched"] == rank["unwatched"]
 
 
 def test_several_optimizers_are_refused(trained):
-    for rank in trained[1]:
+    for rank in trained[0]:
         assert "expected one optimizer, got 2" in rank["two optimizers"]
 
 
 @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
 def test_a_block_of_the_page_runs(trained, block):
-    assert_block_ran(block, [rank["page"] for rank in trained[1]])
+    assert_block_ran(block, [rank["page"] for rank in trained[0]])
 
 
 @pytest.mark.parametrize("command", examples(PAGE), ids=str)
 def test_an_example_of_the_page_runs(trained, command):
-    assert_example_ran(command, [rank["page"] for rank in trained[1]])
+    assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch):

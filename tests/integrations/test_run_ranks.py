@@ -62,11 +62,6 @@ def train_in_phases(rank):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("run ranks")
-
-
-@pytest.fixture(scope="module")
 def digests(folder):
     """Return digests of the trainings without a monitor; the runs by hand lie in ``folder``."""
     return run_ranks(by_hand, 2, str(folder), timeout=240)

@@ -1,7 +1,5 @@
 """The adapter for loops of torchtitan's shape, on two real ranks that run the example's loop."""
 
-import tempfile
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.integrations.torchtitan import watch
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 PAGE = "docs/integrations/torchtitan.md"
 STEPS, ACCUMULATE = 8, 2
@@ -70,18 +68,15 @@ def work(rank, folder):
     return result
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield folder, run_ranks(work, 2, folder)
+trained = on_ranks(work, 2)
 
 
 @pytest.mark.ranks
 class TestOnTwoRanks:
     def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(self, trained):
-        healthy = run_in(trained[0], "healthy")
+        healthy = run_in(trained[1], "healthy")
         assert len(healthy.columns(Table.STEPS, "step")["step"]) == STEPS
-        assert_same_metrics(healthy, run_in(trained[0], "hand"))
+        assert_same_metrics(healthy, run_in(trained[1], "hand"))
         assert loud(healthy) == []
         assert healthy.info["config"] == {
             "framework": "torchtitan's shape",
@@ -91,20 +86,20 @@ class TestOnTwoRanks:
         }
 
     def test_the_training_ends_with_the_same_bits_as_unwatched(self, trained):
-        for rank in trained[1]:
+        for rank in trained[0]:
             assert rank["watched"] == rank["unwatched"]
 
     def test_a_training_that_raised_is_incomplete(self, trained):
-        assert run_in(trained[0], "raising").status == "incomplete"
-        assert run_in(trained[0], "healthy").status == "complete"
+        assert run_in(trained[1], "raising").status == "incomplete"
+        assert run_in(trained[1], "healthy").status == "complete"
 
     @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
     def test_a_block_of_the_page_runs(self, trained, block):
-        assert_block_ran(block, [rank["page"] for rank in trained[1]])
+        assert_block_ran(block, [rank["page"] for rank in trained[0]])
 
     @pytest.mark.parametrize("command", examples(PAGE), ids=str)
     def test_an_example_of_the_page_runs(self, trained, command):
-        assert_example_ran(command, [rank["page"] for rank in trained[1]])
+        assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 @pytest.mark.parametrize(

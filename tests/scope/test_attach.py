@@ -1,8 +1,6 @@
 """Watching for a part of a training: the same bits, right numbers, and nothing left behind."""
 
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.modes import MODES, MORE_MODES, Training, assert_same_bits
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -72,10 +70,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 2, folder), Path(folder)
+trained = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -142,11 +142,6 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("canaries")
-
-
-@pytest.fixture(scope="module")
 def trained(folder):
     """Return what each rank has of each way, by way."""
     ranks = run_ranks(train_all, 2, str(folder))

@@ -4,8 +4,6 @@ Neither are passes that only ask for other gradients, in any mode.
 """
 
 import contextlib
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 from support.releases import SINCE_TORCH_2_13
 
 pytestmark = pytest.mark.ranks
@@ -107,10 +105,7 @@ def train_all(rank, folder):
     }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 2, folder), Path(folder)
+trained = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

@@ -189,11 +189,6 @@ def refusal() -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("experts")
-
-
-@pytest.fixture(scope="module")
 def results(folder):
     return run_ranks(train_all, RANKS, str(folder), timeout=400)
 

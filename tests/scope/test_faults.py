@@ -1,10 +1,8 @@
 """Faults of the monitor itself: told once, and the training ends with the same bits."""
 
 import errno
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from rankscope import Run, files
 from rankscope.bus.evidence import Table
 from rankscope.session.inbox import last_line
 from support.loops import Loop, root_of
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -131,10 +129,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {"alone": alone, **watched}
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 2, folder, timeout=400.0), Path(folder)
+trained = on_ranks(train_all, 2, timeout=400.0)
 
 
 @pytest.mark.parametrize("kind", FAULTS)

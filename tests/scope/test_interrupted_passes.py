@@ -1,8 +1,6 @@
 """Passes that raise, or that nothing comes of: the training goes on, and so do the books."""
 
 import contextlib
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -104,10 +102,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 3, folder), Path(folder)
+trained = on_ranks(train_all, 3)
 
 
 @pytest.mark.parametrize(("place", "named"), CASES)

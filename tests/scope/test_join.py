@@ -1,7 +1,5 @@
 """Uneven inputs: ranks that have run out of data shadow the steps of the others in ``join()``."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -50,10 +48,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {way: (train(rank, way, None), train(rank, way, f"{folder}/{way}")) for way in WAYS}
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 3, folder), Path(folder)
+trained = on_ranks(train_all, 3)
 
 
 @pytest.mark.parametrize("way", WAYS)

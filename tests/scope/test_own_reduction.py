@@ -1,8 +1,6 @@
 """Models without wrapper, on real ranks: loops that reduce by themselves, rightly or wrongly."""
 
 import math
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.bare import BareLoop
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -291,10 +289,7 @@ def train_all(rank, folder):
     return healthy, faults
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 3, folder, timeout=400.0), Path(folder)
+trained = on_ranks(train_all, 3, timeout=400.0)
 
 
 @pytest.mark.parametrize("name", HEALTHY)

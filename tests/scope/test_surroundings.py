@@ -156,11 +156,6 @@ def ways_of(wrapper: str) -> list[str]:
     return [way for way in SURROUNDINGS if way not in without]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("surroundings")
-
-
 @pytest.fixture(scope="module", params=WRAPPERS)
 def trained(request, folder):
     """Return a wrapper, what each rank has of each way, and the watched run."""

@@ -75,11 +75,6 @@ def train_untraced(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("traced")
-
-
-@pytest.fixture(scope="module")
 def trained(folder):
     return run_ranks(train_all, 2, str(folder))
 

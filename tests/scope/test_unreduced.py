@@ -1,8 +1,5 @@
 """Gradients that no reduction has seen, on real ranks: noticed, and never where all is well."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +10,7 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.loops import PLAN, Loop
 from support.models import make_batch, make_model
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -85,10 +82,7 @@ def train_all(rank, folder):
     }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 3, folder), Path(folder)
+trained = on_ranks(train_all, 3)
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -2,9 +2,7 @@
 
 import contextlib
 import copy
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 from support.releases import SINCE_TORCH_2_13
 
 pytestmark = pytest.mark.ranks
@@ -165,10 +163,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, 2, folder), Path(folder)
+trained = on_ranks(train_all, 2)
 
 
 CASES = [

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from unittest import mock
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import rankscope
@@ -21,7 +20,7 @@ from rankscope.sinks.grafana import dashboard
 from rankscope.sinks.prometheus import PrometheusSink
 from support.loops import Loop, wait_for
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 NUM_STEPS = 14
 QUIET = {"canary": False, "hang_seconds": None, "overhead_budget": None}
@@ -105,14 +104,11 @@ def beside_training(rank, folder):
     return problems, reference.bits() == loop.bits(), loop.warnings, served
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("live")
-    return folder, run_ranks(beside_training, 2, str(folder))
+ranks = on_ranks(beside_training, 2)
 
 
 def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written(ranks):
-    folder, results = ranks
+    results, folder = ranks
     first, second = (problems for problems, *_ in results)
     assert first == second
     (usage, text), (missing, advice) = first
@@ -125,7 +121,7 @@ def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written
 
 
 def test_training_has_the_same_bits_and_ends_although_a_sink_never_does(ranks):
-    _, results = ranks
+    results, _ = ranks
     assert [same for _, same, _, _ in results] == [True, True]
     (_, _, first, _), (_, _, second, _) = results
     assert second == []
@@ -134,7 +130,7 @@ def test_training_has_the_same_bits_and_ends_although_a_sink_never_does(ranks):
 
 
 def test_the_files_hold_what_the_run_tables_hold(ranks):
-    folder, _ = ranks
+    _, folder = ranks
     run = Run.open(folder / "run")
     assert run.status == "complete"
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -159,7 +155,7 @@ def test_the_files_hold_what_the_run_tables_hold(ranks):
 
 
 def test_everything_that_the_dashboard_asks_for_is_served(ranks):
-    _, [(_, _, _, served), _] = ranks
+    [(_, _, _, served), _], _ = ranks
     families = text_string_to_metric_families(served)
     samples = [sample for family in families for sample in family.samples]
     names = {sample.name for sample in samples}

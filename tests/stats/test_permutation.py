@@ -97,25 +97,6 @@ def test_over_all_arrangements_the_mean_is_one_to_rounding():
         np.testing.assert_allclose(e.mean(axis=0), 1.0, rtol=1e-12)
 
 
-def test_the_same_data_on_all_workers_is_the_lowest_spread():
-    values = np.tile([3.1, 2.2, 2.9, 3.6], (8, 1))
-    ranks = spread_ranks(units_of(values), np.random.default_rng(0), same_index=False)
-    assert ranks[0] == ranks.min() == 0.5 / len(ranks)
-    low, high = rank_bets(ranks)
-    assert low[1] > 5
-    assert (high < 1).all()
-
-
-@pytest.mark.parametrize("lengths", [(4,) * 8, (4, 1, 3, 2, 4, 2, 3, 4)])
-def test_a_kind_of_data_per_worker_is_the_highest_spread_under_both_nulls(lengths):
-    rng = np.random.default_rng(0)
-    values = [10.0 * rank + rng.standard_normal(length) for rank, length in enumerate(lengths)]
-    for same_index in (False, True):
-        low, high = bets(pool_units(values), same_index=same_index)
-        assert high[1] > 5
-        assert (low < 1).all()
-
-
 @pytest.mark.parametrize(
     "values",
     [

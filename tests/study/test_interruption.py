@@ -28,11 +28,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
     return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("studies")
-
-
 LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 120}
 
 

@@ -7,9 +7,11 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from rankscope.evidence import NAMES
 
@@ -72,6 +74,20 @@ def run_ranks(
         finally:
             for process in processes:
                 _end(process, of_a_group=prepare is not None)
+
+
+def on_ranks(work: Callable[..., Any], num_ranks: int, **options: Any) -> Any:
+    """Return a fixture of a module: what ``work(rank, folder)`` returned on the ranks, and folder.
+
+    The options are those of :func:`run_ranks`.
+    """
+
+    @pytest.fixture(scope="module")
+    def ran() -> Iterator[tuple[list[Any], Path]]:
+        with tempfile.TemporaryDirectory() as folder:
+            yield run_ranks(work, num_ranks, folder, **options), Path(folder)
+
+    return ran
 
 
 def _end(process: Any, *, of_a_group: bool) -> None:

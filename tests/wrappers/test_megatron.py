@@ -5,8 +5,6 @@ optimizer. Nothing here was tried on an accelerator.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,7 @@ from support.megatron_training import (
     import_megatron,
     make_ddp,
 )
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.ranks,
@@ -102,11 +100,7 @@ def look_before_importing() -> None:
     import_megatron()
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(do_all, NUM_RANKS, folder, timeout=280, prepare=look_before_importing)
-        yield ranks, Path(folder)
+trained = on_ranks(do_all, NUM_RANKS, timeout=280, prepare=look_before_importing)
 
 
 def gradients_of(trained, mode: Mode) -> np.ndarray:

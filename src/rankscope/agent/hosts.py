@@ -297,9 +297,8 @@ NEXT_SECONDS = 0.25
 class HostLink:
     """The link of a host to the root; never blocks or fails while the root is away."""
 
-    def __init__(self, host: int, *, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, host: int) -> None:
         self._name = HOST.pack(host)
-        self._most_bytes = most_bytes
         self._invitation: Invitation | None = None
         self._line: deque[bytes] = deque()
         self.backlog_bytes = 0
@@ -316,7 +315,7 @@ class HostLink:
 
     def send(self, frame: bytes, *, lasting: bool = False) -> bool:
         """Send or queue a frame; return False if it was dropped. A lasting one never is."""
-        if not lasting and self.backlog_bytes + len(frame) > self._most_bytes:
+        if not lasting and self.backlog_bytes + len(frame) > MOST_BYTES:
             return False
         self._line.append(frame)
         self.backlog_bytes += len(frame)

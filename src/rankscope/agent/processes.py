@@ -277,7 +277,7 @@ NO_PERMISSION = (
 )
 
 
-def stacks_of(threads: Mapping[int, int], seconds: float = _STACK_SECONDS) -> dict[int, Stack]:
+def stacks_of(threads: Mapping[int, int]) -> dict[int, Stack]:
     """Return the Python stack of the training thread of each process; blocks meanwhile.
 
     ``threads`` has the training thread's ``threading.get_native_id()`` by process, 0 for the main
@@ -287,7 +287,7 @@ def stacks_of(threads: Mapping[int, int], seconds: float = _STACK_SECONDS) -> di
     if program is None:
         why = "py-spy, which shows Python stacks of hangs, is not installed where the agent runs"
         return {pid: _missing(f"{why}: {install_command('hangs')}") for pid in threads}
-    return {pid: _stack_of(program, pid, thread, seconds) for pid, thread in threads.items()}
+    return {pid: _stack_of(program, pid, thread) for pid, thread in threads.items()}
 
 
 class StackTaker:
@@ -334,7 +334,7 @@ def _find() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def _stack_of(program: str, pid: int, thread: int, seconds: float) -> Stack:
+def _stack_of(program: str, pid: int, thread: int) -> Stack:
     command = [program, "dump", "--nonblocking", "--json", "--pid", str(pid)]
     try:
         done = subprocess.run(
@@ -343,11 +343,11 @@ def _stack_of(program: str, pid: int, thread: int, seconds: float) -> Stack:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=seconds,
+            timeout=_STACK_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _missing(f"py-spy did not answer within {seconds:g} s")
+        return _missing(f"py-spy did not answer within {_STACK_SECONDS:g} s")
     except OSError as error:
         return _missing(f"py-spy cannot be started: {error}")
     if done.returncode:

@@ -476,8 +476,5 @@ def _findings_frame(
     ``step``.
     """
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
-    return pack(FrameKind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    packed = json.dumps(content, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
+    return pack(FrameKind.FINDINGS, packed.encode(), step=step)

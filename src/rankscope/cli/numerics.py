@@ -103,9 +103,9 @@ def numerics(
     Exit code: 0; 2 bad usage or input.
     """
     names = tuple(dict.fromkeys(word.strip() for word in types.split(",") if word.strip()))
-    options = SumOptions(
-        workers=_world_sizes(workers), orders=orders, types=names, seed=_seed(seed)
-    )
+    if not 0 <= seed < 2**31:
+        raise UsageError(f"--seed must be between 0 and {2**31 - 1}, got {seed}")
+    options = SumOptions(workers=_world_sizes(workers), orders=orders, types=names, seed=seed)
     _check(gradients, kind, at_step, save_file)
     steps = _training_steps(training_steps, builtin=gradients is None and kind is None)
     with _progress(enabled=not as_json) as report:
@@ -163,12 +163,6 @@ def _training_steps(given: int | None, *, builtin: bool) -> int:
     if given < 0:
         raise UsageError(f"--training-steps expected 0 or more, got {given}")
     return given
-
-
-def _seed(seed: int) -> int:
-    if not 0 <= seed < 2**31:
-        raise UsageError(f"--seed must be between 0 and {2**31 - 1}, got {seed}")
-    return seed
 
 
 def _world_sizes(text: str) -> tuple[int, ...]:

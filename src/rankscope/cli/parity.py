@@ -119,7 +119,9 @@ def parity(
 
     Exit code: 0 the same within rounding; 1 not the same; 2 not comparable, or bad usage or input.
     """
-    _check_commands(a, b, b2)
+    for option, command in (("-a", a), ("-b", b), ("-b2", b2)):
+        if command is not None:
+            _check_command(option, command)
     if (resume_at is None) != (b2 is None):
         raise UsageError("--resume-at and -b2 belong together: give both or none")
     if resume_at is not None and resume_at >= steps:
@@ -221,12 +223,6 @@ class _Pair:
     def _job(self, steps: int, **more: Any) -> ParityJob:
         job = ParityJob(steps, no_dropout=self.no_dropout, bisects=self.bisect)
         return replace(job, **more)
-
-
-def _check_commands(a: str, b: str, b2: str | None) -> None:
-    for option, words in (("-a", a), ("-b", b), ("-b2", b2)):
-        if words is not None:
-            _check_command(option, words)
 
 
 def _check_command(option: str, text: str) -> None:

@@ -19,7 +19,6 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, ranks_of_job
 from rankscope.cli.output import JsonOption, heading, labelled, plain, show, table, terminal
 from rankscope.cli.verdict import (
-    LOOK,
     NARROW,
     render_differences,
     render_run,
@@ -46,7 +45,7 @@ from rankscope.report.study_words import headline_of, is_study, open_study
 from rankscope.verdict.assessment import Assessment, assess
 from rankscope.verdict.diagnosis import SEEN_LIVE, diagnose_run
 from rankscope.verdict.rules import explanations, page_of, ranked
-from rankscope.verdict.words import writable
+from rankscope.verdict.words import LOOKS, writable
 
 
 class Format(StrEnum):
@@ -148,9 +147,6 @@ def _put(path: Path, text: str) -> Path:
     return path
 
 
-_LOOK = {**LOOK, UNREADABLE: ("?", "red")}
-
-
 class Listing:
     """The runs in a directory and below, the worst first; RunError if it holds none."""
 
@@ -188,13 +184,15 @@ class Listing:
         grid = table(*heads, right=("Workers", "Steps"), fold=True)
         grid.add_column("First finding", ratio=1)
         for each in self._glances:
-            sign, colour = _LOOK[each.severity]
+            look = ("?", "red") if each.severity == UNREADABLE else LOOKS[each.severity][:2]
+            sign, colour = look
+            since = "" if each.since_step is None else f", since step {each.since_step:,}"
             numbers = (each.state(self._now), f"{each.num_workers:,}", f"{each.num_steps:,}")
             grid.add_row(
                 plain(each.place.name),
                 Text(f"{sign} {each.severity}", style=colour),
                 *(() if narrow else numbers),
-                plain(_headline(each)),
+                plain(f"{each.headline}{since}"),
             )
         heading(console, count(len(self._glances), "run"), space=False)
         show(console, grid)
@@ -223,11 +221,6 @@ class Listing:
                 for each in self._glances
             ],
         }
-
-
-def _headline(each: Glance) -> str:
-    since = "" if each.since_step is None else f", since step {each.since_step:,}"
-    return f"{each.headline}{since}"
 
 
 def _severity(each: Glance) -> Severity | None:

@@ -43,7 +43,7 @@ from rankscope.report.study_words import (
 from rankscope.verdict.assessment import Assessment
 from rankscope.verdict.rules import explanations, ranked, section_of
 from rankscope.verdict.words import (
-    SIGNS,
+    LOOKS,
     ranks_in_words,
     steps_in_words,
     tiles,
@@ -61,17 +61,6 @@ _LEAST_WIDTHS = {
     "Different per step": LONGEST + 1,
 }
 """Width of the lines from which the study's table has a column; the others it always has."""
-
-
-_COLOURS = {
-    "healthy": "green",
-    "early": "cyan",
-    "note": "blue",
-    "warning": "yellow",
-    "error": "red",
-}
-LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
-"""Sign and colour of each verdict."""
 
 
 def render_run(run: Run, assessment: Assessment, console: Console) -> None:
@@ -122,7 +111,7 @@ def render_study(study_dir: Path, console: Console) -> None:
     grid = table(*columns, right=columns[2:])
     for entry in study.entries:
         cells = cells_of(entry)
-        colours = {"Verdict": LOOK[entry.severity][1]}
+        colours = {"Verdict": LOOKS[entry.severity].colour}
         grid.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
     show(console, grid)
     ratio = RATIO if "× sampling" in columns else ""
@@ -141,11 +130,11 @@ def render_study(study_dir: Path, console: Console) -> None:
 def verdict_lines(severity: str, headline: str, title: str) -> Text:
     """Return a verdict, its subject, and its headline below."""
     word = "TOO EARLY" if severity == "early" else severity.upper()
-    return verdict_head(LOOK[severity], word, title, headline)
+    return verdict_head(LOOKS[severity][:2], word, title, headline)
 
 
 def _finding(finding: Mapping[str, Any]) -> Text:
-    sign, colour = LOOK[finding["severity"]]
+    sign, colour, _ = LOOKS[finding["severity"]]
     return Text.assemble(
         (f"{sign} {finding['severity']}", f"bold {colour}"),
         "  ",
@@ -183,7 +172,7 @@ def _entry(entries: Sequence[Entry], given: dict[str, str]) -> Text:
     names = "; ".join(member.name for member in entries)
     advice = entry.text("recommendation")
     first = given.setdefault(advice, names)
-    sign, colour = LOOK[entry.severity]
+    sign, colour, _ = LOOKS[entry.severity]
     return Text.assemble(
         (f"{sign} ", colour),
         plain(names, "bold"),
@@ -282,7 +271,7 @@ def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
 
 def _line(finding: Finding, num_workers: int) -> Text:
     """Return a finding in a line: title, ranks, steps, and its name in the documentation."""
-    sign, colour = LOOK[str(finding.severity)]
+    sign, colour, _ = LOOKS[str(finding.severity)]
     where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
     return Text.assemble(
         (f"{sign} ", f"bold {colour}"),

@@ -8,10 +8,10 @@ import typer
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.output import JsonOption, plain, show, terminal
-from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.verdict.assessment import coordinate_of, siblings_of
+from rankscope.verdict.words import LOOKS
 
 RIGHT = "right"
 WRONG = "wrong"
@@ -60,7 +60,7 @@ def verify(
     else:
         for place, finding in steps:
             healthy = finding.cause in _HEALTHY
-            sign, colour = LOOK["healthy" if healthy else str(finding.severity)]
+            sign, colour, _ = LOOKS["healthy" if healthy else str(finding.severity)]
             where = f"{place}: " if place else ""
             show(terminal(), plain(f"{sign} {where}{finding.explanation}", colour))
     if _CODES[answer]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -293,22 +293,19 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
         copies = list(wanted.values())
         copied = [module for module in modules if copies_of(module.parameters(), copies)]
-        found = [module for module in copied if _have_gradients(module)]
+        found = [
+            m
+            for m in copied
+            if all(p.grad is not None or not p.requires_grad for p in m.parameters())
+        ]
         if not found:  # the loop takes them away
-            found = [module for module in copied if _have_other_types(module, copies)]
+            types = {copy.dtype for copy in copies}
+            found = [m for m in copied if types.isdisjoint(p.dtype for p in m.parameters())]
     if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
         return []
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
-
-
-def _have_gradients(module: nn.Module) -> bool:
-    return all(p.grad is not None for p in module.parameters() if p.requires_grad)
-
-
-def _have_other_types(module: nn.Module, copies: list[Tensor]) -> bool:
-    return {p.dtype for p in module.parameters()}.isdisjoint(copy.dtype for copy in copies)
 
 
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:

@@ -106,9 +106,7 @@ def _default_directory(context: Any) -> Path:
     return Path(directory) / "rankscope"
 
 
-def _close_at_the_end(
-    scope: "Scope", device: torch.device, clock: Callable[[], float] = time.monotonic
-) -> None:
+def _close_at_the_end(scope: "Scope", device: torch.device) -> None:
     """Close the scope when the thread that runs the training function has ended.
 
     Ray takes all workers down once one of them has an error, and the process group once their
@@ -140,7 +138,7 @@ def _close_at_the_end(
     if runner is not None:
         patches += [
             Patch(runner, "is_running", lambda runs: lambda: runs() or not closed.is_set()),
-            Patch(runner, "get_error", partial(_hidden, runner, training, closed, clock)),
+            Patch(runner, "get_error", partial(_hidden, runner, training, closed)),
         ]
     threading.Thread(target=wait_and_close, name="rankscope-closing", daemon=True).start()
 
@@ -149,7 +147,6 @@ def _hidden(
     runner: Any,
     training: threading.Thread,
     closed: threading.Event,
-    clock: Callable[[], float],
     get_error: Callable[[], BaseException | None],
 ) -> Callable[[], BaseException | None]:
     """Return a ``get_error`` that hides a training function's error until its run is closed.
@@ -164,7 +161,7 @@ def _hidden(
         shown = get_error()  # None also while another scope of this worker hides it
         if closed.is_set() or type(runner).get_error(runner) is None:
             return shown
-        now = clock()
+        now = time.monotonic()
         first_seen = now if first_seen is None else first_seen
         return shown if training.is_alive() and now - first_seen >= HIDDEN_SECONDS else None
 

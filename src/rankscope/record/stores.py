@@ -38,6 +38,7 @@ _log = logging.getLogger("rankscope")
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)")
 _INTERVAL = PACE.sent_seconds  # seconds from one look for changed files to the next
 _LOOK_SECONDS = 15.0  # that a training waits at most for an earlier run's files in the store
+_FOLLOW_SECONDS = 10.0  # between two looks of a reader for changed files
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store
 _KEPT_SECONDS = 7 * 86400.0  # that a copy stays after its last use
@@ -163,12 +164,12 @@ def at_hand(path: str | Path) -> Path:
     return store.copy
 
 
-def keep_at_hand(store: Store, seconds: float = 10.0) -> None:
+def keep_at_hand(store: Store) -> None:
     """Bring changed files from a store every few seconds, in a thread, until the process ends."""
 
     def follow() -> None:
         while True:
-            time.sleep(seconds)
+            time.sleep(_FOLLOW_SECONDS)
             try:
                 store.bring(store.copy)
             except RunError as error:

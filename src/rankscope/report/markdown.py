@@ -22,7 +22,7 @@ from rankscope.report.study_words import (
     why_they_differ,
 )
 from rankscope.verdict.assessment import Assessment
-from rankscope.verdict.words import SIGNS, verdict_of
+from rankscope.verdict.words import LOOKS, verdict_of
 
 _SPECIAL = frozenset("\\`*_[]|~#$")
 _ALT = {
@@ -53,7 +53,7 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
     tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
     rows = [
         (
-            f"{SIGNS[finding['severity']]} {finding['severity']}",
+            f"{LOOKS[finding['severity']].sign} {finding['severity']}",
             *(escaped(finding[part]) for part in ("title", "ranks", "steps")),
             code(finding["cause"]),
         )
@@ -101,13 +101,13 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
 def _heading(severity: str, headline: str) -> str:
     repeated = headline.lower().startswith(severity) or severity == "early"
     word = "" if repeated else f"{severity.capitalize()}: "
-    return f"## {SIGNS[severity]} {word}{escaped(headline)}"
+    return f"## {LOOKS[severity].sign} {word}{escaped(headline)}"
 
 
 def _entry(entries: Sequence[Entry]) -> str:
     names = escaped("; ".join(entry.name for entry in entries))
     return (
-        f"{SIGNS[entries[0].severity]} **{names}**: {escaped(entries[0].text('headline'))} "
+        f"{LOOKS[entries[0].severity].sign} **{names}**: {escaped(entries[0].text('headline'))} "
         f"*What to do:* {escaped(entries[0].text('recommendation'))}"
     )
 

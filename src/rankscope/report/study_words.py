@@ -11,7 +11,7 @@ from rankscope.errors import RunError
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.record import Run
 from rankscope.verdict.verdicts import TOO_EARLY
-from rankscope.verdict.words import SIGNS, UNKNOWN, missing, number, whole, writable
+from rankscope.verdict.words import LOOKS, UNKNOWN, missing, number, whole, writable
 
 _ORDER = ("sharded", "replicated")
 SETTING_WORDS = {
@@ -193,7 +193,7 @@ def cells_of(entry: Entry) -> dict[str, str]:
     drawn = entry.number("samples_drawn")
     return {
         "Setting": entry.name,
-        "Verdict": f"{SIGNS[entry.severity]} {entry.severity}",
+        "Verdict": f"{LOOKS[entry.severity].sign} {entry.severity}",
         "Loss std": number(entry.number("loss_std")),
         "× sampling": number(entry.number("dispersion_ratio"), 2),
         "Norm std": number(entry.number("grad_norm_std")),

@@ -184,8 +184,9 @@ def _assess(run: Run) -> Assessment:
     progress = replace(progress, checks=checks, coverage=coverage_of(run))
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
+    severities = [verdict.severity, *(finding.severity for finding in findings)]
     return Assessment(
-        severity=_worst(findings, verdict.severity),
+        severity=max(filter(None, severities), default=None),
         headline=verdict.headline,
         statements=(
             *filter(None, [describe_siblings(siblings, run.info)]),
@@ -425,8 +426,3 @@ def _describe_long(run: Run) -> tuple[str, ...]:
 
 def _defined(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _worst(findings: tuple[Finding, ...], own: Severity | None) -> Severity | None:
-    severities = [finding.severity for finding in findings] + ([own] if own is not None else [])
-    return max(severities, default=None)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +23,23 @@ from rankscope.verdict.dispersion import dispersion_figures, short, short_pair
 from rankscope.verdict.rules import explanations, next_check_of, ranked, section_of
 
 UNKNOWN = "–"
-SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}
-"""The sign of each severity."""
+
+
+class Look(NamedTuple):
+    """How a severity is shown."""
+
+    sign: str
+    colour: str  # in a terminal
+    page_colour: str  # in a notebook
+
+
+LOOKS = {
+    "healthy": Look("●", "green", "#2e7d32"),
+    "early": Look("◌", "cyan", "#00838f"),
+    "note": Look("○", "blue", "#1565c0"),
+    "warning": Look("▲", "yellow", "#b26a00"),
+    "error": Look("◆", "red", "#c62828"),
+}
 Values = Mapping[str, Any]
 
 TOKENS = "nats per token"
@@ -392,13 +407,6 @@ _FINDINGS = pa.schema(
         *((name, pa.string()) for name in ("explanation", "next_check", "evidence")),
     ]
 )
-_COLOURS = {
-    "healthy": "#2e7d32",
-    "early": "#00838f",
-    "note": "#1565c0",
-    "warning": "#b26a00",
-    "error": "#c62828",
-}
 _CELL = '<td style="text-align:left;padding:2px 12px 2px 0">'
 
 
@@ -514,11 +522,12 @@ class LoadedRun:
     def _repr_html_(self) -> str:
         verdict = self._verdict()
         assessment = verdict.assessment
-        colour = _COLOURS[verdict.severity]
+        look = LOOKS[verdict.severity]
         rows = "".join(map(_row, verdict.findings))
         return (
-            f'<div style="border-left:4px solid {colour};padding:4px 14px;max-width:60em">'
-            f'<b style="color:{colour}">{SIGNS[verdict.severity]} {verdict.severity}</b> '
+            f'<div style="border-left:4px solid {look.page_colour};padding:4px 14px;'
+            'max-width:60em">'
+            f'<b style="color:{look.page_colour}">{look.sign} {verdict.severity}</b> '
             f"{escape(verdict.title)} · {escape(verdict.line)}<br>"
             f"<b>{escape(assessment.headline)}</b><br>"
             f"What to do: {escape(assessment.recommendation)}"

@@ -26,6 +26,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.deepspeed_reading import ReducedReader, SumsAudit, choose_reader
+from rankscope.wrappers.parts import measure_reduced_parts
 from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 
 _BEGIN = "_backward_prologue"
@@ -210,16 +211,7 @@ class DeepSpeedTap(GradientTap):
 
     def _finish(self) -> None:
         self._last = True
-        if self._measure:
-            self._measure_reduced()
-
-    def _measure_reduced(self) -> None:
-        if self._read_reduced is ReadReduced.OFF:
+        if not self._measure or self._read_reduced is ReadReduced.OFF:
             return
-        self._reduced.reset()
         shards = list(self._shards.shards())
-        if self._read_reduced is ReadReduced.NORM:
-            norms = [(name, shard) for name, shard, _ in shards]
-            self._sketcher.measure_norms(norms, self._reduced)
-        else:
-            self._sketcher.measure_many(shards, self._reduced)
+        measure_reduced_parts(self._sketcher, self._read_reduced, shards, self._reduced)

@@ -392,16 +392,18 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
     elif isinstance(wrapper, FSDPModule):
         policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
         names = ("param_dtype", "reduce_dtype", "output_dtype")
-        facts |= {name: _plain(getattr(policy, name, None)) for name in names}
+        facts |= {name: plain_value(getattr(policy, name, None)) for name in names}
     elif hasattr(wrapper, "zero_optimization_stage"):
         engine: Any = wrapper
         facts |= {
             "stage": int(engine.zero_optimization_stage()),
             "micro_batches": int(engine.gradient_accumulation_steps()),
-            "communication_dtype": _plain(engine.communication_data_type),
+            "communication_dtype": plain_value(engine.communication_data_type),
         }
     elif hasattr(wrapper, "ddp_config"):
-        facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
+        facts |= {
+            name: plain_value(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS
+        }
     return facts
 
 
@@ -451,16 +453,18 @@ def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
 
 
 def _group(group: Mapping[str, Any]) -> Facts:
-    settings = {str(name): _plain(value) for name, value in group.items() if name not in _UNSAID}
+    settings = {
+        str(name): plain_value(value) for name, value in group.items() if name not in _UNSAID
+    }
     return {**settings, "tensors": len(group["params"])}
 
 
 def _loader(loader: Any) -> Facts:
-    facts: Facts = {"class": _class_of(loader), **_settings(loader, _LOADER_SETTINGS)}
+    facts: Facts = {"class": _class_of(loader), **settings_of(loader, _LOADER_SETTINGS)}
     for name in ("sampler", "batch_sampler"):
         sampler = _quietly_of(loader, name)
         if sampler is not None:
-            facts[name] = {"class": _class_of(sampler), **_settings(sampler, _SAMPLER_SETTINGS)}
+            facts[name] = {"class": _class_of(sampler), **settings_of(sampler, _SAMPLER_SETTINGS)}
     data: Any = _quietly_of(loader, "dataset")
     if data is not None:
         facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
@@ -493,7 +497,8 @@ def sampler_seed(loader: Any) -> int | None:
     return None
 
 
-def _settings(owner: object, names: Iterable[str]) -> Facts:
+def settings_of(owner: object, names: Iterable[str]) -> Facts:
+    """Return the attributes of an object that are numbers or words, by name."""
     found = {name: _quietly_of(owner, name) for name in names}
     return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
 
@@ -520,7 +525,7 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _plain(value: object) -> object:
+def plain_value(value: object) -> object:
     """Return a value as JSON can hold it, else its class."""
     if isinstance(value, Tensor):  # elsewhere it would wait
         value = value.item() if value.device.type == "cpu" and value.numel() == 1 else value.dtype
@@ -529,7 +534,7 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain_value(part) for part in value]
     if isinstance(value, torch.dtype):
         return dtype_name(value)
     return _class_of(value)

@@ -27,7 +27,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
-from rankscope.wrappers.parts import MicroBatches
+from rankscope.wrappers.parts import MicroBatches, measure_reduced_parts
 from rankscope.wrappers.passes import BackwardEnd
 from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 
@@ -189,15 +189,9 @@ class MegatronTap(GradientTap):
             return
         if self._sketcher.sketches:
             self._add_micro_batch(self._totals, last=True)
-        if self._read_reduced is ReadReduced.OFF:
-            return
-        self._reduced.reset()
-        if self._read_reduced is ReadReduced.NORM:
-            norms = [(name, part) for name, part, _ in self._held]
-            self._sketcher.measure_norms(norms, self._reduced)
-        else:
-            self._sketcher.measure_many(self._held, self._reduced)
-        self._reduced.scale(1 / self._factor)
+        if self._read_reduced is not ReadReduced.OFF:
+            measure_reduced_parts(self._sketcher, self._read_reduced, self._held, self._reduced)
+            self._reduced.scale(1 / self._factor)
 
 
 class _Group:

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.tap import LocalGradient
+from rankscope.wrappers.tap import LocalGradient, ReadReduced
 
 
 class GradientParts:
@@ -243,3 +243,14 @@ class StreamReader:
             carried_over,
             norm_estimated=count > 1,
         )
+
+
+def measure_reduced_parts(
+    sketcher: Sketcher, read: ReadReduced, parts: Sequence[Measured], into: GradientTotals
+) -> None:
+    """Measure the parts of the reduced gradient that a rank holds, or their norms alone."""
+    into.reset()
+    if read is ReadReduced.NORM:
+        sketcher.measure_norms([(name, part) for name, part, _ in parts], into)
+    else:
+        sketcher.measure_many(parts, into)

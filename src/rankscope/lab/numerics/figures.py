@@ -279,21 +279,15 @@ def _positive(value: float | None) -> float | None:
 
 def growth_rows(growth: Values, name: str) -> list[Row]:
     """Return one series of the pairs that are drawn as rows ``{step, value, pair, family}``."""
+    evaluated: Sequence[int] = growth["evaluated"] if name == "evaluation" else ()
     return [
         {"step": step, "value": abs(value), "pair": PAIRS[pair["name"]][1],
          "family": PAIRS[pair["name"]][0], "dashed": PAIRS[pair["name"]][2]}
         for pair in growth["pairs"]
         if pair["name"] in PAIRS
-        for step, value in zip(_steps(growth, name, pair), pair[name], strict=True)
+        for step, value in zip(evaluated or range(1, len(pair[name]) + 1), pair[name], strict=True)
         if value
     ]  # fmt: skip
-
-
-def _steps(growth: Values, name: str, pair: Values) -> Sequence[int]:
-    if name == "evaluation":
-        steps: Sequence[int] = growth["evaluated"]
-        return steps
-    return range(1, len(pair[name]) + 1)
 
 
 def curves(

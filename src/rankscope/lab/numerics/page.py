@@ -163,8 +163,9 @@ def _tiles(sums: Values, growth: Values | None) -> Iterator[tuple[str, str, str]
     share = size(widest["share_differing"])
     differ = size(widest["difference_relative"])
     yield "Depend on the order", share, f"of the elements; two orders differ by {differ}"
-    order = _pair(growth, "order")
-    if growth is not None and order is not None:
+    pairs: Sequence[Values] = growth["pairs"] if growth else []
+    order = next((pair for pair in pairs if pair["name"] == "order"), None)
+    if order is not None:
         steps = len(order["distance"])
         yield f"Apart after {steps} steps", size(order["distance"][-1]), "arrival order alone"
         return
@@ -216,11 +217,6 @@ def _facts(sums: Values, growth: Values | None) -> Iterator[tuple[str, str]]:
         yield "Data", f"{known['data']}, {known['samples']:,} samples"
     for note in sums["notes"]:
         yield "Note", note
-
-
-def _pair(growth: Values | None, name: str) -> Values | None:
-    pairs: Sequence[Values] = growth["pairs"] if growth else []
-    return next((pair for pair in pairs if pair["name"] == name), None)
 
 
 def _split(sentence: str) -> tuple[str, str]:

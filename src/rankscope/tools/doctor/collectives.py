@@ -21,9 +21,6 @@ from rankscope.bus.words import first_of, name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
 
-NAME = "collectives"
-REPEATED = "repeatability"
-
 SIZES = (1, 1_023, 65_537, 250_000)
 LARGEST_IN_ALL = 4_000_000
 """Elements over all workers that an operation moves at most in this check."""
@@ -56,7 +53,7 @@ def look(bench: Bench) -> Facts:
     return {"cases": cases, "unsupported": unsupported}
 
 
-def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge_results(facts: Sequence[Facts]) -> CheckResult:
     """Name operations that were wrong, or differed between workers."""
     wrong: dict[str, list[int]] = {}
     unlike: dict[str, tuple[int, ...]] = {}
@@ -73,22 +70,19 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     if wrong or unlike:
         problems = [f"{name_ranks(ranks)}, {name}" for name, ranks in wrong.items()]
         problems += [f"{name_ranks(ranks)}, {name}: other bits" for name, ranks in unlike.items()]
-        return [
-            CheckResult(
-                NAME,
-                Status.ERROR,
-                first_of(problems, between="; "),
-                "Do not train on this: every gradient passes through these operations. Update or "
-                "replace driver, communication library and network card of these ranks' hosts.",
-                numbers,
-                ranks=tuple(
-                    sorted({r for group in [*wrong.values(), *unlike.values()] for r in group})
-                ),
-            )
-        ]
+        return CheckResult(
+            Status.ERROR,
+            first_of(problems, between="; "),
+            "Do not train on this: every gradient passes through these operations. Update or "
+            "replace driver, communication library and network card of these ranks' hosts.",
+            numbers,
+            ranks=tuple(
+                sorted({r for group in [*wrong.values(), *unlike.values()] for r in group})
+            ),
+        )
     left_out = f"; not supported here: {', '.join(unsupported)}" if unsupported else ""
     found = f"{len(facts[0]['cases'])} results exact, with the same bits on all ranks{left_out}"
-    return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -200,7 +194,7 @@ def repeat(bench: Bench) -> Facts:
     return {dtype: _repeat(dtype, bench) for dtype in ROUNDOFF}
 
 
-def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge_repeats(facts: Sequence[Facts]) -> CheckResult:
     """Report whether sums repeat, agree between workers, and are as exact as their type allows."""
     num_ranks = len(facts)
     errors = {dtype: max(float(fact[dtype]["error"]) for fact in facts) for dtype in ROUNDOFF}
@@ -221,14 +215,14 @@ def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
                 "Ranks that add different gradients drift apart: check driver and communication "
                 "library of these ranks' hosts."
             )
-            return [CheckResult(REPEATED, Status.ERROR, found, advice, numbers, odd)]
+            return CheckResult(Status.ERROR, found, advice, numbers, odd)
         if not errors[dtype] <= _bound(dtype, num_ranks):
             found = (
                 f"sums in {dtype} are off by {errors[dtype]:.1e} of their terms, more than "
                 f"rounding explains ({_bound(dtype, num_ranks):.1e})"
             )
             advice = "Do not train on this: check driver, communication library and network."
-            return [CheckResult(REPEATED, Status.ERROR, found, advice, numbers)]
+            return CheckResult(Status.ERROR, found, advice, numbers)
     varying = [dtype for dtype in ROUNDOFF if numbers[dtype]["different_results"] > 1]
     if varying:
         found = f"the same numbers gave different bits from time to time in {' and '.join(varying)}"
@@ -236,9 +230,9 @@ def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
             "Two runs of the same training will differ. Fix the communication library's algorithm "
             "and protocol if runs must repeat (for NCCL: NCCL_ALGO and NCCL_PROTO)."
         )
-        return [CheckResult(REPEATED, Status.WARNING, found, advice, numbers)]
+        return CheckResult(Status.WARNING, found, advice, numbers)
     found = f"{REPETITIONS} all-reduces alike in {' and '.join(ROUNDOFF)}; {exactness}"
-    return [CheckResult(REPEATED, Status.OK, found, numbers=numbers)]
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _bound(dtype: str, num_ranks: int) -> float:
@@ -274,17 +268,16 @@ def ill_conditioned(num_ranks: int, dtype: torch.dtype) -> Tensor:
 
 
 STAGE = PreflightStage(
-    NAME,
+    "collectives",
     look,
-    judge,
+    {"collectives": _judge_results},
     together=True,
     advice="The backend failed in a plain collective: see its message and the rank's log.",
 )
-REPEATED_STAGE = PreflightStage(REPEATED, repeat, judge_repeats, together=True)
+REPEATED_STAGE = PreflightStage(
+    "repeatability", repeat, {"repeatability": _judge_repeats}, together=True
+)
 
-
-BANDWIDTH = "bandwidth"
-STRAGGLERS = "stragglers"
 
 AMOUNTS = {"1 KB": 1_000, "1 MB": 1_000_000, "25 MB": 25_000_000}
 SECONDS_PER_SIZE = 0.4
@@ -309,11 +302,6 @@ def look_at_speed(bench: Bench) -> Facts:
     }
 
 
-def judge_speed(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Report bandwidths, and name the ranks that are slow."""
-    return [_judge_bandwidth(facts), _judge_stragglers(facts)]
-
-
 def _judge_bandwidth(facts: Sequence[Facts]) -> CheckResult:
     seconds = {name: max(float(fact["latency"][name]) for fact in facts) for name in AMOUNTS}
     rates = {name: AMOUNTS[name] / max(seconds[name], 1e-9) for name in AMOUNTS}
@@ -322,9 +310,9 @@ def _judge_bandwidth(facts: Sequence[Facts]) -> CheckResult:
     }
     if len(facts) == 1:
         found = "one rank has nobody to talk to"
-        return CheckResult(BANDWIDTH, Status.SKIPPED, found)
+        return CheckResult(Status.SKIPPED, found)
     parts = (f"{name} {_duration(seconds[name])} ({_rate(rates[name])})" for name in AMOUNTS)
-    return CheckResult(BANDWIDTH, Status.OK, ", ".join(parts), numbers=numbers)
+    return CheckResult(Status.OK, ", ".join(parts), numbers=numbers)
 
 
 def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
@@ -346,7 +334,6 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         by_size = sorted(slow, key=lambda rank: -seconds[rank])
         slowest = first_of([f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size], 6)
         return CheckResult(
-            STRAGGLERS,
             Status.NOTE,
             f"slower than the median at the same computation: {slowest}{load}",
             "All ranks wait for the slowest in each step. Look for other processes, heat or "
@@ -356,7 +343,7 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         )
     factor = max(seconds) / usual if usual else 1.0
     found = f"the slowest takes {factor:.2f} × the median{load}"
-    return CheckResult(STRAGGLERS, Status.OK, found, numbers=numbers)
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _latency(size: int, bench: Bench) -> float:
@@ -443,4 +430,9 @@ def _rate(bytes_per_second: float) -> str:
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
-SPEED_STAGE = PreflightStage("speed", look_at_speed, judge_speed, together=True)
+SPEED_STAGE = PreflightStage(
+    "speed",
+    look_at_speed,
+    {"bandwidth": _judge_bandwidth, "stragglers": _judge_stragglers},
+    together=True,
+)

@@ -29,8 +29,6 @@ from rankscope.tools.doctor.stage import (
 from rankscope.tools.replay import as_inputs, digest_of_run
 from rankscope.wrappers.passes import in_backward
 
-NAME = "determinism"
-
 RUNS = 4
 """Runs of the same batch that are compared."""
 SHARE_OF_TIME = 0.4
@@ -73,18 +71,18 @@ def look(bench: Bench) -> Facts:
         return {"declined": f"one batch could not be run: {declined}"}
 
 
-def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge(facts: Sequence[Facts]) -> CheckResult:
     """Report whether steps repeat, which operators do not, and the effect of the flag."""
     declined = next((fact["declined"] for fact in facts if "declined" in fact), None)
     if declined is not None:
-        return [CheckResult(NAME, Status.SKIPPED, declined)]
+        return CheckResult(Status.SKIPPED, declined)
     numbers = {"ranks": [dict(fact) for fact in facts]}
     ranks = tuple(
         rank for rank, fact in enumerate(facts) if fact["different"] > 1 or fact["operators"]
     )
     operators = _merged(facts, "operators")
     if ranks:
-        return [_unrepeatable(facts, ranks, operators, numbers)]
+        return _unrepeatable(facts, ranks, operators, numbers)
     alerts = _merged(facts, "alerts")
     found = f"{facts[0]['runs']} runs of the same batch, forward and backward, gave the same bits"
     repeated = min(fact["operators_repeated"] for fact in facts)
@@ -96,8 +94,8 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
             "must repeat, replace them."
         )
         found += f"; torch has no deterministic implementation of {first_of(alerts, _SHOWN)}"
-        return [CheckResult(NAME, Status.NOTE, found, advice, numbers)]
-    return [CheckResult(NAME, Status.OK, found, numbers=numbers)]
+        return CheckResult(Status.NOTE, found, advice, numbers)
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _unrepeatable(
@@ -131,7 +129,7 @@ def _unrepeatable(
     alerts = _merged(facts, "alerts")
     if alerts and not fixed:
         advice += f" torch has no deterministic implementation of {first_of(alerts, _SHOWN)}."
-    return CheckResult(NAME, Status.WARNING, found, advice, numbers, ranks)
+    return CheckResult(Status.WARNING, found, advice, numbers, ranks)
 
 
 def _run_all(
@@ -329,4 +327,4 @@ def _tensors(values: Any) -> list[Tensor]:
     return [value for value in _tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
-STAGE = PreflightStage(NAME, look, judge, needs_group=False)
+STAGE = PreflightStage("determinism", look, {"determinism": _judge}, needs_group=False)

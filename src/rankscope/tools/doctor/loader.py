@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -13,8 +13,15 @@ from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.stats.samples import LIKELY, SURE
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
-from rankscope.wrappers.facts import draws_with_replacement
+from rankscope.tools.doctor.stage import (
+    FUNCTION_ADVICE,
+    Bench,
+    CheckResult,
+    Facts,
+    PreflightStage,
+    Status,
+)
+from rankscope.wrappers.facts import draws_with_replacement, settings_of
 from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.samples import digest_inputs
 
@@ -143,12 +150,8 @@ def _length(loader: Any) -> int | None:
 
 def _sampler_facts(loader: Any) -> dict[str, Any]:
     sampler = getattr(loader, "sampler", None)
-    facts: dict[str, Any] = {"class": type(sampler).__name__ if sampler is not None else ""}
-    for name in _SAMPLER_FACTS:
-        value = getattr(sampler, name, None)
-        if isinstance(value, bool | int):
-            facts[name] = value
-    return facts
+    name = type(sampler).__name__ if sampler is not None else ""
+    return {"class": name, **settings_of(sampler, _SAMPLER_FACTS)}
 
 
 def samples_of(batch: Any) -> list[int] | None:
@@ -173,10 +176,6 @@ def label_tokens_of(batch: Any) -> int | None:
     return int((labels != IGNORED_LABEL).sum())
 
 
-SHARDS = "shards"
-COUNTS = "batch_counts"
-WEIGHTING = "loss_weighting"
-ORDER = "epoch_order"
 UNEVEN = 1.1
 VERY_UNEVEN = 4.0
 TILTED = 1.5
@@ -189,9 +188,9 @@ SAME_SHARE = 0.5
 class Overlap:
     """The samples that ranks drew together.
 
-    ``repeats`` are draws of a sample that had been drawn before, ``own`` those of them whose rank
-    had drawn it before itself; ``padding`` are repeats at the epoch's end, fewer than ranks, and
-    not among them. ``chance`` is the probability of so few own repeats if data only hold some
+    ``repeats`` are draws of a sample that had been drawn before, ``own_repeats`` those of them
+    whose rank had drawn it itself; ``padding`` are repeats at the epoch's end, fewer than ranks,
+    and not among them. ``chance`` is the probability of so few own repeats if data only hold some
     content several times, or ranks draw with replacement: each repeat then hits its own rank with
     1/W at least. ``same_batches`` are groups of ranks that read the same batches; ``ranks`` drew
     samples that another rank had drawn.
@@ -200,21 +199,16 @@ class Overlap:
     drawn: int
     distinct: int
     repeats: int
-    own: int
+    own_repeats: int
     padding: int
     chance: float
     same_batches: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
 
 
-def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Compare what the ranks have read."""
-    return [_shards(facts), _counts(facts), _weighting(facts), _order(facts)]
-
-
 def _shards(facts: Sequence[Facts]) -> CheckResult:
     if len(facts) == 1:
-        return CheckResult(SHARDS, Status.SKIPPED, "one rank has nobody to compare with")
+        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
     declared = _declared(facts)
     if declared:
         return declared
@@ -223,14 +217,13 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
         kind = unread[0]["kind"]
         article = "an" if kind[:1] in "AEIOUaeiou" else "a"
         return CheckResult(
-            SHARDS,
             Status.SKIPPED,
             f"the samples of a batch could not be told apart (it is {article} {kind})",
             "Batches of tensors, of text, or tuples and mappings of these are understood.",
         )
     if not any(fact["tokens"] for fact in facts):
         found = "no rank got a batch"
-        return CheckResult(SHARDS, Status.ERROR, found, "Check what the loader reads.")
+        return CheckResult(Status.ERROR, found, "Check what the loader reads.")
     ended = all(fact["ended"] for fact in facts)
     overlap = compare([fact["samples"] for fact in facts], ended=ended)
     meant = all(fact["with_replacement"] for fact in facts)
@@ -266,7 +259,7 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     advice = (
         "Give every rank's sampler the same seed, the number of ranks, and the rank's own number."
     )
-    return CheckResult(SHARDS, Status.ERROR, found, advice, numbers, odd)
+    return CheckResult(Status.ERROR, found, advice, numbers, odd)
 
 
 def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> CheckResult:
@@ -274,19 +267,11 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
         f"{overlap.distinct:,} different samples of {overlap.drawn:,} read"
         f"{'' if whole_epoch else ', a part of the epoch'}"
     )
-    numbers = {
-        "drawn": overlap.drawn,
-        "distinct": overlap.distinct,
-        "repeats": overlap.repeats,
-        "own_repeats": overlap.own,
-        "padding": overlap.padding,
-        "chance": overlap.chance,
-        "same_batches": [list(group) for group in overlap.same_batches],
-    }
+    numbers = asdict(overlap)
+    ranks = numbers.pop("ranks")
     if overlap.same_batches:
         groups = ", and ".join(name_ranks(group) for group in overlap.same_batches)
         return CheckResult(
-            SHARDS,
             Status.ERROR,
             f"{groups} read the same batches; {read}",
             "Give each rank its own shard: a DistributedSampler in the data loader, or, for "
@@ -296,17 +281,15 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
         )
     if meant:
         shared = f"{read}; the loaders draw with replacement, so ranks share samples on purpose"
-        return CheckResult(SHARDS, Status.OK, shared, numbers=numbers)
+        return CheckResult(Status.OK, shared, numbers=numbers)
     if overlap.chance < LIKELY:
-        sure = overlap.chance < SURE
+        crossing = count(overlap.repeats - overlap.own_repeats, "sample")
         return CheckResult(
-            SHARDS,
-            Status.ERROR if sure else Status.WARNING,
-            f"ranks draw each other's samples: {count(overlap.repeats - overlap.own, 'sample')} "
-            f"came on more than one rank; {read}",
+            Status.ERROR if overlap.chance < SURE else Status.WARNING,
+            f"ranks draw each other's samples: {crossing} came on more than one rank; {read}",
             "Shuffle with the same seed on all ranks and shard after the shuffle.",
             numbers,
-            overlap.ranks,
+            ranks,
         )
     if overlap.padding:
         found = (
@@ -314,13 +297,13 @@ def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> Check
             "all ranks have equally many"
         )
         advice = "Harmless; drop_last=True in the sampler avoids it."
-        return CheckResult(SHARDS, Status.NOTE, found, advice, numbers)
+        return CheckResult(Status.NOTE, found, advice, numbers)
     shared = (
         f"{count(overlap.repeats, 'repeat')}, no more between ranks than within them"
         if overlap.repeats
         else "none on two ranks"
     )
-    return CheckResult(SHARDS, Status.OK, f"{read}, {shared}", numbers=numbers)
+    return CheckResult(Status.OK, f"{read}, {shared}", numbers=numbers)
 
 
 def _counts(facts: Sequence[Facts]) -> CheckResult:
@@ -339,7 +322,7 @@ def _counts(facts: Sequence[Facts]) -> CheckResult:
         found = f"{count(lengths[0], 'batch', 'batches')} on each rank, {min(read):,} of them read"
     else:
         found = f"at least {count(min(read), 'batch', 'batches')} on each rank"
-    return CheckResult(COUNTS, Status.OK, found, numbers=numbers)
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, Any]) -> CheckResult:
@@ -347,7 +330,6 @@ def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, A
     most = max(numbers_W)
     least = [rank for rank, number in enumerate(numbers_W) if number == fewest]
     return CheckResult(
-        COUNTS,
         Status.ERROR,
         f"{name_ranks(least)} {'has' if len(least) == 1 else 'have'} "
         f"{count(fewest, 'batch', 'batches')}, others up to {most:,}",
@@ -363,10 +345,10 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     steps = min(len(fact["tokens"]) for fact in facts)
     tokens = [fact["tokens"][:steps] for fact in facts]
     if len(facts) == 1:
-        return CheckResult(WEIGHTING, Status.SKIPPED, "one rank has nobody to compare with")
+        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
     if not steps or any(number is None for rank in tokens for number in rank):
         found = "no label tokens were recognised in the batches (whole numbers under 'labels')"
-        return CheckResult(WEIGHTING, Status.SKIPPED, found)
+        return CheckResult(Status.SKIPPED, found)
     columns = list(zip(*tokens, strict=True))
     factors = [max(column) / max(min(column), 1) for column in columns]
     totals = [sum(rank) for rank in tokens]
@@ -377,7 +359,7 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     empty = sum(min(column) == 0 < max(column) for column in columns)
     if usual < UNEVEN and tilt < TILTED and not empty:
         found = f"{count(min(totals), 'label token')} or more on each rank, alike in each step"
-        return CheckResult(WEIGHTING, Status.OK, found, numbers=numbers)
+        return CheckResult(Status.OK, found, numbers=numbers)
     grave = usual >= VERY_UNEVEN or tilt >= TILTED
     found = (
         f"ranks differ in label tokens per step, × {usual:.2g} typically and × {largest:.2g} at "
@@ -389,7 +371,6 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     if empty:
         found += f"; in {count(empty, 'step')} a rank has none"
     return CheckResult(
-        WEIGHTING,
         Status.WARNING if grave else Status.NOTE,
         found,
         "If the loss is a mean over each rank's own tokens, multiply it by W × own tokens / tokens "
@@ -401,26 +382,25 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
 
 def _order(facts: Sequence[Facts]) -> CheckResult:
     if any(not fact["recognised"] or not fact["tokens"] for fact in facts):
-        return CheckResult(ORDER, Status.SKIPPED, "samples were not recognised")
+        return CheckResult(Status.SKIPPED, "samples were not recognised")
     if any(fact["one_pass"] for fact in facts):
         found = "the loader can be read once only, so there is no second epoch"
-        return CheckResult(ORDER, Status.OK, found)
+        return CheckResult(Status.OK, found)
     how = str(facts[0]["set_epoch"])
     still = [rank for rank, fact in enumerate(facts) if not fact["changes_alone"]]
     fixed = [rank for rank in still if not facts[rank]["changes_after_set_epoch"]]
     sampler = str(facts[0]["sampler"]["class"])
     numbers = {"set_epoch": how, "sampler": sampler, "same_order": still}
     if not still:
-        return CheckResult(ORDER, Status.OK, "it changes by itself", numbers=numbers)
+        return CheckResult(Status.OK, "it changes by itself", numbers=numbers)
     if not fixed:
         found = f"it changes when {how}(epoch) is called, and not without"
         advice = f"Make sure that the training calls {how}(epoch) before each epoch."
-        return CheckResult(ORDER, Status.NOTE, found, advice, numbers)
+        return CheckResult(Status.NOTE, found, advice, numbers)
     meant = facts[fixed[0]]["sampler"].get("shuffle") is False or sampler == "SequentialSampler"
     called = f", also after {how}(1)" if how else ""
     who = "" if len(fixed) == len(facts) else f" on {name_ranks(fixed)}"
     return CheckResult(
-        ORDER,
         Status.NOTE if meant else Status.WARNING,
         f"two epochs begin with the same batches{who}{called}" + ("; shuffling is off" * meant),
         "Shuffle anew in each epoch, unless the order is meant.",
@@ -454,7 +434,7 @@ def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overl
         drawn=sum(len(batch) for batches in samples for batch in batches),
         distinct=len(seen),
         repeats=repeats,
-        own=own,
+        own_repeats=own,
         padding=padding,
         chance=chance_of_few(own, repeats, 1 / num_ranks),
         same_batches=_same_batches(samples),
@@ -496,7 +476,11 @@ def _same_batches(samples: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[int
 STAGE = PreflightStage(
     "loader",
     look,
-    judge,
-    advice="The function must work on each rank as in the training. The process group exists "
-    "already: leave init_process_group out of it.",
+    {
+        "shards": _shards,
+        "batch_counts": _counts,
+        "loss_weighting": _weighting,
+        "epoch_order": _order,
+    },
+    advice=FUNCTION_ADVICE,
 )

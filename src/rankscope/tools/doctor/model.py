@@ -1,7 +1,7 @@
 """Whether all ranks start from the same model and optimizer, with random numbers of their own."""
 
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +17,15 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import numpy_state, python_state, torch_state
 from rankscope.private import find
 from rankscope.stats.arrays import digest_of
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
-
-PARAMETERS = "parameters"
-BUFFERS = "buffers"
-OPTIMIZER = "optimizer"
-RNG = "random_numbers"
-BATCH_NORM = "batch_norm"
+from rankscope.tools.doctor.stage import (
+    FUNCTION_ADVICE,
+    Bench,
+    CheckResult,
+    Facts,
+    PreflightStage,
+    Status,
+)
+from rankscope.wrappers.facts import plain_value
 
 Table = Mapping[str, Sequence[Any]]
 """Shape, type and digest of each tensor by name; the digest is None without one to compare."""
@@ -143,7 +145,7 @@ def _optimizer(optimizer: Any, parts: Container[int]) -> dict[str, Any]:
         settings[f"group {number}: number of parameters"] = len(group["params"])
         for key, value in group.items():
             if key not in ("params", "param_names"):
-                settings[f"group {number}: {key}"] = _plain(value)
+                settings[f"group {number}: {key}"] = plain_value(value)
     return {"settings": settings, "state": _optimizer_state(optimizer, parts)}
 
 
@@ -159,29 +161,6 @@ def _optimizer_state(optimizer: Any, parts: Container[int]) -> dict[str, list[An
         items = entry.items() if isinstance(entry, Mapping) else ()
         tensors += [(f"{number} {key}", value) for key, value in items if isinstance(value, Tensor)]
     return _described(iter(tensors))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.detach().cpu().tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, bool | int | float | str) or value is None:
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return type(value).__name__
-
-
-def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Compare models, optimizers and random generators between ranks."""
-    return [
-        _tensors(PARAMETERS, facts),
-        _tensors(BUFFERS, facts),
-        _optimizers(facts),
-        _random_numbers(facts),
-        *_batch_norms(facts),
-    ]
 
 
 def _tensors(name: str, facts: Sequence[Facts]) -> CheckResult:
@@ -201,17 +180,17 @@ def _tensors(name: str, facts: Sequence[Facts]) -> CheckResult:
         who = f"{name_ranks(ranks)} differs"
     total = count(len(tables[0]), what)
     found = f"{who} in {len(different)} of {total}: {first_of(different)}"
-    if name == PARAMETERS and not facts[0]["wrapped"] and _looks_unseeded(tables, different):
+    if name == "parameters" and not facts[0]["wrapped"] and _looks_unseeded(tables, different):
         found += "; every rank seems to begin from random numbers of its own"
-        return CheckResult(name, Status.WARNING, found, _UNSEEDED, numbers, ranks)
+        return CheckResult(Status.WARNING, found, _UNSEEDED, numbers, ranks)
     wrapped = "after wrapping" if facts[0]["wrapped"] else "before wrapping"
     advice = {
-        BUFFERS: "No gradient ever repairs a buffer: build or load buffers alike on all ranks, and "
-        "let DDP broadcast them (broadcast_buffers=True).",
-        PARAMETERS: f"The models differ {wrapped}: check which checkpoint, and how much of it, "
+        "buffers": "No gradient ever repairs a buffer: build or load buffers alike on all ranks, "
+        "and let DDP broadcast them (broadcast_buffers=True).",
+        "parameters": f"The models differ {wrapped}: check which checkpoint, and how much of it, "
         f"{name_ranks(ranks)} loaded, and what is drawn at random while the model is built.",
     }
-    return CheckResult(name, Status.ERROR, found, advice[name], numbers, ranks)
+    return CheckResult(Status.ERROR, found, advice[name], numbers, ranks)
 
 
 _UNSEEDED = (
@@ -224,7 +203,7 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
     optimizers = [fact["optimizer"] or {} for fact in facts]
     if not any(optimizers):
         found = "give --optimizer, or let the model's function return (module, optimizer)"
-        return CheckResult(OPTIMIZER, Status.SKIPPED, found)
+        return CheckResult(Status.SKIPPED, found)
     settings = [optimizer.get("settings", {}) for optimizer in optimizers]
     names = list(dict.fromkeys(name for one in settings for name in one))
     odd = {name: minority_ranks([repr(one.get(name)) for one in settings]) for name in names}
@@ -232,7 +211,6 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
     if different:
         parts = [_values_in_words(name, values) for name, values in different.items()]
         return CheckResult(
-            OPTIMIZER,
             Status.ERROR,
             first_of(parts, between="; "),
             "Ranks that step differently drift apart although their gradients are equal: give all "
@@ -245,7 +223,6 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
     if differing:
         ranks = minority_ranks([repr(table) for table in tables])
         return CheckResult(
-            OPTIMIZER,
             Status.ERROR,
             f"what the optimizer remembers differs on {name_ranks(ranks)}, in "
             f"{first_of(differing)}",
@@ -255,7 +232,7 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
         )
     first = settings[0]
     found = f"{first['class']}, learning rate {first.get('group 0: lr')}, {len(names)} settings"
-    return CheckResult(OPTIMIZER, Status.OK, found, numbers={"settings": first})
+    return CheckResult(Status.OK, found, numbers={"settings": first})
 
 
 def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
@@ -267,11 +244,10 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
     dropout = [str(name) for name in facts[0]["dropout"]]
     numbers = {"sharing": shared, "dropout": dropout}
     if len(facts) == 1:
-        return CheckResult(RNG, Status.SKIPPED, "one rank has nobody to compare with")
+        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
     generator = "device" if "device" in shared else "torch"
     if shared[generator] and dropout:
         return CheckResult(
-            RNG,
             Status.WARNING,
             f"{name_ranks(shared[generator])} have the same state of torch's generator after the "
             "model is built, and the model has modules that drop at random: "
@@ -283,7 +259,7 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
         )
     alike = [name for name, ranks in shared.items() if ranks]
     if not alike:
-        return CheckResult(RNG, Status.OK, "different on all ranks", numbers=numbers)
+        return CheckResult(Status.OK, "different on all ranks", numbers=numbers)
     found = (
         f"equal on ranks: the generators of {', '.join(alike)}; that is usual where one seed is "
         "set for the model"
@@ -293,20 +269,20 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
         "If noise or augmentation is drawn from them while training, seed them differently after "
         "the model is built."
     )
-    return CheckResult(RNG, Status.OK, found, advice, numbers)
+    return CheckResult(Status.OK, found, advice, numbers)
 
 
-def _batch_norms(facts: Sequence[Facts]) -> list[CheckResult]:
+def _batch_norms(facts: Sequence[Facts]) -> CheckResult | None:
     names = [str(name) for name in facts[0]["batch_norms"]]
     if not names or len(facts) == 1:
-        return []
+        return None
     modules = count(len(names), "module")
     found = f"{modules} with statistics of each rank's own batch: {first_of(names)}"
     advice = (
         "Small batches per rank make them noisy: torch.nn.SyncBatchNorm.convert_sync_batchnorm "
         "takes them over all ranks."
     )
-    return [CheckResult(BATCH_NORM, Status.NOTE, found, advice, {"modules": names})]
+    return CheckResult(Status.NOTE, found, advice, {"modules": names})
 
 
 def _other_layout(name: str, what: str, tables: Sequence[Table]) -> CheckResult | None:
@@ -320,7 +296,6 @@ def _other_layout(name: str, what: str, tables: Sequence[Table]) -> CheckResult 
     differing = sorted({key for key, _ in set(layouts[usual]) ^ set(layouts[others[0]])})
     differing = differing or ["their order"]
     return CheckResult(
-        name,
         Status.ERROR,
         f"{name_ranks(others)} built another model: names, shapes or types of {what}s are not "
         f"those of rank {usual} in {first_of(differing)}",
@@ -347,15 +322,15 @@ def _equal(name: str, what: str, tables: Sequence[Table], numbers: dict[str, Any
     split = sum(value[2] is None for value in tables[0].values())
     compared = len(tables[0]) - split
     if not tables[0]:
-        return CheckResult(name, Status.OK, f"the model has no {what}s")
+        return CheckResult(Status.OK, f"the model has no {what}s")
     left_out = (
         f"{count(split, what)} not compared: each rank holds a part, or there is no content yet"
     )
     if not compared:
-        return CheckResult(name, Status.SKIPPED, left_out, numbers=numbers)
+        return CheckResult(Status.SKIPPED, left_out, numbers=numbers)
     bits = "the same bits on all ranks" if len(tables) > 1 else "one rank"
     found = f"{count(compared, what)}, {bits}" + (f"; {left_out}" if split else "")
-    return CheckResult(name, Status.OK, found, numbers=numbers)
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 def _values_in_words(name: str, values: Sequence[Any]) -> str:
@@ -368,7 +343,12 @@ def _values_in_words(name: str, values: Sequence[Any]) -> str:
 STAGE = PreflightStage(
     "model",
     look,
-    judge,
-    advice="The function must work on each rank as in the training. The process group exists "
-    "already: leave init_process_group out of it.",
+    {
+        "parameters": partial(_tensors, "parameters"),
+        "buffers": partial(_tensors, "buffers"),
+        "optimizer": _optimizers,
+        "random_numbers": _random_numbers,
+        "batch_norm": _batch_norms,
+    },
+    advice=FUNCTION_ADVICE,
 )

@@ -121,14 +121,11 @@ class QuietOutput:
         _flush()
         if rank == 0:
             sys.stdout = sys.stderr
-            self._saved[1] = os.dup(1)
-            os.dup2(2, 1)
-        else:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for number in (1, 2):
-                self._saved[number] = os.dup(number)
-                os.dup2(nowhere, number)
-            os.close(nowhere)
+        instead = os.dup(2) if rank == 0 else os.open(os.devnull, os.O_WRONLY)
+        for number in (1,) if rank == 0 else (1, 2):
+            self._saved[number] = os.dup(number)
+            os.dup2(instead, number)
+        os.close(instead)
 
     def restore(self) -> None:
         """Print as before; further calls do nothing."""
@@ -244,7 +241,7 @@ Post = Mapping[str, Any]
 
 def skipped(stage: PreflightStage, why: str) -> CheckResult:
     """Return the result of a stage that was left out."""
-    return CheckResult(stage.topic, Status.SKIPPED, why)
+    return CheckResult(Status.SKIPPED, why, name=stage.topic)
 
 
 def failed_somewhere(stage: PreflightStage, posts: Sequence[Post]) -> tuple[CheckResult, str]:
@@ -257,7 +254,7 @@ def failed_somewhere(stage: PreflightStage, posts: Sequence[Post]) -> tuple[Chec
     if len(ranks) < len(posts):
         advice += f" The other {'rank' if len(posts) - len(ranks) == 1 else 'ranks'} had no error."
     numbers = {"errors": by_error}
-    result = CheckResult(stage.topic, Status.ERROR, problems, advice, numbers, tuple(ranks))
+    result = CheckResult(Status.ERROR, problems, advice, numbers, tuple(ranks), stage.topic)
     return result, f"{stage.title} failed on {name_ranks(ranks)}"
 
 
@@ -294,12 +291,12 @@ def unfinished(
             f"{name_ranks(ranks)} did not finish within {seconds:g} s and {verb} at {where}"
         )
     return CheckResult(
-        stage.topic,
         Status.ERROR,
         "; ".join(problems),
         _advice(never=never, errors=errors, places=places),
         {"missing": missing, "errors": errors, "places": places},
-        ranks=tuple(sorted({*errors, *missing, *twice})),
+        tuple(sorted({*errors, *missing, *twice})),
+        stage.topic,
     )
 
 
@@ -307,13 +304,13 @@ def gone_while_working(stage: PreflightStage, gone: Sequence[int]) -> CheckResul
     """Return the result of a stage in which the launcher ended all workers, ``gone`` first."""
     if not gone:
         found = "the launcher or a scheduler asked all ranks to end"
-        return CheckResult(stage.topic, Status.ERROR, found, "Start the preflight again.")
+        return CheckResult(Status.ERROR, found, "Start the preflight again.", name=stage.topic)
     found = f"{name_ranks(gone)} ended without a word, so the launcher ended the others"
     advice = (
         "A process that ends like this was killed (out of memory?) or crashed in a library: "
         "look at its exit code in the launcher's lines below, and at its host's system log."
     )
-    return CheckResult(stage.topic, Status.ERROR, found, advice, ranks=tuple(gone))
+    return CheckResult(Status.ERROR, found, advice, ranks=tuple(gone), name=stage.topic)
 
 
 def _advice(

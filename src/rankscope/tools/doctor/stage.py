@@ -7,7 +7,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -234,16 +234,17 @@ class Status(StrEnum):
 class CheckResult:
     """One line of the preflight's table.
 
-    ``name`` is one of ``TITLES``; ``found`` is a sentence; ``advice`` is empty when there is
-    nothing to do; ``numbers`` are plain JSON values; ``ranks`` is empty when it concerns all alike.
+    ``found`` is a sentence; ``advice`` is empty when there is nothing to do; ``numbers`` are plain
+    JSON values; ``ranks`` is empty when it concerns all alike; ``name`` is one of ``TITLES``, which
+    the stage fills in.
     """
 
-    name: str
     status: Status
     found: str
     advice: str = ""
     numbers: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
+    name: str = ""
 
     @property
     def title(self) -> str:
@@ -300,19 +301,23 @@ class Bench:
     batch: Any = None
 
 
+Check = Callable[[Sequence[Facts]], CheckResult | None]
+
+
 @dataclass(frozen=True, slots=True)
 class PreflightStage:
     """A part of the preflight; ``topic`` is one of ``TITLES``, that of its result when unfinished.
 
-    ``look`` measures on one worker; ``judge`` turns the facts of all workers, in rank order, into
-    results. ``together``: workers wait for each other inside, so after a failure of one of them
-    nothing that needs the process group can follow. When this stage fails, those in ``blocks``
-    cannot follow; ``advice`` says what to do when ``look`` fails.
+    ``look`` measures on one worker. ``checks`` turn the facts of all workers, in rank order, into
+    a result each, or none; their names are among ``TITLES``. ``together``: workers wait for each
+    other inside, so after a failure of one of them nothing that needs the process group can follow.
+    When this stage fails, those in ``blocks`` cannot follow; ``advice`` says what to do when
+    ``look`` fails.
     """
 
     topic: str
     look: Callable[[Bench], Facts]
-    judge: Callable[[Sequence[Facts]], list[CheckResult]]
+    checks: Mapping[str, Check]
     together: bool = False
     needs_group: bool = True
     blocks: tuple[str, ...] = ()
@@ -323,10 +328,20 @@ class PreflightStage:
         """Its title."""
         return TITLES[self.topic]
 
+    def judge(self, facts: Sequence[Facts]) -> list[CheckResult]:
+        """Return the results of its checks."""
+        found = ((name, check(facts)) for name, check in self.checks.items())
+        return [replace(result, name=name) for name, result in found if result]
+
 
 _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages", "<frozen ")
 MAX_MESSAGE = 160
 """Characters of an error's message."""
+
+FUNCTION_ADVICE = (
+    "The function must work on each rank as in the training. The process group exists already: "
+    "leave init_process_group out of it."
+)
 
 BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
 """The stage that each function is for."""
@@ -334,13 +349,9 @@ BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
 
 def not_given(topic: str, options: str = "") -> PreflightStage:
     """Return a stage that is skipped since its options (in words) were not given."""
-    options = options or f"--{topic} MODULE:FUNCTION"
-
-    def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-        found = f"not asked for: give {options}"
-        return [CheckResult(topic, Status.SKIPPED, found)]
-
-    return PreflightStage(topic, lambda bench: {}, judge, needs_group=False)
+    found = f"not asked for: give {options or f'--{topic} MODULE:FUNCTION'}"
+    result = CheckResult(Status.SKIPPED, found)
+    return PreflightStage(topic, lambda bench: {}, {topic: lambda facts: result}, needs_group=False)
 
 
 def function_stage(option: str) -> PreflightStage:
@@ -354,7 +365,7 @@ def function_stage(option: str) -> PreflightStage:
     return PreflightStage(
         topic=f"{option}_function",
         look=look,
-        judge=lambda facts: [],
+        checks={},
         needs_group=False,
         blocks=(BLOCKS[option],),
         advice="The module must be importable on every host, and importing it must not start a "

@@ -24,9 +24,6 @@ from rankscope.tools.doctor.stage import (
 )
 from rankscope.wrappers.facts import environment_facts, source_revision
 
-NAME = "topology"
-GROUP = "process_group"
-
 Problem = tuple[Status, str, str, Sequence[int]]
 """Status, finding, advice, and the ranks concerned."""
 
@@ -50,27 +47,24 @@ def look(bench: Bench) -> Facts:
     }
 
 
-def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge_places(facts: Sequence[Facts]) -> CheckResult:
     """Compare the workers' facts with their launcher's promise."""
     problems = [problem for find in _CHECKS for problem in find(facts)]
     problems.sort(key=lambda problem: -problem[0].level)
     hosts = _hosts(facts)
     found = "; ".join([_in_words(facts), *(words for _, words, _, _ in problems)])
-    return [
-        CheckResult(
-            NAME,
-            problems[0][0] if problems else Status.OK,
-            found,
-            " ".join(advice for _, _, advice, _ in problems),
-            {
-                "ranks": len(facts),
-                "hosts": {host: len(ranks) for host, ranks in hosts.items()},
-                "devices": [fact["device"] for fact in facts],
-                "device_names": [fact["device_name"] for fact in facts],
-            },
-            ranks=tuple(sorted({rank for *_, ranks in problems for rank in ranks})),
-        )
-    ]
+    return CheckResult(
+        problems[0][0] if problems else Status.OK,
+        found,
+        " ".join(advice for _, _, advice, _ in problems),
+        {
+            "ranks": len(facts),
+            "hosts": {host: len(ranks) for host, ranks in hosts.items()},
+            "devices": [fact["device"] for fact in facts],
+            "device_names": [fact["device_name"] for fact in facts],
+        },
+        ranks=tuple(sorted({rank for *_, ranks in problems for rank in ranks})),
+    )
 
 
 def _in_words(facts: Sequence[Facts]) -> str:
@@ -208,7 +202,7 @@ def join(bench: Bench) -> Facts:
     return {"backend": backend, "counted": counted, "seconds": time.perf_counter() - began}
 
 
-def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge_group(facts: Sequence[Facts]) -> CheckResult:
     """Compare the number of workers in the process group with the number that is there."""
     seconds = max(fact["seconds"] for fact in facts)
     backends = [str(fact["backend"]) for fact in facts]
@@ -223,23 +217,20 @@ def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
         )
         advice = "Check that all ranks have the same kind of device, and one launcher."
         ranks = odd or tuple(wrong)
-        return [CheckResult(GROUP, Status.ERROR, found, advice, numbers, ranks)]
+        return CheckResult(Status.ERROR, found, advice, numbers, ranks)
     found = f"{backends[0]}, joined within {seconds:.1f} s"
-    return [CheckResult(GROUP, Status.OK, found, numbers=numbers)]
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
-STAGE = PreflightStage(NAME, look, judge, needs_group=False)
+STAGE = PreflightStage("topology", look, {"topology": _judge_places}, needs_group=False)
 GROUP_STAGE = PreflightStage(
-    GROUP,
+    "process_group",
     join,
-    judge_group,
+    {"process_group": _judge_group},
     together=True,
     advice="Check that ranks reach each other over the network (interfaces, firewall), and that "
     "the backend is built into torch.",
 )
-
-
-ENVIRONMENT = "environment"
 
 
 def look_at_environment(bench: Bench) -> Facts:
@@ -250,7 +241,7 @@ def look_at_environment(bench: Bench) -> Facts:
     return {**facts, **source_revision(Path.cwd())}
 
 
-def judge_environment(facts: Sequence[Facts]) -> list[CheckResult]:
+def _judge_environment(facts: Sequence[Facts]) -> CheckResult:
     """Name the differences between ranks, the gravest first, as a run's detector does."""
     odd, words, severity = compare_facts(facts)
     compared = sum(map(is_compared, {name for fact in facts for name in fact}))
@@ -258,10 +249,10 @@ def judge_environment(facts: Sequence[Facts]) -> list[CheckResult]:
     if odd:
         status = Status[severity.name]
         found = first_of(words, 5, between="; ")
-        return [CheckResult(ENVIRONMENT, status, found, _ADVICE[status], numbers, odd)]
+        return CheckResult(status, found, _ADVICE[status], numbers, odd)
     versions = (f"{name} {facts[0][name]}" for name in _VERSIONS if name in facts[0])
     found = f"{count(compared, 'fact')} alike: {', '.join(versions)}"
-    return [CheckResult(ENVIRONMENT, Status.OK, found, numbers=numbers)]
+    return CheckResult(Status.OK, found, numbers=numbers)
 
 
 _VERSIONS = ("python", "torch", "numpy")
@@ -274,5 +265,8 @@ _ADVICE = {
 
 
 ENVIRONMENT_STAGE = PreflightStage(
-    ENVIRONMENT, look_at_environment, judge_environment, needs_group=False
+    "environment",
+    look_at_environment,
+    {"environment": _judge_environment},
+    needs_group=False,
 )
