@@ -171,11 +171,11 @@ def built(weight=1, bias=1, state=1, **changes):
         ([built(None, None)] * 3, "parameters", Status.SKIPPED, ()),
         ([built(), built(state=2), built()], "optimizer", Status.ERROR, (1,)),
         ([built()] * 3, "random_numbers", Status.OK, ()),
-        ([built(dropout=["drop"])] * 3, "random_numbers", Status.WARNING, (0, 1, 2)),
+        ([built(dropout=["drop"])] * 3, "random_numbers", Status.NOTE, (0, 1, 2)),
         (
             [built(dropout=["drop"], rng={"torch": rank // 2}) for rank in range(3)],
             "random_numbers",
-            Status.WARNING,
+            Status.NOTE,
             (0, 1),
         ),
     ],

@@ -11,7 +11,7 @@ from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UPDATE, WIDT
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
-from rankscope.tools.stages import Stage
+from rankscope.tools.stages import DiffClass, Stage
 
 SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}
 
@@ -131,6 +131,19 @@ def test_a_factor_of_all_is_told_with_what_it_may_be():
     assert answer.headline.endswith(
         "the gradient differs: all 3 parameters, × 2 (the ratio of workers)."
     )
+
+
+def test_a_setting_that_explains_another_update_is_in_the_advice_with_both_values():
+    double = of(UPDATE, "all", 0, lambda values: 2 * values)
+    plain = against(training(double))
+    assert plain.advice.startswith("Compare the optimizers")
+    own, other = ([{"lr": lr, "eps": 1e-8}] for lr in (0.1, 0.2))
+    answer = against(training(double, settings=other), training(settings=own))
+    assert (answer.stage, answer.difference) == (Stage.UPDATE, DiffClass.CONFIGURATION)
+    assert answer.advice == (
+        "Give both the same settings of the optimizer: lr is 0.1 in A and 0.2 in B."
+    )
+    assert answer.to_json()["advice"] == answer.advice
 
 
 def test_an_update_that_the_type_rounds_away_is_noted():

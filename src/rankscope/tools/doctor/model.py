@@ -248,12 +248,12 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
     generator = "device" if "device" in shared else "torch"
     if shared[generator] and dropout:
         return CheckResult(
-            Status.WARNING,
+            Status.NOTE,
             f"{name_ranks(shared[generator])} have the same state of torch's generator after the "
-            "model is built, and the model has modules that drop at random: "
-            f"{len(dropout)} with dropout ({first_of(dropout)})",
-            "These ranks would drop the same units in each step. Seed them differently after the "
-            "model is built: torch.manual_seed(seed + rank).",
+            "model is built, and drop the same units in modules with dropout: "
+            f"{len(dropout)} ({first_of(dropout)})",
+            "Nothing for dropout alone. If the model learns from noise or masks, seed the ranks "
+            "differently after it is built: torch.manual_seed(seed + rank).",
             numbers,
             tuple(shared[generator]),
         )

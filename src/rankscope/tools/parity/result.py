@@ -73,7 +73,8 @@ class Answer:
     first; ``could_miss`` is by stage the relative size of the largest fault that could be missed,
     of the median tensor and of the worst; ``curves`` are distance over bound of each tensor and
     step, the larger one of gradient and update; ``difference`` is the class that ``diff`` has for
-    such runs, None where they are not comparable.
+    such runs, None where they are not comparable; ``cause`` is a setting that explains it, and
+    its two values.
     """
 
     kind: Kind
@@ -87,10 +88,13 @@ class Answer:
     curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     num_steps: int = 0
     difference: DiffClass | None = None
+    cause: str = ""
 
     @property
     def advice(self) -> str:
         """What to do, empty where nothing differs."""
+        if self.cause:
+            return f"Give both the same settings of the optimizer: {self.cause}"
         return "" if self.stage is None else ADVICE[self.stage]
 
     @property

@@ -197,7 +197,7 @@ def _note_multipliers(pair: StepPair) -> None:
 
 
 def update(pair: StepPair) -> Answer | None:
-    """Compare updates; settings and step counters are noted."""
+    """Compare updates; settings explain a difference, and step counters are noted."""
     found = pair.apart(UPDATE)
     if not found:
         _note_lost(pair)
@@ -206,10 +206,11 @@ def update(pair: StepPair) -> Answer | None:
     if words:
         pair.notes.add(f"{words[0].upper()}{words[1:]}.")
     settings = _settings_apart(pair.a, pair.b)
-    pair.notes.add(settings)
     words = "the update differs, and the gradient does not"
     answer = pair.differ(Stage.UPDATE, words, found, pair.count(UPDATE))
-    return replace(answer, difference=DiffClass.CONFIGURATION) if settings else answer
+    if not settings:
+        return answer
+    return replace(answer, difference=DiffClass.CONFIGURATION, cause=settings)
 
 
 def _note_lost(pair: StepPair) -> None:
