@@ -154,7 +154,10 @@ def test_a_torn_last_line_is_ignored_wherever_it_is_torn(tmp_path):
         assert [finding.id for finding in run.findings()] == ["a", "b"]
 
 
-@pytest.mark.parametrize("line", ["{", '{"id": "a"}', "\xe9"])
+DEEP = f'{{"id": "a", "evidence": {"[" * 900}{"]" * 900}}}'
+
+
+@pytest.mark.parametrize("line", ["{", '{"id": "a"}', "\xe9", DEEP])
 def test_a_malformed_line_before_the_last_is_named(tmp_path, line):
     run = record(tmp_path / "run", [])
     good = json.dumps(make_finding("a", 1).to_json())

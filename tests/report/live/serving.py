@@ -48,9 +48,13 @@ class Answer:
 
 
 def get(server: Any, path: str, *, method: str = "GET", **headers: str) -> Answer:
-    """Ask a server, with exactly these headers besides the ones that a request must have."""
+    """Ask a server, with exactly these headers besides the ones that a request must have.
+
+    It takes compressed answers, as a browser does, unless the headers do not.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
+        headers = {"accept_encoding": "gzip", **headers}
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request(method, path, headers=named)
         response = connection.getresponse()

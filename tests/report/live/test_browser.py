@@ -172,6 +172,7 @@ def test_print_has_every_figure(page: Page, site: Site):
 def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site):
     page.set_viewport_size({"width": 400, "height": 800})
     opened(page, site, "run/sft/forgotten-sampler")
+    page.evaluate("document.querySelector('.next').append('module.' + 'long_name'.repeat(12))")
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
     for place in page.locator("[data-figure]").all():
         box = place.bounding_box()

@@ -48,6 +48,16 @@ def test_a_page_of_a_run_holds_what_the_report_holds(served: Any):
     assert "Complete" in page.words
 
 
+@pytest.mark.parametrize("path", ["/", "/run/good", "/api/run/good", "/nothing"])
+def test_who_takes_no_compressed_answer_gets_a_plain_one(served: Any, path: str):
+    plain = get(served, path, accept_encoding="identity")
+    packed = get(served, path)
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip"
+    assert plain.status == packed.status
+    assert plain.text == packed.text
+
+
 @pytest.mark.parametrize(
     "path",
     [
