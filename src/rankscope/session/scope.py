@@ -31,6 +31,7 @@ from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
+from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding, announce, last_line, place_of
@@ -309,7 +310,10 @@ class Scope:
         if self._announces_end and self._handle.run_dir is not None:
             place = place_of(self._handle.run_dir, self._handle.store)
             begun = self._outbox.num_sent > 0
-            announce(logging.INFO, last_line(place, self._inbox.done, self._inbox.recorded, begun))
+            line = last_line(place, self._inbox.done, self._inbox.recorded, begun)
+            job = self._handle.info.get("job")  # where others of its groups have runs, too
+            where = f"{name_ranks(job['ranks'], of_job=True)}: " if job else ""
+            announce(logging.INFO, f"{where}{line}")
         self._inbox.notify(None)
 
     def _finish(self, timeout: float, *, interrupted: bool) -> None:
