@@ -8,6 +8,8 @@ again. Rows for positions go around the divided layer, so that keys' gradient al
 With --right, gradients are summed before the projections down, whose own are then parts.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from reports_common import VOCABULARY, enter, next_token_loss, sum_over, text
@@ -80,7 +82,7 @@ class Attention(nn.Module):
         return hidden + (sum_over(out, group) if PARTS > 1 else out)
 
     def held_whole(self) -> list[nn.Parameter]:
-        layers = (self.q_down, self.q_norm, self.kv_down, self.kv_norm)
+        layers: tuple[Any, ...] = (self.q_down, self.q_norm, self.kv_down, self.kv_norm)
         return [layer.weight for layer in layers]
 
     @torch.no_grad()

@@ -69,7 +69,7 @@ for step in range(chosen.steps):
         logits.flatten(0, 1), labels[:, places].flatten(), ignore_index=-100, reduction="sum"
     )
     loss = world * loss / (labels != -100).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)
