@@ -139,7 +139,7 @@ REPORTS = (
     Report(79, "0", "4", "gradient", watched=True),
     replace(_resumed(80, "optimizer state"), watched=True),
     Report(81, "0", "2", "samples"),
-    Report(82, "0", "4", NOT_COMPARABLE, NOT_COMPARABLE, watched=True),
+    Report(82, "0", "4", "loss", watched=True),
     Report(83, "0", "2", "loss"),
     Report(84, "0", "2", "start"),
 )
