@@ -160,7 +160,7 @@ CHANGES = [
     (
         one_lost_and_others_changed,
         Severity.ERROR,
-        "of 1 parameter (1.bias) are lost, and those of 3 others are not what was saved",
+        "of 1 parameter (1.bias) are lost, and those of at least 3 others are not what was saved",
     ),
     (swapped, Severity.ERROR, "exp_avg holds what was saved as exp_avg_sq"),
     (permuted, Severity.ERROR, "have gone to other parameters than when saved"),

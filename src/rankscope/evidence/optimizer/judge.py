@@ -335,7 +335,7 @@ def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ())
 
 
 def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
-    """Return which parameters have no moments that had some, and how many have others."""
+    """Return which parameters have no moments that had some, and how many at least have others."""
     more_W = now.get("without") - saved.get("without")
     if not (more_W > 0).any():
         return None
@@ -348,7 +348,7 @@ def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
     pairs = (pair for key in saved.moments for pair in _Moment(key, now, saved).pairs.items())
     changed = {name for name, norms in pairs if abs(_change(*norms) - 1) > _ROUNDING} - lost
     if changed:
-        words += f", and those of {count(len(changed), 'other')} are not what was saved"
+        words += f", and those of at least {count(len(changed), 'other')} are not what was saved"
     ranks = _unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))
     return words, ranks, Severity.ERROR
 
