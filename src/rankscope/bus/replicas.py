@@ -60,6 +60,8 @@ class StateKind(StrEnum):
     """A buffer of 16 bits that counts tokens; the largest value."""
     ADAPTED = "adapted"
     """A matrix that an adapter is added to, and that is trained; 1 on workers where it is."""
+    SHARDS = "shards"
+    """A sharded matrix whose shards begin with the same numbers."""
     MODE = "mode"
     """Modules in training mode on some workers and in evaluation mode on others; in words."""
     PRECISION = "precision"

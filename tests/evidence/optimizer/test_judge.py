@@ -96,6 +96,12 @@ def group_lost(ranks):
             del rank.optimizer.state[parameter]
 
 
+def one_lost_and_others_changed(ranks):
+    halved(ranks)
+    for rank in ranks:
+        del rank.optimizer.state[rank.model[1].bias]
+
+
 def swapped(ranks):
     for rank in ranks:
         for state in rank.states():
@@ -152,6 +158,11 @@ def nothing(ranks):
 CHANGES = [
     (emptied, Severity.WARNING, "it holds nothing, and exp_avg and exp_avg_sq of 4 parameters"),
     (group_lost, Severity.ERROR, "the moments of 2 parameters (1.weight and 1.bias) are lost"),
+    (
+        one_lost_and_others_changed,
+        Severity.ERROR,
+        "of 1 parameter (1.bias) are lost, and those of at least 3 others are not what was saved",
+    ),
     (swapped, Severity.ERROR, "exp_avg holds what was saved as exp_avg_sq"),
     (permuted, Severity.ERROR, "have gone to other parameters than when saved"),
     (rounded, Severity.NOTE, "exp_avg_sq are not what was saved. Its step counters are"),

@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 def names_and_places(rank):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Layer())
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Layer()])  # as many layers as experts of a rank
     try:
         DealtExperts(model)
     except UnsupportedError as error:

@@ -1,5 +1,6 @@
 """Directional derivatives of one rank, against gradients of autograd that are right or wrong."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -98,6 +99,28 @@ def test_a_parameter_whose_gradient_is_wrong_is_named(lacking):
     assert found.odd[0].lacks == (lacking != "a factor")
     assert (finding.cause, finding.severity.name) == ("verify.derivative", "ERROR")
     assert "in experts" in finding.explanation
+
+
+def test_a_block_that_is_nearly_right_is_set_apart_and_not_all_of_it_is_blamed():
+    ratios_B = np.array([1.04, 1.0, 1.0, 1.0])
+    changes_BDE = np.tile([[0.01, 0.02]], (4, 2, 1))
+    slopes = Slopes(
+        labels=("a (and 2 more)", "b (and 1 more)", "c", "d"),
+        changes_BDE=changes_BDE,
+        given_BDE=changes_BDE * ratios_B[:, None, None],
+        usual_BD=np.full((4, 2), 0.01),
+        loss=4.0,
+        error=0.0,
+        scale=1.0,
+        rounds_in=1e-7,
+        num_ranks=2,
+        parts=False,
+        clipped=1.0,
+    )
+    found = judge_slopes(slopes, 2)
+    assert [block.label for block in found.odd] == ["a (and 2 more)"]
+    finding = derived(found, slopes, 3, 2, 1)
+    assert "in some of a (and 2 more) it is 1.04 times that" in finding.explanation
 
 
 def test_a_forward_pass_that_does_not_repeat_itself_is_declined():

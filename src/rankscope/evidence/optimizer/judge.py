@@ -362,7 +362,7 @@ def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ())
 
 
 def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
-    """Return which parameters have no moments that had some."""
+    """Return which parameters have no moments that had some, and how many at least have others."""
     more_W = now.get("without") - saved.get("without")
     if not (more_W > 0).any():
         return None
@@ -371,6 +371,11 @@ def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
     shown = [name.removeprefix(_WITHOUT) for name in names[:3]]
     number = count(int(more_W.max()), "parameter")
     words = f"the moments of {number} ({listed(shown)}{', …' if len(names) > 3 else ''}) are lost"
+    lost = {name.removeprefix(_WITHOUT) for name in names}
+    pairs = (pair for key in saved.moments for pair in _Moment(key, now, saved).pairs.items())
+    changed = {name for name, norms in pairs if abs(_change(*norms) - 1) > _ROUNDING} - lost
+    if changed:
+        words += f", and those of at least {count(len(changed), 'other')} are not what was saved"
     ranks = _unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))
     return words, ranks, Severity.ERROR
 

@@ -20,6 +20,7 @@ from rankscope.gradients.names import canonical_name
 class _Share(NamedTuple):
     """The experts of this rank, ``own`` of them, among those of ``num_ranks`` ranks."""
 
+    layer: str  # the layer around them
     rank: int
     num_ranks: int
     own: int
@@ -39,6 +40,7 @@ class DealtExperts:
         self._module = module
         self._shares = {
             name: _Share(
+                name,
                 dist.get_rank(each.ep_group),
                 dist.get_world_size(each.ep_group),
                 int(each.num_local_experts),
@@ -58,7 +60,7 @@ class DealtExperts:
                     "layer around it holds their ranks as ep_group"
                 )
             own = size_of(parameter)
-            if _number_in(name, module, share.own):
+            if _number_in(name, module, share):
                 piece = Portion(canonical_name(self.name(name)), own, 0)
             else:
                 whole = (own[0] * share.num_ranks, *own[1:])
@@ -68,7 +70,7 @@ class DealtExperts:
     def name(self, own: str) -> str:
         """Return the name of a rank's layer or parameter with its expert's number among all."""
         share = self._share_of(own)
-        number = None if share is None else _number_in(own, self._module, share.own)
+        number = None if share is None else _number_in(own, self._module, share)
         if share is None or number is None:
             return own
         start, stop = number.span()
@@ -84,13 +86,15 @@ def is_dealt_out(parameter: Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _number_in(name: str, module: nn.Module, count: int) -> re.Match[str] | None:
-    """Return where a name has the number of an expert among ``count``; None: nowhere.
+def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | None:
+    """Return where a name has the number of an expert among a rank's own; None: nowhere.
 
-    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``.
+    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``. A
+    list around the layer of the experts, such as that of all layers, has no such number.
     """
-    at: Any = module
-    for part in re.finditer(r"[^.]+", name):
+    at: Any = module.get_submodule(share.layer)
+    count = share.own
+    for part in re.compile(r"[^.]+").finditer(name, len(share.layer)):
         if isinstance(at, nn.ModuleList) and len(at) == count and _holds_experts(at):
             return part
         if part.end() == len(name):

@@ -95,6 +95,11 @@ class BlockSlope:
     bound: float
     lacks: bool  # it is no multiple: a part is missing, or too much
 
+    @property
+    def several(self) -> bool:
+        """Whether it has several parameters: not each of them may differ."""
+        return self.label.endswith(" more)")
+
 
 @dataclass(frozen=True, slots=True)
 class SlopeVerdict:

@@ -179,11 +179,18 @@ def _slopes_in_words(found: SlopeVerdict, guess: str, *, in_loss: bool) -> str:
         return f"it is {found.factor:.3g} times that in all blocks of parameters{guess}{where}"
     by_how: dict[str, list[str]] = {}
     for one in found.odd:
-        how = f"it is {one.ratio:.2g} times that" if not one.lacks else _ELSEWHERE
-        by_how.setdefault("it is 0" if one.ratio == 0 else how, []).append(one.label)
+        how = _ELSEWHERE if one.lacks else f"it is {_apart(one.ratio, found.factor)} times that"
+        where = f"some of {one.label}" if one.several else one.label
+        by_how.setdefault("it is 0" if one.ratio == 0 else how, []).append(where)
     parts = [f"in {shortened(labels, _MOST_NAMED)} {how}" for how, labels in by_how.items()]
     more = ["in other blocks it differs otherwise"] if parts[_MOST_NAMED:] else []
     return listed([*parts[:_MOST_NAMED], *more])
+
+
+def _apart(ratio: float, factor: float) -> str:
+    """Return a ratio with as many digits as set it apart from the factor of most blocks."""
+    written = (f"{ratio:.{digits}g}" for digits in range(2, 7))
+    return next((w for w in written if w != f"{factor:.2g}"), f"{ratio:.2g}")
 
 
 def _guess_factor(factor: float, num_workers: int, num_micro: int, per_worker: int) -> str:

@@ -38,6 +38,7 @@ from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
+    alike_shards,
     changed_gradients,
     counts_of,
     moved_in_passes,
@@ -71,6 +72,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         RoundedCounts(),
         CountedTwice(),
         AdaptedTrains(),
+        ShardsAlike(),
         FrozenDiffer(),
     )
 
@@ -274,6 +276,31 @@ class AdaptedTrains(Detector):
             yield evidence_at(at, ADAPTED, Severity.WARNING, (), fields, named(found))
 
 
+SHARDS_ALIKE = "state.shards_alike"
+
+
+class ShardsAlike(Detector):
+    """Matrices that consist of copies of one shard when the training begins."""
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report such matrices."""
+        found = [d.name for d in step.gathered.differences if d.kind is StateKind.SHARDS]
+        if found:
+            at = step.gathered.step
+            fields = {"names": shortened(found, _NAMED)}
+            yield FaultEvidence(
+                SHARDS_ALIKE,
+                Severity.WARNING,
+                (),
+                at,
+                at,
+                1,
+                fields,
+                named(found),
+                key=SHARDS_ALIKE,
+            )
+
+
 FROZEN_DIFFER = "state.frozen_differ"
 
 
@@ -392,6 +419,7 @@ class ComparedState(Combiner):
             *counts_of([names.get("counts", ()) for names in names_W]),
             *named_by(StateKind.RECOMPUTED, [names.get("recomputed", ()) for names in names_W]),
             *named_by(StateKind.ADAPTED, [names.get("adapted", ()) for names in names_W]),
+            *alike_shards([names.get("shards", ()) for names in names_W]),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):

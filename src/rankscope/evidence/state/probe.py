@@ -20,6 +20,7 @@ from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.adapters import make_adapter_probe
 from rankscope.evidence.state.counts import make_counts_probe, make_recomputed_probe
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.shards import make_shards_probe
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
@@ -59,6 +60,7 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
             make_counts_probe(wrapped.module, job.first_step),
             make_recomputed_probe(wrapped.module, job.first_step),
             make_adapter_probe(job),
+            make_shards_probe(job),
         )
         probes += [each for each in others if each is not None]
     if job.trace:

@@ -267,6 +267,12 @@ class _Parameter:
     gradients: set[int] = field(default_factory=set)
 
 
+_FEWEST_MATRICES = 2
+
+ShardStart = tuple[str, str, int]
+"""A matrix, the place of a rank's shard in it, and a digest of the shard's first elements."""
+
+
 def unchanged_differences(
     found: Iterable[tuple[str, Role, bool]], num_workers: int
 ) -> tuple[StateDifference, ...]:
@@ -293,6 +299,23 @@ def named_by(kind: StateKind, names_W: Sequence[Sequence[str]]) -> tuple[StateDi
         StateDifference(kind, name, np.array([name in own for own in names_W], np.int64), none_W)
         for name in dict.fromkeys(name for own in names_W for name in own)
     )
+
+
+def alike_shards(starts_W: Sequence[Sequence[ShardStart]]) -> tuple[StateDifference, ...]:
+    """Return the matrices whose shards begin alike, for the record; none where some do not."""
+    held: dict[str, list[tuple[str, int]]] = {}
+    for starts in starts_W:
+        for name, place, digest in starts:
+            held.setdefault(name, []).append((place, digest))
+    known = {
+        name: [set(column) for column in zip(*found, strict=True)]
+        for name, found in held.items()
+        if len(found) == len(starts_W)
+    }
+    divided = {name: digests for name, (places, digests) in known.items() if len(places) > 1}
+    if len(divided) < _FEWEST_MATRICES or any(len(each) > 1 for each in divided.values()):
+        return ()
+    return named_by(StateKind.SHARDS, [list(divided)] * len(starts_W))
 
 
 def counts_of(
