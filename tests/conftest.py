@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,24 @@ os.environ.setdefault("RANKSCOPE_AGENT", "thread")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that the tests of a module share."""
     return tmp_path_factory.mktemp("module")
+
+
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Return a function that runs the command here: its exit code, output and errors."""
+    from rankscope.cli import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["rankscope", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        code = ended.value.code or 0
+        assert isinstance(code, int)
+        return (code, *capsys.readouterr())
+
+    return call
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

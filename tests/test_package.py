@@ -2,14 +2,12 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 
 import rankscope
 from rankscope import Run
-from rankscope.cli import main
 from rankscope.session.inbox import announce
 from support.forked_ranks import torchrun
 
@@ -65,7 +63,7 @@ def test_a_log_handler_of_the_program_that_raises_does_not_raise_into_it():
     [([], [], 0), (["--forget-sampler"], ["data.duplicate_batches"], 1)],
     ids=["healthy", "forgotten sampler"],
 )
-def test_the_two_lines_of_the_example(tmp_path, monkeypatch, capsys, flags, causes, code):
+def test_the_two_lines_of_the_example(command, tmp_path, flags, causes, code):
     run_dir = tmp_path / "run"
     script = [str(ROOT / "examples" / "ddp_two_lines.py"), "--run-dir", str(run_dir), *flags]
     code_of_ranks, _, err = torchrun(["--nproc-per-node", "2"], *script, "--steps", "40")
@@ -73,10 +71,7 @@ def test_the_two_lines_of_the_example(tmp_path, monkeypatch, capsys, flags, caus
     run = Run.open(run_dir)
     assert run.status == "complete"
     assert [finding.cause for finding in run.findings()] == causes
-    monkeypatch.setattr(sys, "argv", ["rankscope", "report", str(run_dir), "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    out, err = capsys.readouterr()
-    assert (ended.value.code or 0) == code, err
+    found, out, err = command("report", run_dir, "--json")
+    assert found == code, err
     assert json.loads(out)
     assert (run_dir / "report.html").exists()

@@ -1,16 +1,12 @@
 """``rankscope demo`` where it fails; ``study/test_shown_figures`` has what it shows."""
 
-import pytest
-
-from rankscope.cli import demo, main
+from rankscope.cli import demo
 
 
-def test_a_training_that_fails_is_said(tmp_path, monkeypatch, capsys):
+def test_a_training_that_fails_is_said(command, tmp_path, monkeypatch):
     folder = tmp_path / "demo"
     monkeypatch.setattr(demo, "STEPS", "no number")
-    monkeypatch.setattr("sys.argv", ["rankscope", "demo", "--output", str(folder)])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    assert ended.value.code == 2
-    assert "the training failed: worker" in capsys.readouterr().err
+    code, _, err = command("demo", "--output", folder)
+    assert code == 2
+    assert "the training failed: worker" in err
     assert "ValueError" in (folder / "error.log").read_text()

@@ -37,17 +37,6 @@ REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--n
 HELP = {"--help", "-h"}
 
 
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """Run the command in this process; its exit code, output and errors."""
-    monkeypatch.setattr(sys, "argv", ["rankscope", *words])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    assert isinstance(ended.value.code, int)
-    return (ended.value.code, *capsys.readouterr())
-
-
 def options_of(command: str | None) -> set[str]:
     found = typer.main.get_command(main.app)
     if command:
@@ -91,13 +80,8 @@ def test_as_a_module() -> None:
         (["report"], "Missing argument"),
     ],
 )
-def test_a_command_line_that_cannot_be_read(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    message: str,
-) -> None:
-    code, out, err = call(monkeypatch, capsys, *words)
+def test_a_command_line_that_cannot_be_read(command, words: list[str], message: str) -> None:
+    code, out, err = command(*words)
     assert (code, out) == (2, "")
     assert err.startswith(f"rankscope: {message}")
     assert err.endswith("--help\n")
@@ -114,38 +98,30 @@ def test_a_command_line_that_cannot_be_read(
     ],
 )
 def test_errors_of_ours_are_one_plain_line_and_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    code: int,
+    command, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
     def fail(**_: object) -> None:
         raise error
 
     monkeypatch.setattr(main, "app", fail)
     message = " ".join(str(error).split())
-    assert call(monkeypatch, capsys) == (code, "", f"rankscope: {message}\n")
+    assert command() == (code, "", f"rankscope: {message}\n")
 
 
-def test_ctrl_c_outside_a_study_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_outside_a_study_is_quiet(command, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(**_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "app", interrupt)
-    assert call(monkeypatch, capsys) == (130, "", "")
+    assert command() == (130, "", "")
 
 
-def test_a_defect_is_one_line_and_a_code_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_defect_is_one_line_and_a_code_of_its_own(command, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object, **__: object) -> None:
         raise AttributeError("no\nsuch thing")
 
     monkeypatch.setattr(main, "app", fail)
-    code, out, err = call(monkeypatch, capsys, "report", "x")
-
+    code, out, err = command("report", "x")
     assert (code, out) == (main.DEFECT, "")
     assert err.count("\n") == 1
     assert "AttributeError: no such thing (at " in err

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from rankscope.bus.evidence import Table
-from rankscope.cli import main
 from rankscope.record import Run
 from support.forked_ranks import run_on_ranks
 from support.study_command import (
@@ -142,19 +141,16 @@ def test_saved_models_load_and_have_a_card(first: Done) -> None:
 def test_resuming_a_finished_study_repeats_nothing(
     study: StudyCommand,
     finished: FinishedStudy,
+    command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = shutil.copytree(finished.done.path, tmp_path / "study")
     before = tree(path / "runs")
     words = study.arguments(path, {**finished.options, "json": True, "resume": True})
-    monkeypatch.setattr("sys.argv", ["rankscope", *words])
     monkeypatch.setattr("rankscope.cli.study._write_report", lambda output: "")
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    out, err = capsys.readouterr()
-    assert not ended.value.code, err
+    code, out, err = command(*words)
+    assert not code, err
     assert json.loads(out) == finished.done.summary()
     assert tree(path / "runs") == before
 
@@ -191,20 +187,14 @@ def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(
 
 
 def test_another_number_of_ranks_than_of_workers(
-    study: StudyCommand,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    study: StudyCommand, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "one"}
     for name, value in {**sizes, **address}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["rankscope", *study.arguments(tmp_path / "out", {})])
-    with pytest.raises(SystemExit) as ended:
-        main.run()
-    assert ended.value.code == 2
-    assert capsys.readouterr() == (
+    assert command(*study.arguments(tmp_path / "out", {})) == (
+        2,
         "",
         "rankscope: torchrun started 1 ranks, the study has --workers 2; make them equal\n",
     )

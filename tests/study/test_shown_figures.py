@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,17 +83,11 @@ def test_sentences_on_the_readings_have_the_same_numbers(shown):
             assert sentence in words
 
 
-def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
+def test_the_demos_two_runs(command, tmp_path, monkeypatch):
     """The second training is a copy of the first one's runs, in the place of those there."""
-    from rankscope.cli import demo, main
+    from rankscope.cli import demo
 
-    def call(*words):
-        given = ["rankscope", "demo", "--output", str(tmp_path / "demo"), *words]
-        monkeypatch.setattr("sys.argv", given)
-        with pytest.raises(SystemExit) as ended:
-            main.run()
-        return ended.value.code, *capsys.readouterr()
-
+    call = partial(command, "demo", "--output", tmp_path / "demo")
     monkeypatch.setattr(demo, "STEPS", 12)
     code, out, err = call()
     assert code == 0, err
