@@ -2,12 +2,12 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks.diff_training import Flip, Variant, train_variants
 
-from cli.test_main import call
 from numerics.diff_runs import Training, write_training
 from support.ranks import run_ranks
 
@@ -36,9 +36,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Run the command in this process; returns its exit code, output and errors."""
-    return lambda *words: call(monkeypatch, capsys, "diff", *map(str, words))
+def command(command):
+    return partial(command, "diff")
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_main import call
 from rankscope.lab.numerics.gradients import read
 from rankscope.lab.study import rounding, rounding_result
 
 QUICK = ("numerics", "--synthetic", "normal", "--workers", "2,8", "--orders", "4")
 
 Monkey = pytest.MonkeyPatch
-Capture = pytest.CaptureFixture[str]
 
 
-def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
+def test_tables_and_sentences(command, monkeypatch: Monkey) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    code, out, err = call(monkeypatch, capsys, *QUICK)
+    code, out, err = command(*QUICK)
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
     assert ["2", "0", "0", "0", "0", "0"] in lines
@@ -33,11 +31,11 @@ def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
 
 
 def test_output_holds_the_numbers_and_the_page(
-    tmp_path: Path, monkeypatch: Monkey, capsys: Capture
+    tmp_path: Path, command, monkeypatch: Monkey
 ) -> None:
     folder = tmp_path / "new" / "numerics"
     words = (*QUICK, "--types", "float32", "--json", "--output", str(folder))
-    code, out, err = call(monkeypatch, capsys, *words)
+    code, out, err = command(*words)
     assert code == 0
     assert json.loads((folder / "numerics.json").read_text()) == json.loads(out)
     [page] = folder.glob("*.html")
@@ -47,7 +45,7 @@ def test_output_holds_the_numbers_and_the_page(
 
 
 def test_the_built_in_model_is_recorded_saved_and_trained(
-    tmp_path: Path, monkeypatch: Monkey, capsys: Capture
+    tmp_path: Path, command, monkeypatch: Monkey
 ) -> None:
     record, options = rounding.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -57,7 +55,7 @@ def test_the_built_in_model_is_recorded_saved_and_trained(
     monkeypatch.setattr(rounding_result, "GrowthOptions", small)
     path = tmp_path / "kept.npz"
     words = ("--workers", "3", "--types", "float32", "--training-steps", "2", "--save", str(path))
-    code, out, err = call(monkeypatch, capsys, "numerics", *words, "--json")
+    code, out, err = command("numerics", *words, "--json")
     assert (code, err) == (0, "")
     result = json.loads(out)
     assert result["sums"]["source"]["name"] == "built-in model, step 0"
@@ -79,10 +77,10 @@ def test_the_built_in_model_is_recorded_saved_and_trained(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: Monkey, capsys: Capture, words: list[str], message: str
+    tmp_path: Path, command, monkeypatch: Monkey, words: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(monkeypatch, capsys, "numerics", *words)
+    code, out, err = command("numerics", *words)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.splitlines()) == 1

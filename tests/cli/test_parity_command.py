@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_main import HELP, call, options_of
+from cli.test_main import HELP, options_of
 from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
@@ -53,17 +53,17 @@ def test_the_options_are_frozen():
         ),
     ],
 )
-def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expected):
+def test_bad_usage_is_one_sentence(command, tmp_path, words, expected):
     words = [word.format(folder=tmp_path) for word in words]
-    code, _, err = call(monkeypatch, capsys, "parity", *words)
+    code, _, err = command("parity", *words)
     assert code == 2
     assert expected in err
     assert "Running" not in err
 
 
-def test_a_command_that_fails_is_named_with_its_last_words(monkeypatch, capsys, tmp_path):
+def test_a_command_that_fails_is_named_with_its_last_words(command, tmp_path):
     bad = script(tmp_path, "bad.py", "if True: raise ValueError('no such corpus')")
-    code, out, _ = call(monkeypatch, capsys, "parity", "-a", bad, "-b", bad, "--json")
+    code, out, _ = command("parity", "-a", bad, "-b", bad, "--json")
     answer = json.loads(out)
     assert code == 2
     assert answer["answer"] == "not comparable"
@@ -163,13 +163,13 @@ def test_forward_and_backward_passes_inside_of_the_optimizers_call(tmp_path, a, 
 
 
 @pytest.mark.ranks
-def test_a_recorded_run_is_compared_with_what_a_command_trains(monkeypatch, capsys, tmp_path):
+def test_a_recorded_run_is_compared_with_what_a_command_trains(command, tmp_path):
     recorded = tmp_path / "a.py"
     recorded.write_text(IN_ORDER.format(factor=1, update="closure(); optimizer.step()"))
     assert record(tmp_path / "a", layout(1, script=str(recorded)), 2)[0] == 0
     twice = script(tmp_path, "b.py", IN_ORDER.format(factor=2, update="optimizer.step(closure)"))
     words = ["-a", str(tmp_path / "a"), "-b", twice, "--steps", "2", "--json"]
-    code, out, _ = call(monkeypatch, capsys, "parity", *words)
+    code, out, _ = command("parity", *words)
     answer = json.loads(out)
     assert (code, answer["stage"]) == (1, "gradient"), answer["headline"]
 
@@ -204,9 +204,9 @@ for _ in range(9):
 
 
 @pytest.mark.ranks
-def test_fused_and_split_parameters_are_compared_by_a_map(monkeypatch, capsys, tmp_path):
+def test_fused_and_split_parameters_are_compared_by_a_map(command, tmp_path):
     def answer(*words):
-        code, out, _ = call(monkeypatch, capsys, "parity", *words, "--steps", "2", "--json")
+        code, out, _ = command("parity", *words, "--steps", "2", "--json")
         return code, json.loads(out)
 
     fused = script(tmp_path, "fused.py", BY_PARTS.format(fused=True, factor=1))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_main import HELP, call, options_of
+from cli.test_main import HELP, options_of
 from rankscope.bus.plan import Tier
 from rankscope.cli.run import ReducedOption
 from rankscope.integrations import run_script
@@ -55,7 +55,8 @@ def test_the_options_are_frozen():
     assert {str(option) for option in ReducedOption} == {str(option) for option in ReadReduced}
 
 
-def ask(monkeypatch, capsys, *words):
+@pytest.fixture
+def ask(command, monkeypatch):
     """Return the command line and the job of ``rankscope run``, which then goes no further."""
     jobs = []
 
@@ -64,16 +65,19 @@ def ask(monkeypatch, capsys, *words):
         jobs.append((command, ScriptJob.of_this_process()))
         raise OSError(0, "stopped here")
 
-    monkeypatch.setattr(run_script.os, "execve", execute)
-    call(monkeypatch, capsys, "run", *words)
-    return jobs[0]
+    def run(*words):
+        monkeypatch.setattr(run_script.os, "execve", execute)
+        command("run", *words)
+        return jobs.pop()
+
+    return run
 
 
-def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_path):
+def test_options_reach_watch_and_the_rest_the_script(ask, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train it.py").write_text("")
     (tmp_path / "plan.json").write_text('{"seed": 3}')
-    command, job = ask(monkeypatch, capsys, "train it.py", "--every", "4", "--help", "--", "-m")
+    command, job = ask("train it.py", "--every", "4", "--help", "--", "-m")
     assert command[-6:] == ["train it.py", "--every", "4", "--help", "--", "-m"]
     assert (job.run_dir, job.script) == (str(tmp_path / "runs" / "train it"), "train it")
     assert job.options == {
@@ -99,13 +103,13 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         "command:true",
     ]
     words += ["--alert", "slack:https://example.org/T0", "--alert", "mailto:a@example.org"]
-    command, job = ask(monkeypatch, capsys, *words, "-m", "project.train", "--tier", "x")
+    command, job = ask(*words, "-m", "project.train", "--tier", "x")
     assert command[-4:] == ["-m", "project.train", "--tier", "x"]
     assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
     assert job.options["groups"] == {"a": "b"}
     assert job.options["plan"]["seed"] == 3
     (tmp_path / "plan.toml").write_text('seed = 4\nloss_weighting = "token"\n')
-    _, other = ask(monkeypatch, capsys, "--plan", "plan.toml", "sh")
+    _, other = ask("--plan", "plan.toml", "sh")
     assert (other.options["plan"]["seed"], other.options["plan"]["loss_weighting"]) == (4, "token")
     assert job.options["overhead_budget"] is None
     assert job.options["tier"] == str(Tier.SCALARS)
@@ -113,7 +117,7 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
     assert job.options["announce"] is False
     assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
     assert job.options["alerts"] == ["slack:https://example.org/T0", "mailto:a@example.org"]
-    command, job = ask(monkeypatch, capsys, "--", "sh", "start.sh", "train.py", "--run-dir", "x")
+    command, job = ask("--", "sh", "start.sh", "train.py", "--run-dir", "x")
     assert Path(command[0]).name == "sh"
     assert (command[1:], job.script) == (["start.sh", "train.py", "--run-dir", "x"], "train")
 
@@ -130,10 +134,10 @@ def test_options_reach_watch_and_the_rest_the_script(monkeypatch, capsys, tmp_pa
         (["--evry", "3", "sh"], "--evry"),
     ],
 )
-def test_bad_usage_is_one_line_and_code_2(monkeypatch, capsys, tmp_path, words, message):
+def test_bad_usage_is_one_line_and_code_2(command, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.toml").write_text("seed = [")
-    code, output, errors = call(monkeypatch, capsys, "run", *words)
+    code, output, errors = command("run", *words)
     assert (code, output) == (2, "")
     assert errors.count("\n") == 1
     assert message in errors
