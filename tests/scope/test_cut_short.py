@@ -41,6 +41,7 @@ def cut_everywhere(rank: int, folder: str) -> list[str]:
     assert train(f"{folder}/whole", count) == []
     cuts = {str(at): Cut(at) for at in range(0, count.count, STRIDE)}
     cuts |= {f"end {at}": Cut(at, function="_end") for at in range(3)}  # of the backward pass
+    cuts["handing over"] = Cut(0, function="_hand_over")  # of the step before
     reached = []
     for name, cut in cuts.items():
         assert train(f"{folder}/{name}", cut) == [], name
