@@ -49,7 +49,7 @@ class RunFacts:
     # what splits the data in the loader of the first rank, and into how many parts
     data_splits: Sequence[tuple[str, int]] = ()
     data_length: int | None = None  # how many samples the data set has; None if unknown
-    # rows of the largest data set of the loaders; None if unknown
+    # rows of the data sets of the loaders; None if unknown
     data_rows: int | None = None
     unsaved_buffers: Sequence[str] = ()  # names of buffers that no checkpoint holds
     world_size: int = 0  # number of processes of the job; 0 if unknown

@@ -595,18 +595,19 @@ def length_of(loader: Any) -> int | None:
 
 
 def rows_of(loader: Any) -> int | None:
-    """Return how many rows a loader's data set has, or the largest of all living loaders; or None.
+    """Return how many rows the data set of a loader has; without one, those of all living loaders.
 
     None where a data set is iterable: it may yield any number of rows.
     """
     loaders = live_objects(DataLoader)[DataLoader] if loader is None else [loader]
+    sets = {id(data): data for data in (_quietly_of(each, "dataset") for each in loaders)}
     rows = []
-    for data in (_quietly_of(each, "dataset") for each in loaders):
+    for data in sets.values():
         if data is None or isinstance(data, IterableDataset):
             return None
         with contextlib.suppress(Exception):  # some have no length
             rows.append(len(data))
-    return max(rows, default=None)
+    return sum(rows) or None
 
 
 def _inside(loader: Any) -> Iterator[Any]:

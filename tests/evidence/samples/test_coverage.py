@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.samples.judge import EpochCoverage
-from rankscope.wrappers.facts import length_of, splits_of
+from rankscope.wrappers.facts import length_of, rows_of, splits_of
 from support.stepping import evidence_of
 from support.streams import reports, sharded, with_replacement
 
@@ -76,3 +77,12 @@ def test_a_loader_shows_its_splits_and_its_length():
     assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
     sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
     assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
+
+
+def test_the_rows_of_all_living_loaders_count_once_each():
+    data = TensorDataset(torch.zeros(30, 2))
+    loaders = [DataLoader(data), DataLoader(data), DataLoader(TensorDataset(torch.zeros(5)))]
+    assert [rows_of(loader) for loader in loaders] == [30, 30, 5]
+    known = rows_of(None)
+    assert known is None or known >= 35  # another test's loaders may still live
+    assert rows_of(DataLoader(Stream([1]))) is None
