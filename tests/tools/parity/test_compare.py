@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UPDATE, WIDTH
+from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UNCLIPPED, UPDATE, WIDTH
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
@@ -131,6 +131,31 @@ def test_a_factor_of_all_is_told_with_what_it_may_be():
     assert answer.headline.endswith(
         "the gradient differs: all 3 parameters, × 2 (the ratio of workers)."
     )
+
+
+def test_the_picture_shows_what_clipping_hides_from_the_optimizer():
+    def before_clipping(factor):
+        side = training(**{"clipping seen": True})
+        steps = {
+            number: replace(
+                step,
+                figures={
+                    **step.figures,
+                    UNCLIPPED: {
+                        name: Whole(factor**2 * whole.squares_Q, factor * whole.sketches_QK)
+                        for name, whole in step.figures[GRADIENT].items()
+                    },
+                },
+            )
+            for number, step in side.steps.items()
+        }
+        return replace(side, steps=steps)
+
+    answer = against(before_clipping(3.0), before_clipping(6.0))
+    assert answer.headline.startswith("In step 0 the gradient before clipping differs: all 3")
+    assert min(min(values) for values in answer.curves.values()) > 100
+    same = against(before_clipping(3.0), before_clipping(3.0))
+    assert max(max(values) for values in same.curves.values()) < 1
 
 
 def test_a_setting_that_explains_another_update_is_in_the_advice_with_both_values():

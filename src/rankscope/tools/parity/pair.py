@@ -106,10 +106,18 @@ class StepPair:
         return found
 
     def distances_over_bounds(self) -> dict[str, float]:
-        """Return distance over bound by tensor, the larger one of its gradient and its update."""
+        """Return distance over bound by tensor, the largest of its gradients and its update.
+
+        The gradient before clipping counts where both sides clip.
+        """
         found: dict[str, float] = {}
-        for kind in (GRADIENT, UPDATE):
-            for name, first, second in both(self.a, self.b, kind):
+        clip = all(
+            step.facts.get("clipping seen") and step.figures.get(UNCLIPPED)
+            for step in (self.a, self.b)
+        )
+        for kind in (GRADIENT, UPDATE, *[UNCLIPPED] * clip):
+            a, b = (_unscaled(s) if kind == UNCLIPPED else s for s in (self.a, self.b))
+            for name, first, second in both(a, b, kind):
                 bound = self.bounds.of(self.number, kind, name, first, second)
                 apart = self._distance(kind, name, first, second)
                 ratio = apart / bound if bound > 0 else (math.inf if apart else 0.0)

@@ -72,7 +72,7 @@ class Answer:
     ``differences`` are those of ``num_tensors`` that differ there, farthest beyond their bound
     first; ``could_miss`` is by stage the relative size of the largest fault that could be missed,
     of the median tensor and of the worst; ``curves`` are distance over bound of each tensor and
-    step, the larger one of gradient and update; ``difference`` is the class that ``diff`` has for
+    step, the largest of gradients and update; ``difference`` is the class that ``diff`` has for
     such runs, None where they are not comparable; ``cause`` is a setting that explains it, and
     its two values.
     """
