@@ -25,7 +25,7 @@ def clip(model: nn.Module) -> Tensor:
     parameters = [p for p in model.parameters() if p.grad is not None]
     if not any(isinstance(p, DTensor) for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-    whole = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr, operator]
+    whole = [p.grad.full_tensor() for p in parameters]  # type: ignore[union-attr]
     norm = nn.utils.get_total_norm(whole)
     clipped = parameters if chosen.right else whole
     nn.utils.clip_grads_with_norm_(clipped, MAX_NORM, norm)

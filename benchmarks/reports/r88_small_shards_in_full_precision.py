@@ -65,7 +65,7 @@ def read(state: dict[str, Any], kind: str) -> Tensor:
     kept: Tensor = state[kind]
     if kept.dtype != torch.int8:
         return kept
-    scale = state[f"{kind}_scale"]
+    scale: Tensor = state[f"{kind}_scale"]
     return (kept.view(-1, EACH) * scale / LEVELS).view_as(kept)
 
 

@@ -39,7 +39,7 @@ def layout_of(query: Tensor) -> str:
 
 
 def scores_of(query: Tensor, key: Tensor) -> Tensor:
-    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    scores: Tensor = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -1e9)
 
 
@@ -85,7 +85,8 @@ class Layer(nn.Module):
             for layer in (self.query, self.key, self.value)
         )
         mixed: Tensor = _Attention.apply(query, key, value, layout_of(query))  # type: ignore[no-untyped-call]
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + out
 
 
 class Model(nn.Module):
