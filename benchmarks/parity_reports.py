@@ -146,10 +146,10 @@ REPORTS = (
     Report(86, "0", "4", "gradient"),
     replace(_resumed(87, "optimizer state"), watched=True),
     Report(88, "0", "2", "update"),
-    Report(89, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
-    Report(90, "0", "2", "update"),
+    Report(89, "0", "2", NOT_COMPARABLE),
+    Report(90, "0", "2", "gradient", of_another_thing=True),
     Report(91, "0", "4", "gradient", watched=True),
-    Report(92, "0", "2", "samples", "samples", watched=True),
+    Report(92, "0", "2", "samples", "samples"),
 )
 """Those that neither a watched run nor its reference step found at first, and what is answered; of
 R77 to R92 all."""
