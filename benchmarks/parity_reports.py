@@ -30,7 +30,7 @@ from rankscope.tools.parity.compare import decide_resumed
 from rankscope.tools.parity.reading import NotRecordedError
 
 HERE = Path(__file__).parent / "reports"
-NUM_REPORTS = 84
+NUM_REPORTS = 92
 SAVED_AT = 3
 SAME, NOT_COMPARABLE, NOT_RUN = "the same", "not comparable", "not run"
 
@@ -142,9 +142,17 @@ REPORTS = (
     Report(82, "0", "4", "loss", watched=True),
     Report(83, "0", "2", "loss"),
     Report(84, "0", "2", "start"),
+    Report(85, "0", "2", "clipping"),
+    Report(86, "0", "4", "gradient"),
+    replace(_resumed(87, "optimizer state"), watched=True),
+    Report(88, "0", "2", "update"),
+    Report(89, "0", "2", NOT_COMPARABLE),
+    Report(90, "0", "2", "gradient", of_another_thing=True),
+    Report(91, "0", "4", "gradient", watched=True),
+    Report(92, "0", "2", "samples", "samples"),
 )
 """Those that neither a watched run nor its reference step found at first, and what is answered; of
-R77 to R84 all."""
+R77 to R92 all."""
 
 
 def layout_of(report: Report, words: str, folder: Path, *, right: bool) -> Any:
