@@ -7,7 +7,14 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.clipping.judge import BETWEEN, ClippedBetween, FactorLaw, NormLaw, StageNorm
+from rankscope.evidence.clipping.judge import (
+    BETWEEN,
+    ClippedBetween,
+    ClippedNothing,
+    FactorLaw,
+    NormLaw,
+    StageNorm,
+)
 from support.stepping import evidence_of, words
 from support.streams import gathered
 
@@ -143,3 +150,14 @@ def test_clipping_between_micro_batches_is_a_warning():
     assert (found.key, found.severity, found.count) == (BETWEEN, Severity.WARNING, 40)
     assert "after each of 4 micro-batches" in words(found)
     assert watch(alone, detectors=[ClippedBetween()], clips_between=[0] * W) == {}
+
+
+def test_clipping_that_scales_nothing_is_a_warning():
+    def unscaled(_):
+        return np.ones(W)
+
+    [found] = watch(unscaled, detectors=[ClippedNothing()], clips_of_nothing=[1] * W).values()
+    assert (found.key, found.severity, found.count) == ("clip-of-nothing", Severity.WARNING, 40)
+    assert watch(unscaled, detectors=[ClippedNothing()], clips_of_nothing=[0] * W) == {}
+    halves = watch(lambda _: np.full(W, 0.5), detectors=[ClippedNothing()], clips_of_nothing=1)
+    assert halves == {}  # the training scales by code of its own

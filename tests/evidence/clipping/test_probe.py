@@ -110,3 +110,16 @@ def test_clipping_between_two_reductions_of_a_step_is_counted(model, probe):
     probe.before_update()
     clip_grad_norm_(model.parameters(), LIMIT)
     assert recorded(probe)["clips_between"] == 0
+
+
+def test_clipping_of_tensors_without_a_gradient_is_counted(model, probe):
+    gradients = [p.grad for p in model.parameters()]
+    clip_grads_with_norm_(gradients, LIMIT, torch.tensor(2 * LIMIT))
+    assert recorded(probe)["clips_of_nothing"] == 1
+    clip_grads_with_norm_(gradients, LIMIT, torch.tensor(LIMIT / 2))  # there is nothing to clip
+    assert recorded(probe)["clips_of_nothing"] == 0
+    clip_grads_with_norm_(gradients, LIMIT, torch.tensor(2 * LIMIT))
+    clip_grads_with_norm_(list(model.parameters()), LIMIT, torch.tensor(2 * LIMIT))
+    assert recorded(probe)["clips_of_nothing"] == 0  # frozen parameters beside these
+    clip_grad_norm_([nn.Parameter(torch.ones(2))], LIMIT)
+    assert recorded(probe)["clips_of_nothing"] == 0

@@ -13,6 +13,7 @@ COLUMNS = (
         ("clip_left_out", DType.INT, "gradients", Source.LOCAL, Tail.NONE, "gradients that it scaled, less those whose norm torch computed"),
         ("clip_value", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "clip_value of the step's call of clip_grad_value_ on any of these gradients, the smallest; null without one"),
         ("clips_between", DType.INT, "", Source.LOCAL, Tail.NONE, "micro-batches of the step after which gradients were clipped and added to later"),
+        ("clips_of_nothing", DType.INT, "", Source.LOCAL, Tail.NONE, "calls of the step that clip by a norm above max_norm and get no tensor that has a gradient, where no call scales these gradients"),
         ("clip_rounding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "relative error of a norm and a factor by rounding, at most, by the types and sizes of these gradients"),
     ),
 )

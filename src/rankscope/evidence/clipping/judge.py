@@ -123,6 +123,31 @@ class ClippedBetween(Detector):
         )
 
 
+class ClippedNothing(Detector):
+    """Calls that should clip, and get no tensor that has a gradient."""
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault(NEEDED)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report clipping that scales nothing, and its end."""
+        workers = step.gathered.workers
+        idle_W = (workers["clips_of_nothing"] > 0) & ~(
+            workers["applied_scale"] < 1 - workers["clip_rounding"]
+        )
+        if not self._fault.observe(step.gathered.step, np.flatnonzero(idle_W).tolist()):
+            return
+        fault = self._fault
+        yield fault.evidence(
+            "sync.clip_norm",
+            Severity.WARNING,
+            fault.ranks,
+            {},
+            {"steps": fault.count},
+            key="clip-of-nothing",
+        )
+
+
 class NormLaw(Detector):
     """Norms after clipping that are not the limit, or not the same in every step.
 
@@ -388,4 +413,5 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     if run.plan.local_steps or run.by_loop:
         return ()
     planned = run.plan.max_norm
-    return FactorLaw(), NormLaw(planned), StageNorm(planned), ClippedBetween()
+    laws = FactorLaw(), NormLaw(planned), StageNorm(planned)
+    return *laws, ClippedBetween(), ClippedNothing()

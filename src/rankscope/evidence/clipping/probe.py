@@ -27,12 +27,16 @@ class _Listed(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A clipping call; ``given`` is the norm ``total`` on its way to the host, None if unknown."""
+    """A clipping call; ``given`` is the norm ``total`` on its way to the host, None if unknown.
+
+    ``idle``: none of its tensors has a gradient, so that it scales nothing.
+    """
 
     listed: _Listed
     limit: float
     total: Any
     given: Numbers | None
+    idle: bool
 
 
 class ClippingProbe(Probe):
@@ -93,7 +97,9 @@ class ClippingProbe(Probe):
         given = copy_numbers(own(total_norm).reshape(-1), torch.float64) if known else None
         limit = float(max_norm) if isinstance(max_norm, Real) else math.nan
         several = [parameters] if isinstance(parameters, Tensor) else parameters
-        self._calls.append(_Call(self._listed(several), limit, total_norm, given))
+        listed = self._listed(several)
+        idle = not listed.with_gradient and all(each.grad is None for each in several)
+        self._calls.append(_Call(listed, limit, total_norm, given, idle))
 
     @guarded
     def _see_value(self, parameters: Any, clip_value: Any, *args: Any, **more: Any) -> None:
@@ -123,6 +129,7 @@ class ClippingProbe(Probe):
             "clip_value": value,
             "clip_rounding": self._rounding,
             "clips_between": float(self._num_between),
+            "clips_of_nothing": 0.0,
             "summed_workers": end.summed_workers,
         }
         self._num_between = 0
@@ -132,7 +139,13 @@ class ClippingProbe(Probe):
         one = all(call.total is first.total and call.limit == first.limit for call in others)
         clipped = first.listed.all.union(*(call.listed.all for call in others))
         if not (one and clipped >= self._measured):
-            return Ready(MessagePart(values))
+            idle = [call for call in calls if call.idle and call.given is not None]
+            if not idle or any(call.listed.with_gradient & self._measured for call in calls):
+                return Ready(MessagePart(values))
+            return Awaited(
+                [call.given for call in idle if call.given is not None],
+                partial(_count_idle, values, idle),
+            )
         values["clip_limit"] = first.limit
         if len(orders) == 1:
             values["clip_order"] = next(iter(orders))
@@ -153,6 +166,12 @@ class ClippingProbe(Probe):
         """Listen no more."""
         for stop in self._stops:
             stop()
+
+
+def _count_idle(values: dict[str, float], idle: Sequence[_Call]) -> MessagePart:
+    """Wait for the norms of calls that scale nothing; count those that should have."""
+    above = [call for call in idle if call.given is not None and call.given.numpy()[0] > call.limit]
+    return MessagePart({**values, "clips_of_nothing": float(len(above))})
 
 
 def _read(values: dict[str, float], limit: float, given: Numbers) -> MessagePart:

@@ -19,6 +19,9 @@ from rankscope.tools.parity.reading import SideStep, is_clipped, trained
 from rankscope.tools.parity.result import Answer, Difference
 from rankscope.tools.stages import DiffClass, Stage
 
+_SETTING = 1e-6
+"""Relative error of a setting that one side holds in float32."""
+
 
 def start(pair: StepPair) -> Answer | None:
     """Compare parameters and buffers as the first step begins."""
@@ -201,7 +204,7 @@ def update(pair: StepPair) -> Answer | None:
     found = pair.apart(UPDATE)
     if not found:
         _note_lost(pair)
-        return None
+        return _other_settings(pair)
     words = _counters_apart(pair.a.counters, pair.b.counters)
     if words:
         pair.notes.add(f"{words[0].upper()}{words[1:]}.")
@@ -211,6 +214,15 @@ def update(pair: StepPair) -> Answer | None:
     if not settings:
         return answer
     return replace(answer, difference=DiffClass.CONFIGURATION, cause=settings)
+
+
+def _other_settings(pair: StepPair) -> Answer | None:
+    """Return the answer where settings differ, whose effect is within the bound of one update."""
+    words = _numbers_apart(pair.a, pair.b)
+    if not words:
+        return None
+    answer = pair.differ_by(Stage.UPDATE, f"In step {pair.number} {words}")
+    return replace(answer, difference=DiffClass.CONFIGURATION, cause=words)
 
 
 def _note_lost(pair: StepPair) -> None:
@@ -300,4 +312,19 @@ def _settings_apart(a: SideStep, b: SideStep) -> str:
         for name in dict.fromkeys([*own, *other]):
             if own.get(name) != other.get(name):
                 return f"{name} is {own.get(name)} in A and {other.get(name)} in B."
+    return ""
+
+
+def _numbers_apart(a: SideStep, b: SideStep) -> str:
+    """Return which number both optimizers have in each group, and have another value of."""
+    groups = [list(step.facts.get("settings", ())) for step in (a, b)]
+    if len(groups[0]) != len(groups[1]):
+        return ""
+    for own, other in zip(*groups, strict=True):
+        for name, value in own.items():
+            another = other.get(name)
+            if not (isinstance(value, int | float) and isinstance(another, int | float)):
+                continue
+            if not math.isclose(value, another, rel_tol=_SETTING):
+                return f"{name} is {value:.6g} in A and {another:.6g} in B."
     return ""
