@@ -34,6 +34,11 @@ SAYS = {
     "clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
     "clips by value": ("verify.agrees", "note", "clipped by value after the reduction"),
     "two passes apart": ("verify.declined", "note", "made of several reductions"),
+    "loss outside": (
+        "verify.agrees",
+        "note",
+        "The loss, which is computed outside of the model, was",
+    ),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
@@ -148,8 +153,9 @@ class Loop:
             with nullcontext() if last else self._without_reduction():
                 loss = self._loss(make_batch(self.rank, step * count + micro), count)
                 loss.backward()
-            if self.kind == "loss outside, over workers" and self.scope is not None:
-                self.scope.loss(loss.detach() * dist.get_world_size())
+            if self.kind.startswith("loss outside") and self.scope is not None:
+                over_workers = self.kind.endswith("over workers")
+                self.scope.loss(loss.detach() * (dist.get_world_size() if over_workers else 1))
             if ask and not micro:
                 self.scope.verify()
         with torch.no_grad():

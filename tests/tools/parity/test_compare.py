@@ -171,6 +171,18 @@ def test_a_setting_that_explains_another_update_is_in_the_advice_with_both_value
     assert answer.to_json()["advice"] == answer.advice
 
 
+def test_settings_of_the_optimizers_are_compared_without_a_bound():
+    def held(lr, **more):
+        return training(settings=[{"optimizer": "AdamW", "lr": lr, **more}])
+
+    answer = against(held(0.1001, nesterov=True), held(0.1))
+    assert (answer.stage, answer.difference) == (Stage.UPDATE, DiffClass.CONFIGURATION)
+    assert answer.headline == "In step 0 lr is 0.1 in A and 0.1001 in B."
+    assert against(held(0.1 * (1 + 1e-8)), held(0.1)).kind is Kind.SAME  # held in float32
+    other = [{"optimizer": "FusedAdam", "lr": 0.1}] * 2
+    assert against(training(settings=other), held(0.1)).kind is Kind.SAME  # divided otherwise
+
+
 def test_an_update_that_the_type_rounds_away_is_noted():
     def small(step, kind, name, values):
         return 1e-3 * values if kind == UPDATE else values

@@ -95,6 +95,7 @@ class ReferenceStep:
         return ReferenceShare(
             digests=self._model.digests(),
             roots_M=() if None in roots else tuple(map(float, roots)),  # type: ignore[arg-type]
+            loss_outside=not all(micro.returns_loss for micro in micro_batches),
             names=self._model.names,
             types=self._types(rounds_in),
             copies=self._model.copies,

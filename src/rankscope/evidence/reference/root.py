@@ -113,6 +113,7 @@ class Verifications(ShareDirector[ReferenceShare]):
             by_loop=self._by_loop,
             clips=clips,
             planned=meant is not None,
+            loss_outside=any(part.loss_outside for part in parts_W),
         )
 
     def _why_not(self, parts: Mapping[int, ReferenceShare]) -> str:

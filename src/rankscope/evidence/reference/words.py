@@ -31,6 +31,11 @@ _WEIGHTED = {
     "sum": "the loss is the sum over a worker's label tokens",
 }
 
+_LOSS_OUTSIDE = (
+    ". The loss, which is computed outside of the model, was not: the gradients that it gave to "
+    "the model's outputs were used as they were"
+)
+
 _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
@@ -58,6 +63,7 @@ def verified(
     by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
     planned: bool = False,  # the plan has the weights
+    loss_outside: bool = False,  # of the model, and not computed again
 ) -> Finding:
     """Return the finding of a reference step.
 
@@ -76,12 +82,13 @@ def verified(
     if found.clipped != 1 and not clips:
         found = replace(found, answer=ReferenceAnswer.SCALE)
     micro_batches = count(num_micro, "micro-batch", "micro-batches")
+    kept = _LOSS_OUTSIDE if loss_outside else ""
     fields = {
         "step": f"{step:,}",
         "right": "what one process would compute",
         "how_computed": "It was computed again on "
         f"{count(num_workers, 'worker')}, each with {micro_batches}, one micro-batch "
-        f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}",
+        f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}{kept}",
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
