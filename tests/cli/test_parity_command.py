@@ -215,7 +215,10 @@ def test_fused_and_split_parameters_are_compared_by_a_map(command, tmp_path):
     (tmp_path / "names").write_text("k, v = kv  # A has the parts\n")
     code, found = answer("-a", split, "-b", fused)
     assert code == 2
-    assert "are in one of them alone (k, kv, v); see --map" in found["headline"]
+    assert (
+        "A alone trains 2 parameters (k, v), and B alone 1 parameter (kv); see --map"
+        in found["headline"]
+    )
     code, found = answer("-a", split, "-b", fused, "--map", str(tmp_path / "names"))
     assert (code, list(found["curves"])) == (0, ["kv"]), found["headline"]
     code, found = answer("-a", fused, "-b", wrong, "--map", "kv=k,v", "--same-start")

@@ -70,6 +70,9 @@ def begin_badly(rank, folder):
     frozen = DistributedDataParallel(make_model())
     for parameter in list(frozen.parameters())[:2] if rank == 1 else []:
         parameter.requires_grad_(False)
+    staged = DistributedDataParallel(make_model())
+    for number, parameter in enumerate(staged.parameters()):
+        parameter.requires_grad_(number % 2 == rank)
     problems = {
         "long name": problem_of(ddp, f"{folder}/{'x' * 300}"),
         "config": problem_of(ddp, f"{folder}/config", config=circular),
@@ -78,6 +81,7 @@ def begin_badly(rank, folder):
         "tokenizer": problem_of(ddp, f"{folder}/t", tokenizer=NoTokenizer() if rank == 1 else {}),
         "usage": problem_of(ddp, f"{folder}/u", tokenizer=3 if rank == 1 else {}),
         "frozen": problem_of(frozen, f"{folder}/f"),
+        "staged": problem_of(staged, f"{folder}/s"),
     }
     loop = Loop(rank, f"{folder}/run")
     loop.step(0)
@@ -93,12 +97,15 @@ def test_every_rank_hears_what_one_cannot_do(tmp_path):
         "webhook": first["webhook"][0] or "raised nothing",
         "usage": "UsageError",
         "frozen": "UsageError",
+        "staged": "UsageError",
     }
     assert "RecursionError" in first["config"][1]
     assert "rank 1 cannot begin to watch (LookupError: no vocabulary" in first["tokenizer"][1]
     assert "rank 1 cannot begin to watch (TypeError" in first["no config"][1]
     assert "expected a tokenizer" in first["usage"][1]
     assert "trained on rank 0 alone" in first["frozen"][1]
+    assert "ties or adds parameters on some ranks only" in first["frozen"][1]
+    assert "as stages of a pipeline have, are not compared" in first["staged"][1]
     assert [quiet, quiet_too] == [[], []]
     assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 1
 

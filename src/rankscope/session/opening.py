@@ -241,10 +241,10 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
         if hello["agreement"] != first:
             keys = [key for key in first if hello["agreement"].get(key) != first[key]]
             if "groups" in keys:
+                groups_R = [one["agreement"]["groups"] for one in hellos]
                 raise UsageError(
                     "watch() expected the same trained parameters on every rank, got "
-                    f"{_trained_by_some([one['agreement']['groups'] for one in hellos])}; look for "
-                    "what freezes, ties or adds parameters on some ranks only"
+                    f"{_trained_by_some(groups_R)}; {_where_to_look(groups_R)}"
                 )
             given = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
@@ -265,6 +265,15 @@ def _trained_by_some(groups_R: Sequence[Sequence[str]]) -> str:
         for ranks, names in names_of.items()
     ]
     return listed(parts) or "the same ones in another order"
+
+
+def _where_to_look(groups_R: Sequence[Sequence[str]]) -> str:
+    if set.intersection(*map(set, groups_R)):
+        return "look for what freezes, ties or adds parameters on some ranks only"
+    return (
+        "ranks with different layers, as stages of a pipeline have, are not compared: pass "
+        "process_group=, the group of the ranks that have the same ones"
+    )
 
 
 def _begin(

@@ -309,7 +309,7 @@ def test_other_parameters_cannot_be_compared():
     other = training(trained=["embed", "up"])
     answer = against(other)
     assert answer.kind is Kind.NOT_COMPARABLE
-    assert "1 trained parameters are in one of them alone (norm); see --map" in answer.headline
+    assert "A alone trains 1 parameter (norm)." in answer.headline
     shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
     assert "up is 32 × 8 in A and 16 × 8 in B" in against(shaped).headline
 

@@ -419,12 +419,15 @@ class _Moment:
 
     @property
     def beyond_rounding(self) -> str:
-        """The parameter whose norm has changed most, if rounding does not explain it; in words."""
+        """The parameter whose norm has changed most beyond rounding, in words, or nothing."""
         changes = {name: _change(*pair) for name, pair in self.pairs.items()}
-        name = max(changes, key=lambda one: abs(changes[one] - 1), default="")
-        if not name or abs(changes[name] - 1) <= _ROUNDING:
+        beyond = {name: by for name, by in changes.items() if abs(by - 1) > _ROUNDING}
+        if not beyond:
             return ""
-        return f"in {name} its norm is {changes[name]:.3g} times what it was"
+        name = max(beyond, key=lambda one: abs(beyond[one] - 1))
+        others = count(len(beyond) - 1, "other parameter")
+        more = f", and in {others} it is another one, too" if len(beyond) > 1 else ""
+        return f"in {name} its norm is {beyond[name]:.3g} times what it was{more}"
 
     @property
     def explained(self) -> bool:

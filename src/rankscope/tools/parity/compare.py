@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rankscope.bus.parity import GRADIENT, START, UPDATE
+from rankscope.bus.words import count
 from rankscope.tools.parity.pair import Notes, StepPair, both, not_comparable
 from rankscope.tools.parity.reading import (
     Bounds,
@@ -157,10 +158,12 @@ def _curves(pairs: Sequence[StepPair]) -> dict[str, tuple[float, ...]]:
 
 def why_not_comparable(a: Recording, b: Recording) -> str:
     """Return why two trainings cannot be compared, empty if they can."""
-    names = trained(a) ^ trained(b)
-    if names:
-        shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
-        return f"{len(names)} trained parameters are in one of them alone ({shown}); see --map"
+    alone = [sorted(own) for own in (trained(a) - trained(b), trained(b) - trained(a))]
+    if any(alone):
+        in_a, in_b = map(_shown, alone)
+        if in_a and in_b:
+            return f"A alone trains {in_a}, and B alone {in_b}; see --map"
+        return f"{'A' if in_a else 'B'} alone trains {in_a or in_b}"
     shapes = [n for n in trained(a) if n in a.shapes and a.shapes[n] != b.shapes.get(n)]
     if shapes:
         name = shapes[0]
@@ -168,6 +171,12 @@ def why_not_comparable(a: Recording, b: Recording) -> str:
     if not set(a.steps) & set(b.steps):
         return "they have no step in common"
     return ""
+
+
+def _shown(names: Sequence[str]) -> str:
+    """Return a number of parameters and the first of them; empty without one."""
+    some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{count(len(names), 'parameter')} ({some})" if names else ""
 
 
 def _size(shape: Sequence[int]) -> str:
