@@ -71,8 +71,8 @@ def begin_badly(rank, folder):
     for parameter in list(frozen.parameters())[:2] if rank == 1 else []:
         parameter.requires_grad_(False)
     staged = DistributedDataParallel(make_model())
-    for number, parameter in enumerate(staged.parameters()):
-        parameter.requires_grad_(number % 2 == rank)
+    for name, parameter in staged.module.named_parameters():
+        parameter.requires_grad_(name.startswith("embedding") == (rank == 0))
     problems = {
         "long name": problem_of(ddp, f"{folder}/{'x' * 300}"),
         "config": problem_of(ddp, f"{folder}/config", config=circular),
