@@ -265,12 +265,12 @@ def own_part(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> U
 
 def why_apart(parameter: Tensor, state: Mapping[str, Any]) -> str:
     """Return why the state of a shared parameter cannot be put together; empty if it can."""
-    if not is_shared(parameter):
+    if not isinstance(parameter, DTensor) or not is_shared(parameter):
         return ""
     for name, value in state.items():
         if isinstance(value, Tensor):
             known = isinstance(value, DTensor) or value.numel() == 1
-            if not known and value.shape != local_of(parameter).shape:
+            if not known and _shape_of_whole(value, parameter) is None:
                 return f"its state {name} belongs to a part of the parameter, and has another shape"
         elif not isinstance(value, bool | int | float | str | type(None)):
             return (
@@ -292,17 +292,36 @@ def whole(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Upda
 def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
     if isinstance(tensor, DTensor) or like is None:
         return whole_of(tensor)
-    if tensor.shape != local_of(like).shape or tensor.numel() == 1:
+    shape = _shape_of_whole(tensor, like)
+    if shape is None or tensor.numel() == 1:
         return tensor
     spread = DTensor.from_local(
         tensor,
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
     )
     return whole_of(spread)
+
+
+def _shape_of_whole(part: Tensor, like: DTensor) -> torch.Size | None:
+    """Return the shape of what ranks hold parts of, as they do of a parameter; None if unknown.
+
+    A part may have size 1 where the parameter is whole: one number for each row, as an example.
+    """
+    local = local_of(like).shape
+    if part.ndim != len(local):
+        return None
+    cut = {getattr(placement, "dim", None) for placement in like.placements}
+    sizes = list(like.shape)
+    for dim, size in enumerate(part.shape):
+        if size != local[dim]:
+            if size != 1 or dim in cut:
+                return None
+            sizes[dim] = 1
+    return torch.Size(sizes)
 
 
 class Cuts:
@@ -356,8 +375,10 @@ class Cuts:
 
 
 def _cut_alike(value: Any, *, shape: torch.Size, dim: int, parts: int, at: int) -> Any:
-    """Return a part of what has this shape, and anything else as it is."""
-    alike = isinstance(value, Tensor) and value.shape == shape
+    """Return a part of what has this size along a dimension, and anything else as it is."""
+    alike = (
+        isinstance(value, Tensor) and value.ndim == len(shape) and value.shape[dim] == shape[dim]
+    )
     return _cut(value, dim, parts, at) if alike else value
 
 
