@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.plan import Plan
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.state import Stateful
@@ -126,6 +127,10 @@ def evidence_at(
     return FaultEvidence(cause, severity, who, step, step, 1, fields or {}, numbers or {}, key)
 
 
+BEGUN_ANEW = "begun-anew"
+"""Id of the finding that a restarted job is another training, see :meth:`Detector.begins_anew`."""
+
+
 class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
@@ -144,6 +149,13 @@ class Detector(Stateful, ABC):
         A detector overrides this, or :meth:`observe` where it compares several steps at once.
         """
         raise NotImplementedError
+
+    def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
+        """Return evidence that a restarted job's first step is of another training than before.
+
+        Its key is ``BEGUN_ANEW``. A restored detector is asked, before it processes that step.
+        """
+        return None
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; return the evidence that had to wait for its end."""

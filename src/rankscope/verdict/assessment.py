@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.detector import BEGUN_ANEW
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
@@ -233,7 +234,7 @@ def _next_command(run: Run, finding: Finding) -> str:
 def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
-    continues = "continues" in run.info
+    continues = "continues" in run.info and all(f.id != BEGUN_ANEW for f in run.findings())
     earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
     agent = run.info.get("agent")
     agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, finding_of
-from rankscope.bus.finding import Finding, FindingEvents
+from rankscope.bus.finding import Finding, FindingEvents, Severity
 from rankscope.bus.plan import Plan
-from rankscope.bus.step import StepReport, as_recorded
+from rankscope.bus.step import GatheredStep, StepReport, as_recorded
 from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
 from rankscope.bus.words import ranks_of_job
 from rankscope.errors import RunError
@@ -41,11 +41,8 @@ class Diagnosis:
     """
 
     def __init__(self, run: RunFacts) -> None:
-        made = (each.at_root("make_judges") for each in EVIDENCE)
-        # later ones may leave out what earlier ones flag
-        self._detectors: list[Detector] = [
-            judge for make in made if make is not None for judge in make(run)
-        ]
+        self._run = run
+        self._detectors = _judges_of(run)
         self._num_workers = run.num_workers
         self._batches = RecentBatches(run.num_workers)
         self._num_steps = 0
@@ -53,6 +50,7 @@ class Diagnosis:
         self._events = FindingEvents()
         self._step = -1
         self._begun_at = 0
+        self._continues = False  # whether the next step is the first one of a restarted job
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -104,6 +102,7 @@ class Diagnosis:
         self._events = FindingEvents()
         for finding, count in reported:
             self._events.note(finding, count)
+        self._continues = True
 
     def observe(self, report: StepReport) -> list[Finding]:
         """Diagnose one step as its record will hold it; return the findings to record."""
@@ -113,8 +112,31 @@ class Diagnosis:
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
         """Diagnose consecutive steps, however many; return the findings of each to record."""
         recorded = [as_recorded(report) for report in reports]
+        closed = self._begin(recorded[0].gathered) if self._continues and recorded else []
         batches = batches_of(recorded, self._batches)
-        return [events for steps in batches for events in self._observe(steps)]
+        found = [events for steps in batches for events in self._observe(steps)]
+        return [[*closed, *found[0]], *found[1:]] if closed else found
+
+    def _begin(self, first: GatheredStep) -> list[Finding]:
+        """Begin a restarted job; return what changes if it is another training than before.
+
+        All that was found before is over then, and detectors begin with nothing.
+        """
+        self._continues = False
+        shown = (detector.begins_anew(first) for detector in self._detectors)
+        anew = next((evidence for evidence in shown if evidence is not None), None)
+        if anew is None:
+            return []
+        earlier = self._latest.values()
+        self._latest = {each.id: _of_before(each, first.step) for each in earlier}
+        changed = list(self._latest.values())
+        self._detectors = _judges_of(self._run)
+        self._batches = RecentBatches(self._num_workers)
+        self._events = FindingEvents(changed)
+        self._num_steps = 0
+        self._step = self._begun_at = first.step
+        note = self._update(anew)
+        return changed if note is None else [*changed, note]
 
     def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
         """Run all detectors on each step before the next step."""
@@ -148,6 +170,26 @@ class Diagnosis:
         finding = finding_of(evidence, self._step, begun_at=self._begun_at)
         self._latest[finding.id] = finding
         return None if self._events.of(finding, evidence.count) is None else finding
+
+
+def _judges_of(run: RunFacts) -> list[Detector]:
+    """Return the detectors of a run; later ones may leave out what earlier ones flag."""
+    made = (each.at_root("make_judges") for each in EVIDENCE)
+    return [judge for make in made if make is not None for judge in make(run)]
+
+
+def _of_before(finding: Finding, step: int) -> Finding:
+    """Return a finding of a training that has ended, as another one begins."""
+    if finding.status == "closed" and finding.severity is Severity.NOTE:
+        return finding
+    return replace(
+        finding,
+        status="closed",
+        severity=Severity.NOTE,
+        step=step,
+        explanation=f"Of the training before step {step:,}: {finding.explanation}",
+        next_check="Nothing: it is of a training that has ended.",
+    )
 
 
 def _at(info: Any, *path: str) -> Any:

@@ -215,15 +215,6 @@ def test_moments_of_an_older_checkpoint_are_named():
     assert "its moments are those saved in step 2" in words(found)
 
 
-def test_a_job_that_begins_anew_is_healthy():
-    fresh = three_ranks()
-
-    def begin_anew(ranks):
-        ranks[:] = fresh
-
-    assert after_restart(three_ranks(), begin_anew) == []
-
-
 def test_counters_ahead_of_zero_moments_are_a_warning():
     rank = Rank()
     for parameter in rank.model.parameters():

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run, Severity
+from rankscope.verdict.assessment import progress_of
+from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import train_watched
 from support.ranks import run_ranks
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.ranks
 STEPS, BACK = 20, 2
 
 
-def train(rank, run_dir, model, begin, steps=STEPS):
+def train(rank, run_dir, model, begin):
     """Train from a step on; return the model ``BACK`` steps before the end, and at the end."""
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -27,7 +29,7 @@ def train(rank, run_dir, model, begin, steps=STEPS):
         draw = torch.Generator().manual_seed(2 * (begin + step) + rank)
         return wrapped(torch.randn(4, 6, generator=draw)).square().mean()
 
-    train_watched(wrapped, optimizer, run_dir, steps, loss_of)
+    train_watched(wrapped, optimizer, run_dir, STEPS, loss_of)
     return before[-BACK], model
 
 
@@ -37,22 +39,40 @@ def train_all(rank, folder):
         older, last = train(rank, f"{folder}/{name}", nn.Linear(6, 6), 0)
         restored = copy.deepcopy(last if name == "behind" else older)
         train(rank, f"{folder}/{name}", restored, STEPS - BACK)
-    for steps in (BACK, STEPS):
+    for who in (0, rank, rank):  # the same batches on both ranks, and then repaired
         torch.manual_seed(0)
-        train(rank, f"{folder}/anew", nn.Linear(6, 6), 0, steps)
+        train(who, f"{folder}/anew", nn.Linear(6, 6), 0)
 
 
-def test_a_loader_that_is_behind_the_model_is_a_warning(tmp_path):
-    run_ranks(train_all, 2, str(tmp_path))
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("restarted")
+    run_ranks(train_all, 2, str(folder))
+    return folder
+
+
+def test_a_loader_that_is_behind_the_model_is_a_warning(runs):
     found = {}
-    for name in ("behind", "whole", "anew"):
-        run = Run.open(tmp_path / f"{name}-2")
+    for name in ("behind", "whole"):
+        run = Run.open(runs / f"{name}-2")
         [found[name]] = [one for one in run.findings() if one.cause == "data.resume_mismatch"]
     assert (found["whole"].id, found["whole"].severity) == ("steps-done-twice", Severity.NOTE)
-    assert (found["anew"].id, found["anew"].severity) == ("begun-anew", Severity.NOTE)
-    assert f"restarted at step {BACK} with the parameters of the run's first" in (
-        found["anew"].explanation
-    )
     behind = found["behind"]
     assert (behind.id, behind.severity) == ("loader-behind-model", Severity.WARNING)
     assert f"those after step {STEPS - 1}, bit for bit" in behind.explanation
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_training_that_begins_anew_is_judged_by_itself(runs, number):
+    first, run = Run.open(runs / "anew"), Run.open(runs / f"anew-{number}")
+    assert max(f.severity for f in first.findings()) is Severity.ERROR
+    found = {f.id: f for f in run.findings()}
+    assert {f.severity for f in found.values()} == {Severity.NOTE}
+    begun = (number - 1) * STEPS
+    assert f"started again at step {begun} with the parameters" in found["begun-anew"].explanation
+    assert found["data.duplicate_batches"].status == "closed"
+    assert found["data.duplicate_batches"].explanation.startswith(
+        f"Of the training before step {STEPS}: "
+    )
+    assert progress_of(run).earlier_steps == 0
+    assert {f.id: f for f in diagnose_run(run)} == found

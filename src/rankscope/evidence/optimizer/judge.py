@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.detector import (
+    BEGUN_ANEW,
     Detector,
     FaultEvidence,
     PersistentFault,
@@ -24,7 +25,7 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, copied_values
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
@@ -144,8 +145,7 @@ class OptimizerStart(RestartDetector):
       training, with zero gradients. Its bias correction is then that of a later step.
     - Step counters of zero beside moments that are not: the bias correction begins anew.
     - A restarted job whose parameters are those of a saved state, bit for bit, and whose moments or
-      counters are not: empty, zero, of another moment, of other parameters, of another rank. If
-      they are as when the run began, it begins anew, and nothing is compared.
+      counters are not: empty, zero, of another moment, of other parameters, of another rank.
     - A restarted job of other parameters, with an empty optimizer: a note.
     - Step counters that differ between ranks, or state that some ranks do not have at all, before
       the first update: they have not loaded one checkpoint.
@@ -183,12 +183,9 @@ class OptimizerStart(RestartDetector):
     def _begin(self, now: _Holdings) -> Iterable[FaultEvidence]:
         yield from self._begins_apart(now)
         continues = self._restarts() and self._first.step >= 0
-        anew = not now.differs(self._first, f"{_PARAMETERS}: bits") if continues else True
-        self._rates = None if anew else []
-        if not continues or anew:
+        self._rates = [] if continues else None
+        if not continues:
             self._first = now
-            self._first_rates.clear()
-            self._saved.clear()
             if now.is_zero and now.counter[0] > 0:
                 yield self._ahead(now)
             if now.is_behind:
@@ -200,6 +197,17 @@ class OptimizerStart(RestartDetector):
             yield from self._settings(now)
         self._last = now
         yield from self._precision(now)
+
+    def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
+        """Return evidence that a restarted job has the parameters of the run's first step."""
+        rows = gathered.differences
+        started = held_values(rows, StateKind.STARTED, KEY) if rows else {}
+        if not started or self._first.step < 0:
+            return None
+        now = _Holdings(gathered.step, started)
+        if now.differs(self._first, f"{_PARAMETERS}: bits"):
+            return None
+        return self._finding(RESUMED, Severity.NOTE, now, {}, key=BEGUN_ANEW)
 
     def _begins_apart(self, now: _Holdings) -> Iterable[FaultEvidence]:
         """Report ranks that begin with the optimizer's state of another step, or with none."""

@@ -289,7 +289,6 @@ _OPTIMIZER, _BITS = "optimizer", "parameters: bits"  # of what sessions begin an
 FROM_START = "epoch-begun-again"
 DONE_TWICE = "steps-done-twice"
 LOADER_BEHIND = "loader-behind-model"
-BEGUN_ANEW = "begun-anew"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
@@ -301,9 +300,6 @@ class ResumeMismatch(RestartDetector):
       back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note; a warning where the parameters are those after the last step, bit for bit.
-
-    Where the parameters are those of the run's first step, bit for bit, the training has begun
-    anew: a note, however the samples come.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
@@ -315,8 +311,6 @@ class ResumeMismatch(RestartDetector):
         self._saved: tuple[int, Ints] | None = None  # the last step with parameters that are known
         self._last_step = -1
         self._at_end = False  # whether a restarted job began with the last step's parameters
-        self._first: Ints | None = None  # the parameters of the run's first step
-        self._anew = False  # whether a restarted job began with these
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield how a restarted job went on, once that shows."""
@@ -347,8 +341,6 @@ class ResumeMismatch(RestartDetector):
         if started is not None:
             known = self._saved if self._saved and self._saved[0] == self._last_step else None
             self._at_end = known is not None and np.array_equal(known[1], started)
-            self._anew = self._first is not None and np.array_equal(self._first, started)
-            self._first = started if self._first is None else self._first
         if saved is not None:
             self._saved = gathered.step, saved
         self._last_step = gathered.step
@@ -362,8 +354,6 @@ class ResumeMismatch(RestartDetector):
             del self._lr_by_step[old]
 
     def _severity(self, verdict: Resumption) -> Severity:
-        if self._anew:
-            return Severity.NOTE
         if verdict is Resumption.MIXED:
             return Severity.ERROR
         if verdict is Resumption.FROM_CHECKPOINT:
@@ -387,7 +377,6 @@ class ResumeMismatch(RestartDetector):
         key = "" if mixed else DONE_TWICE if twice else FROM_START
         if verdict is Resumption.FROM_CHECKPOINT and not twice:
             key = LOADER_BEHIND
-        key = BEGUN_ANEW if self._anew else key
         return FaultEvidence(
             cause="data.resume_mismatch",
             severity=severity,
