@@ -298,7 +298,7 @@ def _begin(
     store = begin_copy(place) if isinstance(place, Store) else None
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
-        previous, path = _free_directory(run_dir, store)
+        previous, path = _free_directory(run_dir)
         start = _state_after(previous, info) if request.options["resume"] else None
         described = dict(info)
         if previous is not None and start is not None:
@@ -308,9 +308,15 @@ def _begin(
             written = begin_run(path, described, packed, request.share)
         except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
             continue
+        copied_to = None if store is None else store.sibling(path.name)
+        if previous is not None:
+            held = place if store is None else store.address
+            new = path if copied_to is None else copied_to.address
+            goes_on = "" if start is None else _CONTINUES
+            _log.warning("%s already holds a run; this one is recorded in %s%s", held, new, goes_on)
         return _RootRun(
             path,
-            None if store is None else store.sibling(path.name),
+            copied_to,
             to_plain(written),
             tuple(sink.spec for sink in planned if sink.spec),
             tuple(sink for sink in planned if not sink.spec),
@@ -441,7 +447,10 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
-def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | None, Path]:
+_CONTINUES = " and continues it; another run directory keeps the two apart"
+
+
+def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
     """Return the run before, if ``run_dir`` holds one already, and the directory for this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
@@ -453,13 +462,6 @@ def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | N
         number += 1
         previous = candidate
         candidate = run_dir.with_name(f"{run_dir.name}-{number}")
-    if previous is not None:
-        shown = (
-            (run_dir, candidate)
-            if store is None
-            else (store.address, store.sibling(candidate.name).address)
-        )
-        _log.warning("%s already holds a run; this one is recorded in %s", *shown)
     return previous, candidate
 
 

@@ -87,9 +87,17 @@ def line_of(finding: Finding, event: FindingEvent) -> str:
     """Return a change of a finding in one line."""
     who = f" ({name_ranks(finding.ranks)})" if finding.ranks else ""
     if event is FindingEvent.CLOSED:
-        return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
+        return (
+            f"closed: {_name_of(finding)}{who} has not been seen since step {finding.last_step:,}."
+        )
     now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
-    return f"{now}: {first_sentence(finding)} [{finding.cause}, since step {finding.first_step:,}]"
+    since = f"since step {finding.first_step:,}"
+    return f"{now}: {first_sentence(finding)} [{_name_of(finding)}, {since}]"
+
+
+def _name_of(finding: Finding) -> str:
+    """Return the name under which ``rankscope causes`` and the report have a finding."""
+    return finding.id.split(":")[0]
 
 
 def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: int = 0) -> str:

@@ -7,7 +7,7 @@ certainty comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.bus.detector import Check
+from rankscope.bus.detector import BEGUN_ANEW, Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.bets import bound_in_words
@@ -97,15 +97,23 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
     """Return the verdict, without single gross values: data alone may cause one.
 
     Repeated ones on one worker (``gross-outliers``) count, since chance is ruled out, and so do
-    three in 50 steps.
+    three in 50 steps. Notes that are over, and those of checks that agree, leave a run healthy.
     """
-    shown = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
+    shown = [f for f in findings if not (f.cause in _HARMLESS or _is_single(f) or _is_past(f))]
     if not shown:
         return _without_findings(values, progress)
     worst = ranked(shown)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
     return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
+
+
+_HARMLESS = {"time.straggler", "verify.agrees", "update.agrees"}
+
+
+def _is_past(finding: Finding) -> bool:
+    over = finding.status == "closed" or finding.id == BEGUN_ANEW
+    return over and finding.severity is Severity.NOTE
 
 
 def _is_single(finding: Finding) -> bool:

@@ -29,10 +29,12 @@ def feed(detector, batches, first, lr=None, together=1):
     return found
 
 
-def restart(before, after, *, lr=(None, None), num_workers=W, capacity=1 << 18, together=1):
+def restart(
+    before, after, *, lr=(None, None), num_workers=W, capacity=1 << 18, together=1, rows=None
+):
     """Return the evidence of a job that is stopped and goes on in a new process."""
     before = list(before)
-    old, new = (ResumeMismatch(num_workers, capacity) for _ in range(2))
+    old, new = (ResumeMismatch(num_workers, capacity, rows) for _ in range(2))
     assert feed(old, before, 0, lr[0], together) == []
     assert old.close() == ()
     new.restore(unpack_state(pack_state(old.state())))
@@ -118,6 +120,16 @@ def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells
     (found,) = restart(batches[:20], batches)
     assert (found.severity, found.key) == (Severity.WARNING, "epoch-begun-again")
     assert found.numbers["repeats_steps_from"] == 0
+
+
+@pytest.mark.parametrize(("rows", "steps", "seen"), [(2000, 8, 1), (600, 8, 0), (2000, 3, 0)])
+def test_a_few_steps_show_a_loader_that_began_again_where_most_rows_are_left(rows, steps, seen):
+    batches = list(islice(epochs(2000), 100))
+    found = restart(batches[:20], batches[:steps], rows=rows, lr=(falls(), falls()))
+    assert [(one.severity, one.key) for one in found] == [
+        (Severity.WARNING, "epoch-begun-again")
+    ] * seen
+    assert restart(batches[:20], batches[20:28], rows=rows) == []
 
 
 def falls(back=0):

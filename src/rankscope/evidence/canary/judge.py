@@ -236,11 +236,11 @@ def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict
         "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
         "why": why(verdict, fault.reasons, fault.hooks, compared=fault.compared),
         "others": others,
-        "check": _check(verdict, fault),
+        "check": _check(verdict, fault, num_workers),
     }
 
 
-def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
+def _check(verdict: CanaryCause, fault: _CanaryFault, num_workers: int) -> str:
     named = name_ranks(fault.ranks)
     if verdict is CanaryCause.STATE:
         return (
@@ -249,9 +249,10 @@ def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
         )
     first = fault.reasons[0] if fault.reasons else "what the canary runs"
     if verdict is CanaryCause.CODE:
+        where = named if len(fault.ranks) < num_workers else "one of them"
         return (
             f"Make this equal on all ranks: {first}. Look for a branch on the rank, a mode or an "
-            f"option that is set on {named} only, or another version of the code"
+            f"option that is set on {where} only, or another version of the code"
         )
     if verdict is CanaryCause.SETTINGS:
         return f"Start {named} with the settings, libraries and device of the others: {first}"

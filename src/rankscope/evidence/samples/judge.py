@@ -193,7 +193,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         RepeatedBatches(num_workers, repeats=repeats),
         LoaderProcesses(),
         FilledBatches(repeats=repeats),
-        ResumeMismatch(num_workers),
+        ResumeMismatch(num_workers, rows=run.data_rows),
         EpochCoverage(run.data_length, replaces=drawn_again),
         SplitTwice(run.data_splits, run.world_size),
         UnequalMicroBatches(num_workers),

@@ -58,6 +58,7 @@ class RestartedJob(Stateful):
     interrupted: int  # first step of the interrupted epoch
     end: int  # the last step before the restart
     in_first_epoch: bool  # whether the interrupted epoch is the first one
+    rows: int  # of the data set; 0 if unknown
     drawn: int  # samples of the interrupted epoch
     repeated: int  # those of them that came again inside of it
     again_W: Ints  # draws of the interrupted epoch's samples, by worker
@@ -91,7 +92,7 @@ class RestartedJob(Stateful):
         if self.replaying:
             self.replaying = self._goes_on_replaying(last_U, again_U, rest, one_in)
             if self.replaying:
-                return None
+                return self._begins_again(one_in)
         self.rest += rest if proves else 0
         if self.rest > tolerance and not self.mixed:
             return self._decide()
@@ -121,6 +122,14 @@ class RestartedJob(Stateful):
         self.undecided = False
         whole = self.replayed_from == self.interrupted
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
+
+    def _begins_again(self, one_in: int) -> Resumption | None:
+        """Return that the epoch has begun again, where most of its rest is certainly left."""
+        early = self.steps < _EARLY_STEPS or self.draws < _EARLY_DRAWS
+        if early or self.replayed_from != self.interrupted or 2 * self.drawn * one_in > self.rows:
+            return None
+        self.undecided = False
+        return Resumption.FROM_START
 
     def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int, one_in: int) -> bool:
         """Return whether this step goes on repeating the old ones in order, up to the restart."""
@@ -163,12 +172,14 @@ class RestartedJob(Stateful):
 class RestartWatch(Stateful):
     """Follows epochs, and after a restart the rest of the one that was interrupted.
 
-    Beyond ``capacity`` different samples, only a random share of them is followed.
+    Beyond ``capacity`` different samples, only a random share of them is followed. ``rows`` are
+    those of the data set, None if unknown.
     """
 
-    SETTINGS = ("_capacity", "_num_workers")
+    SETTINGS = ("_capacity", "_num_workers", "_rows")
 
-    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+    def __init__(self, num_workers: int, capacity: int = 1 << 18, rows: int | None = None) -> None:
+        self._rows = rows or 0
         self._capacity = capacity
         self._num_workers = num_workers
         self._share = SampleShare()
@@ -197,6 +208,7 @@ class RestartWatch(Stateful):
             interrupted=self.epoch,
             end=self._last_step,
             in_first_epoch=self._num_epochs <= 1,
+            rows=self._rows,
             drawn=self._drawn,
             repeated=self._repeated,
             again_W=np.zeros(self._num_workers, np.int64),
@@ -297,14 +309,15 @@ class ResumeMismatch(RestartDetector):
 
     - In another order, it is an error: the loader shuffled again.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
-      back to a checkpoint from the epoch's start. A changing learning rate decides which.
+      back to a checkpoint from the epoch's start. A changing learning rate decides which. The first
+      of them suffice where the data set has more than twice what the epoch had drawn: a warning.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note; a warning where the parameters are those after the last step, bit for bit.
     """
 
-    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+    def __init__(self, num_workers: int, capacity: int = 1 << 18, rows: int | None = None) -> None:
         super().__init__()
-        self._watch = RestartWatch(num_workers, capacity)
+        self._watch = RestartWatch(num_workers, capacity, rows)
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
@@ -353,21 +366,22 @@ class ResumeMismatch(RestartDetector):
         for old in [s for s in self._lr_by_step if s != epoch and not step - 8 <= s <= step]:
             del self._lr_by_step[old]
 
-    def _severity(self, verdict: Resumption) -> Severity:
+    def _severity(self, verdict: Resumption, job: RestartedJob) -> Severity:
         if verdict is Resumption.MIXED:
             return Severity.ERROR
         if verdict is Resumption.FROM_CHECKPOINT:
             return Severity.WARNING if self._at_end else Severity.NOTE
+        most = Severity.WARNING if job.replaying else Severity.ERROR
         back = abs(self._lr_after - self._lr_at_start)
         on = abs(self._lr_after - self._lr_before)
         if not math.isfinite(back + on) or math.isclose(self._lr_at_start, self._lr_before):
             return Severity.WARNING
-        return Severity.NOTE if back < on else Severity.ERROR
+        return Severity.NOTE if back < on else most
 
     def _evidence(
         self, job: RestartedJob, verdict: Resumption, gathered: GatheredStep
     ) -> FaultEvidence:
-        severity = self._severity(verdict)
+        severity = self._severity(verdict, job)
         many_W = 4 * job.again_W >= max(1, int(job.again_W.max()))
         ranks = tuple(np.flatnonzero(many_W).tolist())
         one_in = self._watch.one_in
