@@ -154,6 +154,21 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
+def test_label_tokens_and_a_canary_that_agrees_are_in_the_words_of_a_tie():
+    job, detector = Job(2, seed=7), WorkerOutliers(2)
+    change, tokens_W = times("loss", [1], 1.2), np.array([158.0, 214.0])
+    [told, *_] = run_with_tokens(job, detector, 100, change, tokens_W)
+    assert "Rank 0 counts 158 label tokens a step, and rank 1 214." in say(told)
+    assert describe(told)[1].startswith("Run the same batch on both")
+    canary = {name: values[:2] for name, values in canary_of(1, [1] * 8).items()}
+    job.run(detector, 1, change, **canary | {"canary_against": [0, 0]})
+    [last] = detector.close()
+    assert "It is the data: in the canary of step 100 all workers computed the same" in say(last)
+    assert describe(last)[1].startswith("Compare the batches of both")
+    same = run_with_tokens(Job(2, seed=7), WorkerOutliers(2), 100, change, 200.0)
+    assert "label tokens" not in say(same[0])
+
+
 def test_two_losses_below_zero_differ_by_a_number_of_nats():
     def change(values):
         values["loss"] += np.array([-3.0, -2.5])

@@ -33,6 +33,11 @@ _SWAP = (
     " Then run one of them on another worker: what follows the batch is data, what stays with the "
     "worker is its parameters or its hardware."
 )
+_RUN_BOTH = (
+    "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
+    "parameters and hardware."
+)
+_LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files."
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
 
 
@@ -130,6 +135,8 @@ def describe_fault(
         "host": _host(fault.ranks, hosts),
         "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
         "swap": _SWAP if fault.agreed < 0 else "",
+        "compare": _RUN_BOTH if fault.agreed < 0 else _LOOK_AT_BOTH,
+        "tokens": "",
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,

@@ -77,6 +77,10 @@ FACTOR = 1.75
 DIFFERENCE = 0.25
 """The same for shares, as a difference."""
 
+_TOKEN_STEPS = 8
+_TOKENS_APART = 0.1  # of the logarithms, between two workers
+_STANDARD_ERRORS = 5.0
+
 
 class _OfWholeSamples(OutlierSearch):
     """A search whose workers are alike where each has whole samples of its own.
@@ -162,6 +166,47 @@ def _level(values_W: Floats, *, relative: bool) -> bool:
     return not near.all()
 
 
+class LabelTokens(Stateful):
+    """How many label tokens each worker counts in a step, over the run."""
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._steps = 0
+        self._tokens_W = np.zeros(num_workers)
+        self._logs_W = np.zeros(num_workers)  # sums of the logarithm over that of the median
+        self._squares_W = np.zeros(num_workers)
+
+    def see(self, tokens_W: Floats) -> None:
+        """Add a step, unless the number is not known on all workers."""
+        if not (np.isfinite(tokens_W).all() and (tokens_W > 0).all()):
+            return
+        logs_W = np.log(tokens_W)
+        logs_W = logs_W - np.median(logs_W)
+        self._steps += 1
+        self._tokens_W = self._tokens_W + tokens_W
+        self._logs_W = self._logs_W + logs_W
+        self._squares_W = self._squares_W + logs_W**2
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """Return how many these workers count, in a sentence, if clearly others than the rest."""
+        if self._steps < _TOKEN_STEPS:
+            return ""
+        mean_W = self._logs_W / self._steps
+        spread_W = np.sqrt(np.maximum(self._squares_W / self._steps - mean_W**2, 0.0) / self._steps)
+        own = max(ranks, key=lambda rank: abs(mean_W[rank]), default=0)
+        if abs(mean_W[own]) < max(_TOKENS_APART / 2, _STANDARD_ERRORS * spread_W[own]):
+            return ""
+        tokens_W = self._tokens_W / self._steps
+        others = np.delete(tokens_W, own)
+        rest = f"rank {1 - own}" if len(others) == 1 else "the median of the others"
+        return (
+            f" Rank {own} counts {tokens_W[own]:,.0f} label tokens a step, and {rest} "
+            f"{np.median(others):,.0f}."
+        )
+
+
 class WorkerOutliers(_OfWholeSamples):
     """Finds workers that differ from the others."""
 
@@ -177,6 +222,7 @@ class WorkerOutliers(_OfWholeSamples):
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
         self._visits = RecentVisits()
+        self._tokens = LabelTokens(num_workers)
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -255,6 +301,7 @@ class WorkerOutliers(_OfWholeSamples):
     def _judge_step(self, step: Step) -> list[FaultEvidence]:
         self._see_parts(step.gathered)
         self._see_canary(step.gathered)
+        self._tokens.see(step.gathered.workers["loss_weight"])
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
@@ -267,14 +314,22 @@ class WorkerOutliers(_OfWholeSamples):
 
     def _see_canary(self, gathered: GatheredStep) -> None:
         """Note where a canary shows that a worker which differs in most steps has other data."""
-        results = results_of(gathered) if self.flagged else None
+        ties = [fault for fault in self._faults if fault.tie and fault.is_open]
+        results = results_of(gathered) if self.flagged or ties else None
         if results is None or judge(results).verdict is not CanaryCause.DATA:
             return
         suspect = results.suspect
+        steady = suspect in self.steadily_flagged
         for fault in self._faults:
-            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_flagged:
+            alone = fault.active == fault.ranks == [suspect] and steady
+            if alone or (fault in ties and suspect in fault.active):
                 fault.agreed = gathered.step
                 fault.reported_count = 0  # report it again
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        tokens = self._tokens.words(fault.ranks)
+        return replace(evidence, fields={**evidence.fields, "tokens": tokens})
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW = self._totals.test.z_SU
@@ -294,6 +349,7 @@ class WorkerOutliers(_OfWholeSamples):
             "gross": self._gross.state(),
             "values": self._values.state(),
             "visits": self._visits.state(),
+            "tokens": self._tokens.state(),
         }
 
     def restore(self, state: State) -> None:
@@ -308,6 +364,7 @@ class WorkerOutliers(_OfWholeSamples):
             self._values.restore(state["values"])
             if "visits" in state:  # older records have none
                 self._visits.restore(state["visits"])
+                self._tokens.restore(state["tokens"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
