@@ -65,6 +65,10 @@ NOTHING = (
     "nothing was watched: several ranks of a process group trained no model together, under "
     "DistributedDataParallel, replicate, fully_shard or DeepSpeed, or without a wrapper"
 )
+NO_GROUP = (
+    "nothing was watched: no process group of several ranks trained a model, and one process has "
+    "no other to be compared with; start the script with torchrun --nproc-per-node 2 or more"
+)
 FAILED = "the script failed with exit code {code}, and nothing was watched"
 ALONE = (
     "nothing was watched: each of {processes} processes (WORLD_SIZE) trained a model of its own, "
@@ -486,7 +490,8 @@ def report_if_nothing_was_watched() -> None:
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
         error = _error_of_script()
-        print_line(NOTHING if error is None else FAILED.format(code=_code_of(error)))
+        why = NOTHING if os.environ.get("WORLD_SIZE", "1") != "1" else NO_GROUP
+        print_line(why if error is None else FAILED.format(code=_code_of(error)))
 
 
 def report_single_process_run(job: ScriptJob) -> None:

@@ -35,9 +35,9 @@ _SWAP = (
 )
 _RUN_BOTH = (
     "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
-    "parameters and hardware."
+    "parameters and hardware"
 )
-_LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files."
+_LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
 
 
