@@ -38,6 +38,7 @@ from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.facts import (
     compilation,
+    data_digest_of,
     draws_with_replacement,
     environment_facts,
     length_of,
@@ -320,6 +321,7 @@ def _facts(
         "data_splits": splits_of(splitting),
         "data_length": length_of(loader),
         "data_rows": rows_of(loader),
+        "data_digest": data_digest_of(splitting),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

@@ -228,6 +228,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
     reduced_in = _at(info, "options", "reduced_in")
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
+    digests = by_rank(info, "data_digest")
     lengths = [one for one in by_rank(info, "data_length") if isinstance(one, int)]
     rows = [one for one in by_rank(info, "data_rows") if isinstance(one, int)]
     unsaved = _at(info, "training", "model", "unsaved_buffers")
@@ -242,6 +243,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             sampler_seeds=tuple(by_rank(info, "sampler_seed")),
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],
+            data_digests=digests if all(isinstance(one, int) for one in digests) else (),
             data_length=plan.samples or max(lengths, default=None),
             data_rows=max(rows, default=None),
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from rankscope.bus.environment import PACKAGES, VARIABLES, without_addresses
 from rankscope.bus.pace import PACE
@@ -608,6 +608,23 @@ def rows_of(loader: Any) -> int | None:
         with contextlib.suppress(Exception):  # some have no length
             rows.append(len(data))
     return sum(rows) or None
+
+
+def data_digest_of(loader: Any) -> int | None:
+    """Return a digest of which rows a loader's data set has, as far as none has to be made.
+
+    Of a ``torch.utils.data.Subset``, that is the list of its places; of a table of ``datasets``,
+    the first and the last row as they are stored. None of others.
+    """
+    for part in _inside(loader):
+        with contextlib.suppress(Exception):
+            if isinstance(part, Subset):
+                return digest_of(repr(list(part.indices)).encode())
+            if type(part).__module__ == "datasets.arrow_dataset":
+                stored = part.with_format("arrow")
+                ends = [stored[at].to_pydict() for at in (0, len(part) - 1)]
+                return digest_of(repr(ends).encode())
+    return None
 
 
 def _inside(loader: Any) -> Iterator[Any]:

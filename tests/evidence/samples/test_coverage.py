@@ -3,16 +3,18 @@
 from itertools import islice
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.samples.judge import EpochCoverage
-from rankscope.wrappers.facts import length_of, rows_of, splits_of
-from support.stepping import evidence_of
-from support.streams import reports, sharded, with_replacement
+from rankscope.bus.step import StepReport
+from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
+from rankscope.wrappers.facts import data_digest_of, length_of, rows_of, splits_of
+from support.stepping import describe, evidence_of
+from support.streams import gathered, reports, sharded, with_replacement
 
 W = 4
 
@@ -77,6 +79,39 @@ def test_a_loader_shows_its_splits_and_its_length():
     assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
     sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
     assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
+
+
+def test_a_digest_shows_which_rows_a_data_set_has():
+    def digests(make):
+        return [data_digest_of(DataLoader(make(rank))) for rank in (0, 0, 1)]
+
+    rows = datasets.Dataset.from_dict({"ids": list(range(8))})
+    for make in (
+        lambda rank: Subset(range(8), range(rank, 8, 2)),
+        lambda rank: rows.shard(2, rank),
+        lambda rank: rows.shuffle(seed=rank).with_transform(lambda _: pytest.fail("made a row")),
+    ):
+        first, again, other = digests(make)
+        assert first == again != other
+    assert len(set(digests(lambda rank: rows))) == 1
+    assert digests(lambda rank: range(8)) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "digests", "key"),
+    [
+        (2, (1, 2), "data-sharded-first"),
+        (2, (1, 1), None),
+        (2, (), None),
+        (1, (1, 2), None),  # inside of each node
+        (4, (1, 2), "data-split-twice"),
+    ],
+)
+def test_data_sets_that_differ_by_rank_and_are_split_again(parts, digests, key):
+    detector = SplitTwice([("BatchSamplerShard", parts)], 2, digests)
+    found = evidence_of(detector, StepReport(gathered(0, [[1], [2]]), {}))
+    assert [one.key for one in found] == ([key] if key else [])
+    assert all("one part in 2" in describe(one)[0] for one in found if key == "data-sharded-first")
 
 
 def test_the_rows_of_all_living_loaders_count_once_each():

@@ -100,6 +100,7 @@ class UnequalMicroBatches(Detector):
 
 
 SPLIT_TWICE = "data-split-twice"
+SHARDED_FIRST = "data-sharded-first"
 
 _NAMED_SHARE = 0.9
 _CONTENT_SHARE = 0.5  # where samples are not named: the data may hold a content several times
@@ -152,19 +153,26 @@ class EpochCoverage(Detector):
 
 
 class SplitTwice(Detector):
-    """Data that the loaders split into more parts than there are processes."""
+    """Data that the loaders split into more parts than there are processes.
 
-    SETTINGS = ("_splits", "_world_size")
+    Or into one for each, where each rank's data set has other rows, by their ``digests``.
+    """
 
-    def __init__(self, splits: Sequence[tuple[str, int]], world_size: int) -> None:
+    SETTINGS = ("_splits", "_world_size", "_digests")
+
+    def __init__(
+        self, splits: Sequence[tuple[str, int]], world_size: int, digests: Sequence[int] = ()
+    ) -> None:
         self._splits = tuple(splits)
         self._world_size = world_size
+        self._digests = tuple(digests)
         self._seen = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Report once, in the first step."""
         parts = int(np.prod([number for _, number in self._splits], dtype=np.int64))
-        if self._seen or not self._world_size or parts <= self._world_size:
+        of_others = parts == self._world_size and len(set(self._digests)) > 1
+        if self._seen or not self._world_size or not (parts > self._world_size or of_others):
             return ()
         self._seen = True
         fields = {
@@ -175,7 +183,8 @@ class SplitTwice(Detector):
         numbers = {"splits": [list(one) for one in self._splits], "parts": parts}
         at = step.gathered.step
         cause = "data.coverage"
-        return (evidence_at(at, cause, Severity.WARNING, (), fields, numbers, key=SPLIT_TWICE),)
+        key = SHARDED_FIRST if of_others else SPLIT_TWICE
+        return (evidence_at(at, cause, Severity.WARNING, (), fields, numbers, key=key),)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -195,7 +204,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers, rows=run.data_rows),
         EpochCoverage(run.data_length, replaces=drawn_again),
-        SplitTwice(run.data_splits, run.world_size),
+        SplitTwice(run.data_splits, run.world_size, run.data_digests),
         UnequalMicroBatches(num_workers),
     )
 
