@@ -79,6 +79,18 @@ def test_equal_random_numbers_that_are_planned_are_no_finding():
     assert run(EqualRandom(4, SAME), 9, **ALL) == []
 
 
+def test_generators_that_part_by_batches_of_other_sizes_are_no_fault_against_the_plan():
+    def found(**sizes):
+        detector = EqualRandom(4, SAME)
+        assert run(detector, 2, rng_used=[4] * 4, rng_digest=[9] * 4) == []
+        return run(detector, 3, rng_used=[4] * 4, rng_digest=[9, 9, 9, 1], **sizes)
+
+    assert [one.severity for one in found()] == [Severity.WARNING]
+    [note] = found(sequence_length=[48.0, 48.0, 48.0, 64.0])
+    assert (note.cause, note.severity) == (DIFFERS, Severity.NOTE)
+    assert "began in equal states, and are in different ones in 3 steps" in words(note)
+
+
 def test_random_numbers_that_differ_against_the_plan_are_told():
     odd = {"rng_used": [4] * 4, "rng_digest": [9, 9, 9, 1]}
     told = run(EqualRandom(4, SAME), 3, **odd)

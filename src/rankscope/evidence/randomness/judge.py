@@ -64,6 +64,8 @@ class EqualRandom(Detector):
         self._forward = PersistentFault(STEPS_NEEDED)
         self._between = PersistentFault(STEPS_NEEDED, in_a_row=True)
         self._used = self._used_between = 0
+        self._began_apart: dict[str, bool] = {}  # by generator, as it was first used
+        self._sizes_differ = False  # whether batches had other sizes in some step
         self._groups: list[tuple[int, ...]] = []  # that draw alike, where not all workers do
         self._loaders = PersistentFault(STEPS_NEEDED)
         self._private = PersistentFault(STEPS_NEEDED)
@@ -90,6 +92,9 @@ class EqualRandom(Detector):
         self, step: int, workers: Mapping[str, Ints], identical: Groups, *, sharing: bool
     ) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
+        for size_W in (workers["num_samples"], workers["sequence_length"]):
+            known = size_W[np.isfinite(size_W)]
+            self._sizes_differ |= bool((known != known[:1]).any())
         forward: set[int] = set()
         between: set[int] = set()
         for name, bits in DIGESTS.items():
@@ -98,6 +103,8 @@ class EqualRandom(Detector):
             if not moved_W.any():
                 continue
             moved_W &= digests_W != MISSING_INT
+            known = digests_W[moved_W]
+            self._began_apart.setdefault(name, bool((known != known[:1]).any()))
             if self._same:
                 ranks = minority_ranks(known_values(digests_W, moved_W))
             else:
@@ -111,7 +118,9 @@ class EqualRandom(Detector):
                 self._used |= int(used_W[rank]) & bits
                 self._used_between |= int(used_W[rank]) >> BETWEEN_BITS & bits
         if self._forward.observe(step, forward):
-            severity = Severity.WARNING if self._same or self._groups else Severity.NOTE
+            explained = self._sizes_differ and not any(self._began_apart.values())
+            by_plan = self._same and not explained
+            severity = Severity.WARNING if by_plan or self._groups else Severity.NOTE
             yield self._evidence(self._forward, self._used, "", severity)
         if self._between.observe(step, () if sharing else between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
