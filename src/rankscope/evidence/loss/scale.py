@@ -45,6 +45,10 @@ _OF_MEANS = (
     " DDP and FSDP average over workers by themselves, so do not multiply or divide by their "
     "number; with accumulation, divide each loss by the number of micro-batches once."
 )
+_OF_WINDOWS = (
+    " Where a Hugging Face Trainer calls a compute_loss of your own that takes num_items_in_batch, "
+    "it divides by nothing: use that number there."
+)
 _OF_SUMS = (
     " Divide it by the label tokens of all workers before its backward pass, and multiply it by "
     "the number of workers where the wrapper averages over them."
@@ -261,7 +265,8 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
-                "advice": _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS,
+                "advice": (_OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS)
+                + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else ""),
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
                 "where": _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE,
