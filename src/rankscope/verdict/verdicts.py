@@ -97,9 +97,9 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
     """Return the verdict, without single gross values: data alone may cause one.
 
     Repeated ones on one worker (``gross-outliers``) count, since chance is ruled out, and so do
-    three in 50 steps. Notes that are over, and those of checks that agree, leave a run healthy.
+    three in 50 steps. Harmless notes leave a run healthy.
     """
-    shown = [f for f in findings if not (f.cause in _HARMLESS or _is_single(f) or _is_past(f))]
+    shown = [f for f in findings if not (_is_harmless(f) or _is_single(f))]
     if not shown:
         return _without_findings(values, progress)
     worst = ranked(shown)[0]
@@ -108,12 +108,13 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
     return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
 
 
-_HARMLESS = {"time.straggler", "verify.agrees", "update.agrees"}
+_HARMLESS = {"time.straggler", "verify.agrees", "update.agrees", "rng.identical"}
 
 
-def _is_past(finding: Finding) -> bool:
+def _is_harmless(finding: Finding) -> bool:
+    """Return whether a run with this note is healthy: it is over, or asks for nothing."""
     over = finding.status == "closed" or finding.id == BEGUN_ANEW
-    return over and finding.severity is Severity.NOTE
+    return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
 
 
 def _is_single(finding: Finding) -> bool:

@@ -158,7 +158,7 @@ def test_label_tokens_and_a_canary_that_agrees_are_in_the_words_of_a_tie():
     job, detector = Job(2, seed=7), WorkerOutliers(2)
     change, tokens_W = times("loss", [1], 1.2), np.array([158.0, 214.0])
     [told, *_] = run_with_tokens(job, detector, 100, change, tokens_W)
-    assert "Rank 0 counts 158 label tokens a step, and rank 1 214." in say(told)
+    assert "; rank 0 counts 158 label tokens a step, and rank 1 214." in say(told)
     assert describe(told)[1].startswith("Run the same batch on both")
     canary = {name: values[:2] for name, values in canary_of(1, [1] * 8).items()}
     job.run(detector, 1, change, **canary | {"canary_against": [0, 0]})

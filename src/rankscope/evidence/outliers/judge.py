@@ -190,7 +190,7 @@ class LabelTokens(Stateful):
         self._squares_W = self._squares_W + logs_W**2
 
     def words(self, ranks: Sequence[int]) -> str:
-        """Return how many these workers count, in a sentence, if clearly others than the rest."""
+        """Return how many these workers count, in a clause, if clearly others than the rest."""
         if self._steps < _TOKEN_STEPS:
             return ""
         mean_W = self._logs_W / self._steps
@@ -202,8 +202,8 @@ class LabelTokens(Stateful):
         others = np.delete(tokens_W, own)
         rest = f"rank {1 - own}" if len(others) == 1 else "the median of the others"
         return (
-            f" Rank {own} counts {tokens_W[own]:,.0f} label tokens a step, and {rest} "
-            f"{np.median(others):,.0f}."
+            f"; rank {own} counts {tokens_W[own]:,.0f} label tokens a step, and {rest} "
+            f"{np.median(others):,.0f}"
         )
 
 
