@@ -31,7 +31,7 @@ TIERS = (ROOT / "docs" / "tiers.md").read_text()
 CAUSES = (ROOT / "docs" / "causes.md").read_text()
 EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 NO_COLUMNS = {
-    *("drawn_from_others", "drawn_from_own", "innocent_probability"),
+    *("data_digest", "data_splits", "drawn_from_others", "drawn_from_own", "innocent_probability"),
     *("communication_data_type", "found_inf", "fully_shard", "input_ids", "max_norm", "no_sync"),
     *(
         "num_batches_tracked",
