@@ -58,7 +58,7 @@ NAMED_BY = {
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",
     "state.parameters_differ": "R09 R35 R50 R62 R70",
-    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91",
+    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97",
     "loss.no_gradient": "R12",
     "state.buffers_differ": "R15",
     "data.coverage": "R16",
