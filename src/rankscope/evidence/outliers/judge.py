@@ -39,7 +39,7 @@ from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed
 from rankscope.evidence.outliers import EXCHANGES
-from rankscope.evidence.outliers.blame import Fault, OutlierSearch
+from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -52,6 +52,7 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
+from rankscope.evidence.outliers.zeros import ZeroGroups, in_words, what_to_check
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.bets import (
     AMOUNTS,
@@ -93,7 +94,7 @@ class _OfWholeSamples(OutlierSearch):
         evidence = super()._evidence(fault)
         if not self._parts_of_sequences or fault.absorbed:
             return evidence
-        fields = {**evidence.fields, "many": self._parts_of_sequences}
+        fields = {**evidence.fields, "many": self._parts_of_sequences, "check": MEANT}
         return replace(evidence, cause="inconclusive", severity=Severity.NOTE, fields=fields)
 
 
@@ -135,7 +136,9 @@ class UnequalAmounts(_OfWholeSamples):
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
-        return replace(evidence, severity=Severity.NOTE) if fault.tie else evidence
+        if not fault.tie:
+            return evidence
+        return replace(evidence, severity=Severity.NOTE, fields={**evidence.fields, "check": MEANT})
 
 
 def _known(column_W: NDArray[np.generic], name: str) -> Floats:
@@ -177,6 +180,7 @@ class WorkerOutliers(_OfWholeSamples):
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
         self._visits = RecentVisits()
+        self._zeros = ZeroGroups()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -254,11 +258,26 @@ class WorkerOutliers(_OfWholeSamples):
 
     def _judge_step(self, step: Step) -> list[FaultEvidence]:
         self._see_parts(step.gathered)
+        norms_WG = step.gathered.group_norms_WG
+        if norms_WG is not None and (names := compared_groups(step.report)):
+            self._zeros.observe(names, norms_WG)
         self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
+        zeros = self._zeros.find()
+        if fault.absorbed or named.isdisjoint(
+            group for groups in zeros.values() for group in groups
+        ):
+            return evidence
+        many = self._parts_of_sequences  # which others than shards of different kinds explain
+        words = {"zeros": in_words(zeros, self._zeros.steps), "check": what_to_check(zeros)}
+        return replace(evidence, fields={**evidence.fields, **words, "many": many})
 
     @property
     def not_compared(self) -> tuple[int, ...]:
@@ -294,6 +313,7 @@ class WorkerOutliers(_OfWholeSamples):
             "gross": self._gross.state(),
             "values": self._values.state(),
             "visits": self._visits.state(),
+            "zeros": self._zeros.state(),
         }
 
     def restore(self, state: State) -> None:
@@ -308,6 +328,8 @@ class WorkerOutliers(_OfWholeSamples):
             self._values.restore(state["values"])
             if "visits" in state:  # older records have none
                 self._visits.restore(state["visits"])
+            if "zeros" in state:
+                self._zeros.restore(state["zeros"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
