@@ -313,6 +313,22 @@ def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
         else f"At step 4 the {label} of rank 1 was "
     )
     assert notes[0].explanation.startswith(begins)
+    assert notes[0].explanation.endswith(
+        "(1 step of that kind so far). A single step proves nothing."
+    )
+    assert notes[-1].explanation.endswith(
+        "(4 steps of that kind so far, in each of them rank 1's the larger)."
+    )
+
+
+def test_of_values_far_above_in_several_steps_it_is_told_whose_they_were():
+    job, diagnosis, told = Job(2, seed=3), Diagnosis(RunFacts(2)), []
+    for step in range(8):
+        told += diagnosis.observe(job.report(times("grad_norm", [int(step == 5)], 10.0)))
+    note = [one for one in told if one.id == "gross-value"][-1]
+    assert note.explanation.endswith(
+        "(8 steps of that kind so far; the larger was rank 0's in 7 and rank 1's in 1)."
+    )
 
 
 def test_heavy_tails_early_in_training_raise_hardly_a_note():

@@ -325,8 +325,9 @@ class WorkerOutliers(_OfWholeSamples):
                 self._groups = SignalSet(self._num_workers, group_signals(names))
                 self._groups.restore(state["groups"])
             self._gross.restore(state["gross"])
-            self._values.restore(state["values"])
-            if "visits" in state:  # older records have none
+            # Older records have less.
+            self._values.restore({**self._values.state(), **state["values"]})
+            if "visits" in state:
                 self._visits.restore(state["visits"])
             if "zeros" in state:
                 self._zeros.restore(state["zeros"])
