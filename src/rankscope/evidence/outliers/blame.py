@@ -111,7 +111,7 @@ def _trace_from_plain(
 
 
 MEANT = (
-    "Nothing, if the workers' data are meant to differ in kind; otherwise shuffle before sharding."
+    "Nothing, if the workers' data are meant to differ in kind; otherwise shuffle before sharding"
 )
 """What to check where workers may differ on purpose."""
 
@@ -119,11 +119,11 @@ _CHECK = {
     ("compute.worker_outlier", Severity.WARNING): (
         "Compare parameters, precision and library versions of {ranks} with another worker's, and "
         "run the same batch on both: a gradient that still differs is made by the worker's state "
-        "or its hardware."
+        "or its hardware"
     ),
     ("inconclusive", Severity.WARNING): (
         "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
-        "parameters and hardware."
+        "parameters and hardware"
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }

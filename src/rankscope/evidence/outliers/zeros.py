@@ -72,5 +72,5 @@ def what_to_check(zeros: Zeros) -> str:
     return (
         f"Look for what keeps {name_ranks(ranks)} from a gradient there: a branch on the rank, a "
         "module that only some ranks use, detach(), or a collective whose backward pass returns "
-        "nothing to them. It may be meant, where one rank computes for several."
+        "nothing to them. It may be meant, where one rank computes for several"
     )
