@@ -30,7 +30,7 @@ from rankscope.tools.parity.compare import decide_resumed
 from rankscope.tools.parity.reading import NotRecordedError
 
 HERE = Path(__file__).parent / "reports"
-NUM_REPORTS = 92
+NUM_REPORTS = 100
 SAVED_AT = 3
 SAME, NOT_COMPARABLE, NOT_RUN = "the same", "not comparable", "not run"
 
@@ -107,7 +107,7 @@ REPORTS = (
     Report(28, "2 --processes 0", "2", "samples", steps=12),
     Report(29, "1 --samples 16", "2", "update"),
     _not_run(34),
-    Report(36, "1", "2", "samples", of_another_thing=True),
+    Report(36, "1", "2", "loss"),
     Report(37, "1 --samples 16", "2", "samples", "samples"),
     Report(38, "2 --processes 0", "2", "samples", "samples"),
     Report(42, "1 --samples 16", "2", "start"),
@@ -150,9 +150,17 @@ REPORTS = (
     Report(90, "0", "2", "gradient", of_another_thing=True),
     Report(91, "0", "4", "gradient", watched=True),
     Report(92, "0", "2", "samples", "samples"),
+    Report(93, "0", "2", "loss"),
+    Report(94, "0", "2", "samples"),
+    Report(95, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
+    Report(96, "0", "2", "loss"),
+    Report(97, "0", "4", "gradient", watched=True),
+    Report(98, "0", "2", "samples"),
+    Report(99, "0", "2", "samples"),
+    Report(100, "0", "2", "start"),
 )
 """Those that neither a watched run nor its reference step found at first, and what is answered; of
-R77 to R92 all."""
+R77 to R100 all."""
 
 
 def layout_of(report: Report, words: str, folder: Path, *, right: bool) -> Any:

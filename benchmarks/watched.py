@@ -42,7 +42,7 @@ FRAMEWORKS = (
     "trl",
 )
 _ON_FOUR_RANKS = """
-R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91
+R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91 R97
 H06 H12 H14 H17 H21 H26 H29 H32
 """
 ON_FOUR_RANKS = frozenset(_ON_FOUR_RANKS.split())
@@ -58,7 +58,7 @@ NAMED_BY = {
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",
     "state.parameters_differ": "R09 R35 R50 R62 R70",
-    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91",
+    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97",
     "loss.no_gradient": "R12",
     "state.buffers_differ": "R15",
     "data.coverage": "R16",
@@ -113,11 +113,15 @@ class Watched:
         return "; ".join(part for part in (named, rest) if part) or "silent"
 
 
+def _number(path: Path) -> int:
+    return int(path.name.split("_")[0][1:])
+
+
 def programs(folder: str, patterns: Sequence[str]) -> dict[str, Path]:
     """Return the programs of a folder by id, those that a pattern names."""
     found = {}
-    for path in sorted((HERE / folder).glob("[rh][0-9][0-9]_*.py")):
-        name = path.name[:3].upper()
+    for path in sorted((HERE / folder).glob("[rh][0-9][0-9]*_*.py"), key=_number):
+        name = path.name.split("_")[0].upper()
         if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
             found[name] = path
     return found

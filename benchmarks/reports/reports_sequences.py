@@ -1,5 +1,5 @@
 # ruff: noqa: D102
-"""Attention over sequences of which each rank of a group has a part; of r82, r83 and r90."""
+"""Attention over sequences of which each rank of a group has a part; of r82 to r94."""
 
 from typing import Any
 

@@ -178,6 +178,53 @@ def test_two_losses_below_zero_differ_by_a_number_of_nats():
     assert size == pytest.approx(0.5, abs=0.1)
 
 
+def no_gradient(ranks, groups):
+    def change(values):
+        values["group_norms"][np.ix_(ranks, groups)] = 0
+        values["grad_norm"] = np.linalg.norm(values["group_norms"], axis=1)
+
+    return change
+
+
+ZERO_ON_THREE = "The gradient of ranks 1–3 in block 1 and block 2 was exactly zero in all of"
+KEEPS_AWAY = "Look for what keeps ranks 1–3 from a gradient there"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_where_the_others_have_no_gradient_the_one_that_has_is_not_compared_by_hardware(restarted):
+    job, detector = Job(4, seed=2), WorkerOutliers(4)
+    change = no_gradient([1, 2, 3], [1, 2])
+    told = job.run(detector, 30, change)
+    if restarted:
+        state = detector.state()
+        detector = WorkerOutliers(4)
+        detector.restore(state)
+    told += [*job.run(detector, 30, change), *detector.close()]
+    said, check = describe(told[-1])
+    assert (told[-1].cause, told[-1].ranks) == ("compute.worker_outlier", (0,))
+    assert f"{ZERO_ON_THREE} 60 steps; other workers have one there." in said
+    assert check.startswith(KEEPS_AWAY)
+    assert "hardware" not in check
+
+
+def test_of_half_the_workers_without_a_gradient_shards_of_other_kinds_are_no_explanation():
+    told = Job(4, seed=2).run(WorkerOutliers(4), 60, no_gradient([1, 3], [1, 2]))
+    said, check = describe(told[-1])
+    assert (told[-1].cause, told[-1].severity) == ("inconclusive", Severity.NOTE)
+    assert "The gradient of ranks 1 and 3 in block 1 and block 2 was exactly zero" in said
+    assert "Shards of different kinds" not in said
+    assert "shuffle" not in check
+
+
+def test_a_gradient_that_was_there_once_is_not_called_zero():
+    job, detector = Job(4, seed=2), WorkerOutliers(4)
+    told = job.run(detector, 1)
+    told += job.run(detector, 60, no_gradient([1, 2, 3], [1, 2]))
+    said, check = describe(told[-1])
+    assert "zero" not in said
+    assert check.startswith("Compare parameters")
+
+
 def test_batches_that_come_again_are_not_compared():
     """A worker that knows its few batches by heart has a low loss for no fault of its own."""
     job, detector = Job(seed=10), WorkerOutliers(8)
@@ -281,6 +328,22 @@ def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
         else f"At step 4 the {label} of rank 1 was "
     )
     assert notes[0].explanation.startswith(begins)
+    assert notes[0].explanation.endswith(
+        "(1 step of that kind so far). A single step proves nothing."
+    )
+    assert notes[-1].explanation.endswith(
+        "(4 steps of that kind so far, in each of them rank 1's the larger)."
+    )
+
+
+def test_of_values_far_above_in_several_steps_it_is_told_whose_they_were():
+    job, diagnosis, told = Job(2, seed=3), Diagnosis(RunFacts(2)), []
+    for step in range(8):
+        told += diagnosis.observe(job.report(times("grad_norm", [int(step == 5)], 10.0)))
+    note = [one for one in told if one.id == "gross-value"][-1]
+    assert note.explanation.endswith(
+        "(8 steps of that kind so far; the larger was rank 0's in 7 and rank 1's in 1)."
+    )
 
 
 def test_heavy_tails_early_in_training_raise_hardly_a_note():

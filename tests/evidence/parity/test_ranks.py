@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import rankscope
 from rankscope.bus.parity import RankStep
-from rankscope.evidence.parity.figures import FigureMeter
+from rankscope.evidence.parity.figures import FigureMeter, Labels, elements_among
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
@@ -163,6 +163,30 @@ def train(rank, folder, watched):
     state = [value for each in optimizer.state.values() for value in each.values()]
     kept = [*wrapped.parameters(), *state, torch.get_rng_state()]
     return [each.detach().numpy().copy() for each in kept]
+
+
+def together(name, pieces):
+    labels = Labels()
+    for piece in pieces:
+        labels = labels.plus(elements_among((), {name: piece})[name])
+    return labels
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_elements_of_pieces_are_those_of_the_whole_and_of_nothing_else(kind):
+    whole = (torch.arange(96).reshape(4, 24) * 7 % 64).to(kind)
+    of_whole = together("tokens", [whole])
+    assert of_whole.num_tokens == 96
+    front, *middle, back = whole.chunk(4, dim=1)
+    assert together("tokens", [torch.cat([front, back], dim=1), *middle]) == of_whole
+    other = whole.clone()
+    other[2, 5] += 1
+    assert together("tokens", other.chunk(2, dim=1)) != of_whole
+
+
+def test_masks_and_places_that_all_samples_share_do_not_count():
+    mask, tokens = torch.ones(4, 4, dtype=torch.bool), torch.zeros(2, 4, dtype=torch.int64)
+    assert [*elements_among((tokens, torch.arange(4)), {"mask": mask})] == ["0"]
 
 
 @pytest.mark.ranks

@@ -269,6 +269,29 @@ def test_samples_that_are_cut_otherwise_are_compared_by_their_label_tokens():
 
 
 @pytest.mark.parametrize(
+    ("elements", "labels", "stage"),
+    [
+        ({"0": (384, 5), "places": (384, 9)}, None, Stage.GRADIENT),
+        ({"0": (384, 6), "places": (384, 9)}, None, Stage.SAMPLES),
+        ({"0": (384, 5)}, None, Stage.SAMPLES),
+        ({"0": (384, 5), "places": (384, 9)}, (352, 9), Stage.SAMPLES),
+    ],
+    ids=["the same", "other tokens", "an input less", "other labels"],
+)
+def test_samples_that_are_cut_otherwise_are_compared_by_the_elements_of_the_inputs(
+    elements, labels, stage
+):
+    whole, cut = training(), training(of(GRADIENT, "up", 0, lambda v: 1.1 * v))
+    whole.steps[0].labels = labels and (368, 5)
+    whole.steps[0].elements = {"0": (384, 5), "places": (384, 9)}
+    cut.steps[0].labels, cut.steps[0].elements = labels, elements
+    cut.steps[0].samples, cut.steps[0].sample_ranks = np.arange(16) + 100, np.zeros(16, int)
+    answer = against(cut, whole)
+    assert answer.stage is stage
+    assert any("cut their samples" in note for note in answer.notes) is (stage is Stage.GRADIENT)
+
+
+@pytest.mark.parametrize(
     ("factor", "noise", "stage"),
     [(1.0, 1e-7, None), (1.001, 1e-7, Stage.SAMPLES), (1.0, 1e-3, Stage.SAMPLES)],
     ids=["same gradient", "other gradient", "rounding as large as a part of a sample"],

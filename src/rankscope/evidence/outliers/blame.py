@@ -33,10 +33,6 @@ _SWAP = (
     " Then run one of them on another worker: what follows the batch is data, what stays with the "
     "worker is its parameters or its hardware."
 )
-_RUN_BOTH = (
-    "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
-    "parameters and hardware"
-)
 _LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
 
@@ -115,6 +111,23 @@ def _trace_from_plain(
     return WorkerSignal(declared, group), SignalTrace(place, BetKind(kind), *numbers)
 
 
+MEANT = (
+    "Nothing, if the workers' data are meant to differ in kind; otherwise shuffle before sharding"
+)
+"""What to check where workers may differ on purpose."""
+
+_CHECK = {
+    ("compute.worker_outlier", Severity.WARNING): (
+        "Compare parameters, precision and library versions of {ranks} with another worker's, and "
+        "run the same batch on both: a gradient that still differs is made by the worker's state "
+        "or its hardware"
+    ),
+    ("inconclusive", Severity.WARNING): (
+        "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
+        "parameters and hardware"
+    ),
+    ("inconclusive", Severity.NOTE): MEANT,
+}
 _MANY = (
     " Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
     "like this."
@@ -127,6 +140,8 @@ def describe_fault(
     """Return a fault as evidence, after ``num_steps`` compared steps."""
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
+    cause, severity = _cause(fault), _severity(fault, num_workers)
+    check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
     words = {
         "differ": "differs" if one else "differ",
         "stand": "stands" if one else "stand",
@@ -135,12 +150,13 @@ def describe_fault(
         "host": _host(fault.ranks, hosts),
         "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
         "swap": _SWAP if fault.agreed < 0 else "",
-        "compare": _RUN_BOTH if fault.agreed < 0 else _LOOK_AT_BOTH,
         "tokens": "",
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,
         "many": _MANY,
+        "zeros": "",
+        "check": check.format(ranks=name_ranks(fault.ranks)),
     }
     numbers = {
         "steps_compared": num_steps,
@@ -148,8 +164,8 @@ def describe_fault(
         "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:NAMED_WORKERS]},
     }
     return FaultEvidence(
-        cause=_cause(fault),
-        severity=_severity(fault, num_workers),
+        cause=cause,
+        severity=severity,
         ranks=tuple(fault.ranks),
         first_step=fault.first_step,
         last_step=fault.last_step,

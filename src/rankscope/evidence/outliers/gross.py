@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rankscope.bus.detector import FaultEvidence, PersistentFault
 from rankscope.bus.finding import LATELY, OFTEN, TIMES_LATELY, Severity
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import listed, name_ranks
 from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
@@ -63,6 +63,7 @@ _FIRST_SCALES = 3  # steps until the robust scale is of use
 _WARM_UP = 50
 _FEWEST_WORKERS = 4
 _STEPS_TOLD = 8
+_RANKS_TOLD = 3
 _FREELY = 8  # steps with gross values that are all reported
 
 
@@ -183,24 +184,32 @@ class GrossValues(Stateful):
         self._excess = self._record = 0.0  # excess over the limit: of this step, and of all before
         self._statement = ""
         self._numbers: dict[str, object] = {}
+        self._larger: dict[int, int] = {}  # steps by the worker with the larger value
 
     def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[FaultEvidence]:
         """Process a step; values that are not positive and finite are not compared."""
         step = gathered.step
         ranks = set[int]()
         self._excess = 0.0
+        larger = -1
         for column in reversed(GROSS):
-            ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
+            first = self._compare(column, gathered.workers[column.name], left_out, step)
+            if first >= 0:
+                larger = first
+                ranks |= {0, 1} if self._num_workers == 2 else {first}
         self._lately = [at for at in self._lately if at > step - LATELY]
         if ranks:
             self._lately.append(step)
+            self._larger[larger] = self._larger.get(larger, 0) + 1
         seen = self._seen
-        fields = {"what": self._statement}
         quiet = bool(ranks) and not self._is_reported()
         self._record = max(self._record, self._excess)
         seen.count += quiet
         if not seen.observe(step, () if quiet else ranks):
             return []
+        fields = {"what": self._statement, "whose": self._whose(), "single": ""}
+        if seen.count == 1:
+            fields["single"] = " A single step proves nothing."
         numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
         return [
             seen.evidence(
@@ -213,22 +222,33 @@ class GrossValues(Stateful):
         broken = self._excess >= 2 * self._record
         return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
 
-    def _compare(
-        self, column: Gross, values_W: Floats, left_out: Sequence[int], step: int
-    ) -> set[int]:
+    def _whose(self) -> str:
+        """Return whose values were the larger ones, in several steps; empty in one."""
+        if self._seen.count < 2:
+            return ""
+        most = sorted(self._larger.items(), key=lambda pair: -pair[1])
+        if len(most) == 1:
+            return f", in each of them {name_ranks(self._larger)}'s the larger"
+        shown = [f"{name_ranks([rank])}'s in {steps:,}" for rank, steps in most[:_RANKS_TOLD]]
+        if others := sum(steps for _, steps in most[_RANKS_TOLD:]):
+            shown.append(f"others' in {others:,}")
+        return f"; the larger was {listed(shown)}"
+
+    def _compare(self, column: Gross, values_W: Floats, left_out: Sequence[int], step: int) -> int:
+        """Return the worker whose value is gross, -1 if none is; of two, that of the larger."""
         label = column.label
         if (values_W < 0).any():
             self._signed.add(label)
         known_W = np.isfinite(values_W) & (values_W > 0)
         known_W[list(left_out)] = False
         if label in self._signed or np.count_nonzero(known_W) < 2:
-            return set()
+            return -1
         ranks = np.flatnonzero(known_W)
-        second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
+        second, first = map(int, ranks[np.argsort(values_W[ranks])[-2:]])
         value = float(values_W[first])
         peer = float(values_W[second])
         if value < column.times * peer:
-            return set()
+            return -1
         self._excess = max(self._excess, value / peer / column.times)
         self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
         if self._num_workers == 2:
@@ -236,12 +256,12 @@ class GrossValues(Stateful):
                 f"At step {step:,} ranks 0 and 1 differed in their {label} by a factor of "
                 f"{value / peer:,.1f}: {values_W[0]:.3g} and {values_W[1]:.3g}"
             )
-            return {0, 1}
+            return first
         self._statement = (
             f"At step {step:,} the {label} of {name_ranks([first])} was {value / peer:,.1f} times "
             f"the largest of the other workers': {value:.3g} against {peer:.3g}"
         )
-        return {first}
+        return first
 
 
 def _at_least(count: int, total: int, share: float) -> float:

@@ -39,7 +39,7 @@ from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed
 from rankscope.evidence.outliers import EXCHANGES
-from rankscope.evidence.outliers.blame import Fault, OutlierSearch
+from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -52,6 +52,7 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
+from rankscope.evidence.outliers.zeros import ZeroGroups, in_words, what_to_check
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.bets import (
     AMOUNTS,
@@ -97,7 +98,7 @@ class _OfWholeSamples(OutlierSearch):
         evidence = super()._evidence(fault)
         if not self._parts_of_sequences or fault.absorbed:
             return evidence
-        fields = {**evidence.fields, "many": self._parts_of_sequences}
+        fields = {**evidence.fields, "many": self._parts_of_sequences, "check": MEANT}
         return replace(evidence, cause="inconclusive", severity=Severity.NOTE, fields=fields)
 
 
@@ -139,7 +140,9 @@ class UnequalAmounts(_OfWholeSamples):
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
-        return replace(evidence, severity=Severity.NOTE) if fault.tie else evidence
+        if not fault.tie:
+            return evidence
+        return replace(evidence, severity=Severity.NOTE, fields={**evidence.fields, "check": MEANT})
 
 
 def _known(column_W: NDArray[np.generic], name: str) -> Floats:
@@ -223,6 +226,7 @@ class WorkerOutliers(_OfWholeSamples):
         self._left_out: list[int] = []
         self._visits = RecentVisits()
         self._tokens = LabelTokens(num_workers)
+        self._zeros = ZeroGroups()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -300,12 +304,28 @@ class WorkerOutliers(_OfWholeSamples):
 
     def _judge_step(self, step: Step) -> list[FaultEvidence]:
         self._see_parts(step.gathered)
+        norms_WG = step.gathered.group_norms_WG
+        if norms_WG is not None and (names := compared_groups(step.report)):
+            self._zeros.observe(names, norms_WG)
         self._see_canary(step.gathered)
         self._tokens.see(step.gathered.workers["loss_weight"])
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        fields = {**evidence.fields, "tokens": self._tokens.words(fault.ranks)}
+        named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
+        zeros = self._zeros.find()
+        if fault.absorbed or named.isdisjoint(
+            group for groups in zeros.values() for group in groups
+        ):
+            return replace(evidence, fields=fields)
+        many = self._parts_of_sequences  # which others than shards of different kinds explain
+        words = {"zeros": in_words(zeros, self._zeros.steps), "check": what_to_check(zeros)}
+        return replace(evidence, fields={**fields, **words, "many": many})
 
     @property
     def not_compared(self) -> tuple[int, ...]:
@@ -326,11 +346,6 @@ class WorkerOutliers(_OfWholeSamples):
                 fault.agreed = gathered.step
                 fault.reported_count = 0  # report it again
 
-    def _evidence(self, fault: Fault) -> FaultEvidence:
-        evidence = super()._evidence(fault)
-        tokens = self._tokens.words(fault.ranks)
-        return replace(evidence, fields={**evidence.fields, "tokens": tokens})
-
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW = self._totals.test.z_SU
         flagged = list(self.flagged)
@@ -350,6 +365,7 @@ class WorkerOutliers(_OfWholeSamples):
             "values": self._values.state(),
             "visits": self._visits.state(),
             "tokens": self._tokens.state(),
+            "zeros": self._zeros.state(),
         }
 
     def restore(self, state: State) -> None:
@@ -361,10 +377,14 @@ class WorkerOutliers(_OfWholeSamples):
                 self._groups = SignalSet(self._num_workers, group_signals(names))
                 self._groups.restore(state["groups"])
             self._gross.restore(state["gross"])
-            self._values.restore(state["values"])
-            if "visits" in state:  # older records have none
+            # Older records have less.
+            self._values.restore({**self._values.state(), **state["values"]})
+            if "visits" in state:
                 self._visits.restore(state["visits"])
+            if "tokens" in state:
                 self._tokens.restore(state["tokens"])
+            if "zeros" in state:
+                self._zeros.restore(state["zeros"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 

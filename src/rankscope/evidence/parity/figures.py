@@ -220,6 +220,13 @@ def _quarters(row: int, size: int) -> tuple[Range, ...]:
 _MOST_NODES = 96
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _BITS = (1 << 62) - 1
+_INTEGERS_OF = {
+    **{kind: kind for kind in (torch.int64, torch.int32, torch.int16, torch.uint8)},
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
 
 
 class Labels(NamedTuple):
@@ -260,6 +267,30 @@ def labels_among(inputs: Mapping[str, Any], *, shifted: bool) -> Labels | None:
     return _counted(own(labels[..., first:]), IGNORED_LABEL)
 
 
+def elements_among(args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, Labels]:
+    """Return all elements of each matrix that a model is given, by its name or number.
+
+    Masks of booleans do not count, nor do matrices that are too large to be read at each step.
+    """
+    named = {**{str(number): value for number, value in enumerate(args)}, **inputs}
+    return {
+        name: _mixed(_as_integers(value.detach()))
+        for name, value in named.items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and _is_matrix(value)
+    }
+
+
+def _is_matrix(value: Tensor) -> bool:
+    plain = value.layout is torch.strided and value.dtype in _INTEGERS_OF
+    return plain and value.dim() >= 2 and 0 < value.numel() <= _AT_ONCE
+
+
+def _as_integers(value: Tensor) -> "Ints":
+    """Return the elements as integers; of floating-point numbers, their bits."""
+    values: Ints = value.contiguous().view(_INTEGERS_OF[value.dtype]).cpu().numpy()
+    return values.reshape(-1).astype(np.int64)
+
+
 def _targets_of(node: Any) -> Labels | None:
     packed = getattr(node, "_raw_saved_target", None)
     if getattr(packed, "unpack_hook", None) is not None:
@@ -276,7 +307,10 @@ def _targets_of(node: Any) -> Labels | None:
 
 def _counted(target: Tensor, ignored: int) -> Labels:
     values: Ints = target.reshape(-1).cpu().numpy().astype(np.int64)
-    values = values[values != ignored]
+    return _mixed(values[values != ignored])
+
+
+def _mixed(values: "Ints") -> Labels:
     mixed = (values.astype(np.uint64) + np.uint64(1)) * _MIX
     mixed = (mixed ^ (mixed >> np.uint64(29))) * _MIX
     mixed ^= mixed >> np.uint64(32)

@@ -43,6 +43,7 @@ from rankscope.evidence.parity.figures import (
     Labels,
     Named,
     Part,
+    elements_among,
     labels_among,
     labels_before,
     part_of,
@@ -91,6 +92,7 @@ class _Step:
     figures: dict[str, TensorFigures] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     labels: Labels | None = None
+    elements: dict[str, Labels] = field(default_factory=dict)  # of the model's inputs, by name
     passes: int = 0
     updated: bool = False
     unclipped: dict[str, TensorFigures] = field(default_factory=dict)
@@ -248,6 +250,8 @@ class ParityRecorder:
         if any(each.requires_grad for each in tensors_in((args, dict(kwargs)))):
             now.facts["fed"] = True  # by another rank: a later stage of a pipeline
         self._samples.see(args, kwargs)
+        for name, elements in elements_among(args, kwargs).items():
+            now.elements[name] = now.elements.get(name, Labels()).plus(elements)
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
@@ -445,6 +449,7 @@ class ParityRecorder:
             "passes": now.passes,
             "compute": str(self._compute),
             "labels": None if labels is None else list(labels),
+            "elements": {name: list(each) for name, each in now.elements.items()},
             "counters": now.counters,
             "settings": now.settings,
             "drew": self._drew,

@@ -186,12 +186,21 @@ def _slopes_in_words(found: SlopeVerdict, guess: str, *, in_loss: bool) -> str:
         return f"it is {found.factor:.3g} times that in all blocks of parameters{guess}{where}"
     by_how: dict[str, list[str]] = {}
     for one in found.odd:
-        how = _ELSEWHERE if one.lacks else f"it is {_apart(one.ratio, found.factor)} times that"
         where = f"some of {one.label}" if one.several else one.label
-        by_how.setdefault("it is 0" if one.ratio == 0 else how, []).append(where)
+        by_how.setdefault(_how_far(one, found.factor), []).append(where)
     parts = [f"in {shortened(labels, _MOST_NAMED)} {how}" for how, labels in by_how.items()]
     more = ["in other blocks it differs otherwise"] if parts[_MOST_NAMED:] else []
-    return listed([*parts[:_MOST_NAMED], *more])
+    return "; ".join([*parts[:_MOST_NAMED], *more])
+
+
+def _how_far(one: BlockSlope, factor: float) -> str:
+    """Return how a gradient differs; of several parameters the factor is no single one's."""
+    if one.ratio == 0:
+        return "it is 0"
+    if one.lacks:
+        return _ELSEWHERE
+    times = f"{_apart(one.ratio, factor)} times that"
+    return f"it differs ({times} in all of them together)" if one.several else f"it is {times}"
 
 
 def _apart(ratio: float, factor: float) -> str:

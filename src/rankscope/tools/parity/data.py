@@ -5,10 +5,11 @@ from collections import Counter
 
 from rankscope.bus.parity import GRADIENT
 from rankscope.tools.parity.pair import StepPair, unequal_copies
+from rankscope.tools.parity.reading import SideStep
 from rankscope.tools.parity.result import Answer, likely, times
 from rankscope.tools.stages import Stage
 
-_MANY_LABELS = 64  # that are the same tokens: not by chance
+_MANY = 64  # label tokens, or elements, that are the same: not by chance
 _OF_A_SAMPLE = 0.01  # share of its part in the gradient that a bound may be
 
 
@@ -52,10 +53,11 @@ def samples_apart(pair: StepPair) -> str:
     if own == other:
         return ""
     missing, added = own - other, other - own
-    if missing == own and a.labels == b.labels and a.labels and a.labels[0] >= _MANY_LABELS:
+    same = _the_same_in_pieces(a, b) if missing == own else ""
+    if same:
         notes.add(
-            "The sides cut their samples into other pieces, as context parallelism does: the "
-            "label tokens are the same."
+            "The sides cut their samples into other pieces, as context parallelism does: "
+            f"{same} are the same."
         )
         return ""
     lost = sum(missing.values())
@@ -80,6 +82,15 @@ def samples_apart(pair: StepPair) -> str:
     if a.labels and b.labels and a.labels[0] != b.labels[0]:
         words.append(f"{a.labels[0]:,} label tokens in A, {b.labels[0]:,} in B")
     return f"Other samples in step {pair.number}: {'; '.join(words)}."
+
+
+def _the_same_in_pieces(a: SideStep, b: SideStep) -> str:
+    """Return what shows that samples are the same ones, cut otherwise; empty if nothing does."""
+    if a.labels == b.labels and a.labels and a.labels[0] >= _MANY:
+        return "the label tokens"
+    many = any(number >= _MANY for number, _ in a.elements.values())
+    known = None in (a.labels, b.labels) and many
+    return "the elements of the model's inputs" if known and a.elements == b.elements else ""
 
 
 def _of_another_step(pair: StepPair, added: Counter[int], which: str) -> str:

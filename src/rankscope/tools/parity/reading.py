@@ -74,10 +74,11 @@ class SideStep:
 
     ``figures`` are by kind and name; ``samples`` are the identities of the global batch, each as
     often as it was drawn, on the ranks ``sample_ranks``; ``labels`` are number and digest of the
-    label tokens (None if unknown); ``losses`` are of micro-batches and samples, with their label
-    tokens ``weights`` (NaN if unknown); ``multipliers`` lie between losses and what ``backward``
-    was called on; ``counters`` are the optimizer's by parameter; ``facts`` are those of the first
-    rank; ``random`` holds digests of the generators, by rank.
+    label tokens (None if unknown), ``elements`` those of each of the model's inputs; ``losses`` are
+    of micro-batches and samples, with their label tokens ``weights`` (NaN if unknown);
+    ``multipliers`` lie between losses and what ``backward`` was called on; ``counters`` are the
+    optimizer's by parameter; ``facts`` are those of the first rank; ``random`` holds digests of the
+    generators, by rank.
     """
 
     figures: dict[str, dict[str, Whole]] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class SideStep:
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     sample_ranks: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     labels: tuple[int, int] | None = None
+    elements: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     losses: Floats = field(default_factory=lambda: np.empty(0))
     weights: Floats = field(default_factory=lambda: np.empty(0))
     multipliers: Floats = field(default_factory=lambda: np.empty(0))
@@ -213,14 +215,24 @@ def _together(parts: Iterable[RankStep]) -> SideStep:
     )
     labels = [part.facts["labels"] for part in with_loss]
     if all(one is not None for one in labels):
-        digest = sum(int(one[1]) for one in labels) & ((1 << 62) - 1)
-        found.labels = (sum(int(one[0]) for one in labels), digest)
+        found.labels = _summed(labels)
+    elements = [part.facts.get("elements", {}) for part in workers]
+    names = {name for each in elements for name in each}
+    found.elements = {
+        str(name): _summed([each[name] for each in elements if name in each]) for name in names
+    }
     for name in ("losses", "weights", "multipliers"):
         setattr(found, name, np.concatenate([getattr(part, name) for part in with_loss]))
     for part in ranks:
         found.counters |= {str(n): float(c) for n, c in part.facts["counters"].items()}
         found.random[part.rank] = part.facts.get("random", {})
     return found
+
+
+def _summed(parts: Iterable[Sequence[Any]]) -> tuple[int, int]:
+    """Return number and digest of what several ranks have."""
+    numbers, digests = zip(*parts, strict=True)
+    return sum(map(int, numbers)), sum(map(int, digests)) & ((1 << 62) - 1)
 
 
 def _workers_of(ranks: Sequence[RankStep]) -> list[RankStep]:
