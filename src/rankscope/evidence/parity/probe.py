@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,23 @@ class RecordPlace:
     data_ranks: Sequence[int] = (0,)
 
 
+class _Phase(Enum):
+    """How far a step has come: each phase leads to the next, and the last to another step."""
+
+    WAITING = auto()  # for its first forward pass
+    GRADIENTS = auto()  # are made, reduced and clipped
+    UPDATES = auto()  # an optimizer was called; the next forward pass ends the step
+
+
 @dataclass(slots=True)
 class _Step:
     """The step that is being recorded."""
 
+    phase: _Phase = _Phase.WAITING
     figures: dict[str, TensorFigures] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     labels: Labels | None = None
     passes: int = 0
-    updated: bool = False
     unclipped: dict[str, TensorFigures] = field(default_factory=dict)
     before: dict[str, Tensor | Part] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -147,7 +156,6 @@ class ParityRecorder:
         self.present_step = first_step
         self._first = first_step
         self._failed = ""
-        self._begun = False
         self._now = _Step()
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
@@ -241,7 +249,7 @@ class ParityRecorder:
         self._end_step()
         if not self.active:
             return
-        if not self._begun:
+        if self._now.phase is _Phase.WAITING:
             self._begin_step()
         now = self._now
         now.passes += 1
@@ -263,8 +271,8 @@ class ParityRecorder:
         self._inside = True
 
     def _begin_step(self) -> None:
-        self._begun = True
         now = self._now
+        now.phase = _Phase.GRADIENTS
         first = self.present_step == self._first
         now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
         if first:
@@ -294,7 +302,7 @@ class ParityRecorder:
 
     @_recorded
     def _see_output(self, kind: str, name: str, tensor: Tensor) -> None:
-        if self._begun and self._outputs is not None:
+        if self._outputs is not None and self._now.phase is not _Phase.WAITING:
             self._outputs.add(kind, name, tensor)
 
     @_recorded
@@ -323,7 +331,7 @@ class ParityRecorder:
             self._keep_unclipped(self._megatron.gradients)
 
     def _keep_unclipped(self, gradients: Sequence[Named]) -> None:
-        if self._begun and not self._now.updated:
+        if self._now.phase is _Phase.GRADIENTS:
             self._now.unclipped = {UNCLIPPED: self._meter.measure(gradients)}
             self._now.facts.pop("clipping seen", None)
 
@@ -331,7 +339,7 @@ class ParityRecorder:
     def _see_clipping(self, parameters: Any, max_norm: Any, *args: Any, **more: Any) -> None:
         """Keep the gradients that the training is about to clip, which it may have unscaled."""
         now = self._now
-        if not self._begun or now.updated:
+        if now.phase is not _Phase.GRADIENTS:
             return
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not any(id(p) in self._names for p in several):
@@ -344,10 +352,10 @@ class ParityRecorder:
     @_recorded
     def before_update(self, optimizer: Any) -> None:
         """An optimizer, or several as one, is about to be called."""
-        if not self._begun:
-            return
         now = self._now
-        now.updated = True
+        if now.phase is _Phase.WAITING:
+            return
+        now.phase = _Phase.UPDATES
         now.facts["scaler"] = _scaler_around()
         for each in all_of(optimizer):
             if any(p.grad is not None and not self._held.in_tensor(p) for p in _parameters(each)):
@@ -379,9 +387,9 @@ class ParityRecorder:
     @_recorded
     def after_update(self, optimizer: Any) -> None:
         """An optimizer has been called."""
-        if not self._begun:
-            return
         now = self._now
+        if now.phase is _Phase.WAITING:
+            return
         after = [
             (name, part(p))
             for each in all_of(optimizer)
@@ -427,9 +435,9 @@ class ParityRecorder:
 
     @_recorded
     def _end_step(self) -> None:
-        if not self._now.updated:
-            return
         now = self._now
+        if now.phase is not _Phase.UPDATES:
+            return
         losses, multipliers = self._losses.collect()
         arrays = read_losses(losses, multipliers, 1.0).arrays
         samples = [np.asarray(s if isinstance(s, np.ndarray) else s.numpy(), np.int64).reshape(-1)
@@ -473,7 +481,6 @@ class ParityRecorder:
         )
         self._forget_inner_hooks()
         self._now = _Step()
-        self._begun = False
         self.present_step += 1
 
     def _write(self, step: RankStep) -> None:
