@@ -38,7 +38,6 @@ from rankscope.bus.parity import (
 from rankscope.bus.probe import Job, Probe
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
-from rankscope.evidence.parity.experts import DealtExperts
 from rankscope.evidence.parity.figures import (
     FigureMeter,
     Labels,
@@ -48,9 +47,14 @@ from rankscope.evidence.parity.figures import (
     labels_before,
     part_of,
 )
-from rankscope.evidence.parity.held import HeldElements, size_of, stored
+from rankscope.evidence.parity.held import (
+    DealtExperts,
+    HeldElements,
+    MegatronBuffers,
+    size_of,
+    stored,
+)
 from rankscope.evidence.parity.inside import LayerOutputs
-from rankscope.evidence.parity.megatron import MegatronBuffers
 from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
