@@ -131,11 +131,11 @@ def _recorded(work: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class ParityRecorder:
+class ParityRecorder(Probe):
     """Records the first steps of a model.
 
-    The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
-    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`.
+    The calls of a step come in this order: :meth:`on_inputs`, :meth:`on_output`,
+    :meth:`see_roots`, :meth:`see_reduced`, :meth:`see_update`, :meth:`after_update`.
     """
 
     repeating = False  # no pass is the recorder's own
@@ -214,8 +214,12 @@ class ParityRecorder:
         """Take a loss: see :meth:`rankscope.Scope.loss`."""
         self._losses.give(value, weight, **more)
 
+    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
+        """Take the loss that the user has given of a micro-batch."""
+        self.loss(value, weight, **more)
+
     @_recorded
-    def samples(self, samples: Any) -> None:
+    def give_samples(self, samples: Any, forward: int) -> None:
         """Take the identity of samples: see :meth:`rankscope.Scope.batch`."""
         self._samples.give(samples)
 
@@ -248,7 +252,7 @@ class ParityRecorder:
             _log.debug("nor could it write that", exc_info=True)
 
     @_recorded
-    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """A forward pass of the training begins: the first one after an update ends a step."""
         self._end_step()
         if not self.active:
@@ -263,14 +267,12 @@ class ParityRecorder:
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
-        self._enter()
+        self._random.before_forward()
+        self._inside = True
 
     @_recorded
     def go_on(self) -> None:
         """A micro-batch goes on in another stage of this rank."""
-        self._enter()
-
-    def _enter(self) -> None:
         self._random.before_forward()
         self._inside = True
 
@@ -295,7 +297,7 @@ class ParityRecorder:
             self._start.perturb(self._module, self._held)
 
     @_recorded
-    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+    def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """A forward pass of the training has ended."""
         self._inside = False
         self._random.after_forward()
@@ -354,7 +356,7 @@ class ParityRecorder:
             now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
 
     @_recorded
-    def before_update(self, optimizer: Any) -> None:
+    def see_update(self, optimizer: Any) -> None:
         """An optimizer, or several as one, is about to be called."""
         now = self._now
         if now.phase is _Phase.WAITING:
@@ -389,7 +391,7 @@ class ParityRecorder:
                 now.before.update((name, part(copy)) for name, part in held)
 
     @_recorded
-    def after_update(self, optimizer: Any) -> None:
+    def after_update(self, optimizer: Any, *, complete: bool = True) -> None:
         """An optimizer has been called."""
         now = self._now
         if now.phase is _Phase.WAITING:
@@ -630,58 +632,27 @@ def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class ParityProbe(Probe):
-    """Passes on what happens to a recorder."""
+class ParityProbe(ParityRecorder):
+    """Records a training that has a session."""
 
     def __init__(self, job: Job) -> None:
         ranks = ranks_of(job.wrapped.group)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
-        self._optimizer = job.optimizer
-        self._recorder = ParityRecorder(
+        super().__init__(
             job.wrapped.module,
             place,
             job.parity,
             wrapper=job.wrapped.wrapper,
             optimizers=all_of(job.optimizer),
         )
-        self._waits = False
-
-    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
-        """A forward pass in training begins."""
-        self._waits = True
-        self._recorder.begin_pass(args, kwargs)
-
-    def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
-        """It has ended."""
-        self._recorder.end_pass(output, kwargs)
-
-    def see_reduced(self) -> None:
-        """The reduction is over."""
-        self._recorder.see_reduced()
+        self._optimizer = job.optimizer
 
     def before_update(self) -> None:
         """An optimizer is about to be called: what all of them hold is kept at the first call."""
-        if self._waits:
-            self._waits = False
-            self._recorder.before_update(self._optimizer)
-
-    def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """An optimizer has been called."""
-        self._recorder.after_update(optimizer)
-
-    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
-        """The user has given the loss of a micro-batch."""
-        self._recorder.loss(value, weight, **more)
-
-    def give_samples(self, samples: Any, forward: int) -> None:
-        """The user has given the ids of samples."""
-        self._recorder.samples(samples)
-
-    def close(self) -> None:
-        """End the record."""
-        self._recorder.close()
+        if self._now.phase is _Phase.GRADIENTS:
+            self.see_update(self._optimizer)
 
 
 def make_probe(job: Job) -> ParityProbe | None:
