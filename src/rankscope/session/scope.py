@@ -547,7 +547,8 @@ class Scope:
 
     def _leave_to_parent(self) -> None:
         """Switch off in a process that was forked from the training's."""
-        self._monitor = _Monitor.OFF
+        if not self._closed:
+            self._monitor = _Monitor.OFF
         self._guard.open = False
 
 
