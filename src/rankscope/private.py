@@ -222,7 +222,7 @@ USES = (
         "wrappers.accumulation wrappers.ddp wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
         " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
-        " lab.reductions.order_free evidence.copies.probe evidence.state.counts",
+        " lab.reductions.order_free evidence.copies.probe evidence.state.rare",
         "whether a gradient, a buffer or a copy was written since it was read",
         _SWITCHES_OFF,
     ),
@@ -513,7 +513,7 @@ USES = (
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.plan"
         " evidence.state.probe evidence.optimizer.probe"
-        " evidence.state.counts"
+        " evidence.state.rare"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -521,7 +521,7 @@ USES = (
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.probe evidence.state.counts tools.doctor.model",
+        "evidence.state.plan evidence.state.probe evidence.state.rare tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),

@@ -121,7 +121,7 @@ def test_what_was_sent_before_a_connection_anew_is_read_first(agent):
     link = link_to(agent)
     link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
     send(link, *range(60), size=100_000)  # more than is read at once, where the system has room
-    link._in_system_call = True
+    link._connection = link_module._Connection.IN_CALL
     send(link, *range(60, 64), size=100_000)
     agent.server.start()
     while not link.drain(0.0):

@@ -33,6 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,6 +95,18 @@ class Traffic:
         return self.sent + self.received
 
 
+class _Connection(Enum):
+    """What is known of the connection.
+
+    Each system call leads from OPEN to IN_CALL and back. Ctrl-C may leave it at IN_CALL: then the
+    next call opens another connection. A call that fails leads to SHUT, or raises.
+    """
+
+    OPEN = auto()
+    IN_CALL = auto()
+    SHUT = auto()  # the agent takes no more, and has left frames that are unread
+
+
 class Link:
     """Exchanges frames with the agent.
 
@@ -119,7 +132,7 @@ class Link:
         self._progress = time.monotonic()
         self._looked = -math.inf
         self._sent = self._received = 0
-        self._in_system_call = self._shut = False
+        self._connection = _Connection.OPEN
         self._socket: socket.socket | None = None
         self._reader = FrameReader()
         self._chunk = memoryview(bytearray(_CHUNK))
@@ -183,7 +196,7 @@ class Link:
         while True:
             with self._lock:
                 self._push()
-                if not self._waiting or self._shut:
+                if not self._waiting or self._connection is _Connection.SHUT:
                     return not self._waiting
                 place = self._alive()
             left = until - time.monotonic()
@@ -256,23 +269,23 @@ class Link:
 
     def _push(self) -> socket.socket:
         """Send as many waiting bytes as there is room for; return the socket."""
-        if self._in_system_call:
+        if self._connection is _Connection.IN_CALL:
             self._open_again()
         place = self._alive()
         while self._waiting:
             view = self._waiting[0]
             if self._frame is None:
                 self._frame = view.obj if isinstance(view.obj, bytes) else bytes(view)
-            self._in_system_call = True
+            self._connection = _Connection.IN_CALL
             try:
                 count = place.send(view, QUIETLY)
             except BlockingIOError:
-                self._in_system_call = False
+                self._connection = _Connection.OPEN
                 break
             except OSError as error:
-                self._in_system_call = False
-                self._shut = has_incoming(place)  # read its reason first
-                if self._shut:
+                self._connection = _Connection.OPEN
+                if has_incoming(place):  # read its reason first
+                    self._connection = _Connection.SHUT
                     break
                 self._end(error)
             if count == len(view):
@@ -280,7 +293,7 @@ class Link:
                 self._frame = None
             else:
                 self._waiting[0] = view[count:]
-            self._in_system_call = False
+            self._connection = _Connection.OPEN
             self._bytes_waiting -= count
             self._sent += count
             if not TELLS_UNREAD:
@@ -289,7 +302,7 @@ class Link:
 
     def _open_again(self) -> None:
         """Open another connection: the number of bytes sent on this one is unknown."""
-        self._in_system_call = False
+        self._connection = _Connection.OPEN
         if self._socket is not None:
             self._socket.close()
         if self._frame is not None and self._waiting:
@@ -305,24 +318,24 @@ class Link:
         self._bytes_waiting = sum(map(len, self._waiting))
 
     def _pull(self) -> list[Frame]:
-        if self._in_system_call:
+        if self._connection is _Connection.IN_CALL:
             self._open_again()
         place = self._alive()
         frames: list[Frame] = []
         while True:
-            self._in_system_call = True
+            self._connection = _Connection.IN_CALL
             try:
                 size = place.recv_into(self._chunk)
             except BlockingIOError:
-                self._in_system_call = False
+                self._connection = _Connection.OPEN
                 return frames
             except OSError as error:
-                self._in_system_call = False
+                self._connection = _Connection.OPEN
                 if frames:
                     return frames
                 self._end(error)
             if not size:
-                self._in_system_call = False
+                self._connection = _Connection.OPEN
                 if frames:
                     return frames
                 self._end(None)
@@ -331,7 +344,7 @@ class Link:
             except FrameError as error:
                 raise LinkError(str(error)) from error
             self._received += size
-            self._in_system_call = False
+            self._connection = _Connection.OPEN
 
     def _end(self, error: OSError | None) -> None:
         why = "" if error is None else f" ({error.strerror or error})"

@@ -297,7 +297,7 @@ class _Training:
                     _meet()
                     raise SystemExit(0)
                 return
-        self._recorder.begin_pass(args, kwargs)
+        self._recorder.on_inputs(args, kwargs)
 
     @_recording
     def _before_stage(self, model: Any, args: Any) -> None:
@@ -309,7 +309,7 @@ class _Training:
     def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Note that a forward pass has ended."""
         if self._recorder.training:
-            self._recorder.end_pass(output, kwargs)
+            self._recorder.on_output(output, kwargs)
 
     def _around_backward(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -336,7 +336,7 @@ class _Training:
         if not self._recorder.knows(optimizer):
             self._recorder.see_other(optimizer)
             return None
-        before_update = functools.partial(self._recorder.before_update, optimizer)
+        before_update = functools.partial(self._recorder.see_update, optimizer)
         with_closure = _after_closure(args, kwargs, before_update)
         if with_closure is None:
             before_update()
@@ -347,7 +347,7 @@ class _Training:
         """Note that an update begins: the closure before it has begun the training."""
         self._depth = 1
         if self._recorder.knows(optimizer):
-            self._recorder.before_update(optimizer)
+            self._recorder.see_update(optimizer)
 
     @_recording
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -49,14 +50,75 @@ _MOST_PASSES = 8192
 """Most forward passes of one step; the data of more would only fill the memory."""
 
 
+class Phase(Enum):
+    """How far a step has come."""
+
+    OPEN = auto()  # no reduction is known of, and no optimizer was called
+    REDUCED = auto()  # gradients were reduced, and may wait for more of them
+    UPDATED = auto()  # an optimizer was called, and no reduction is known of
+    APPLIED = auto()  # gradients were reduced, and an optimizer was called
+    LEAVING = auto()  # it is handed over, once more where Ctrl-C cuts that short
+
+
+class Event(Enum):
+    """What may move a step to another phase."""
+
+    REDUCTION = auto()  # a forward pass begins after a backward pass that reduces
+    OPTIMIZER_BEGINS = auto()
+    OPTIMIZER_ENDS = auto()
+    FORGET = auto()  # the data so far is dropped
+    HAND_OVER = auto()
+
+
+MOVES: Mapping[Event, Mapping[Phase, Phase]] = {
+    Event.REDUCTION: {
+        Phase.OPEN: Phase.REDUCED,
+        Phase.UPDATED: Phase.APPLIED,
+    },
+    Event.OPTIMIZER_BEGINS: {
+        Phase.UPDATED: Phase.OPEN,
+        Phase.APPLIED: Phase.REDUCED,
+    },
+    Event.OPTIMIZER_ENDS: {
+        Phase.OPEN: Phase.UPDATED,
+        Phase.REDUCED: Phase.APPLIED,
+    },
+    Event.FORGET: {
+        Phase.REDUCED: Phase.OPEN,
+        Phase.UPDATED: Phase.OPEN,
+        Phase.APPLIED: Phase.OPEN,
+    },
+    Event.HAND_OVER: {
+        Phase.OPEN: Phase.LEAVING,
+        Phase.REDUCED: Phase.LEAVING,
+        Phase.UPDATED: Phase.LEAVING,
+        Phase.APPLIED: Phase.LEAVING,
+    },
+}
+"""The life of a step: where an event moves it; it has no effect in a phase that is not listed."""
+
+
 @dataclass(slots=True)
 class _StepSoFar:
     """What a step has seen so far; the next one begins with a new one."""
 
-    reduced: bool = False  # some backward pass has reduced gradients
-    updated: bool = False  # the last call of an optimizer has ended
+    phase: Phase = Phase.OPEN
     unreduced: bool = False  # an optimizer was called with gradients that nothing had reduced
     left_over: bool | None = None  # it adds to gradients that were applied; None: not known yet
+
+    def move(self, event: Event) -> None:
+        """Move to the phase that the event leads to."""
+        self.phase = MOVES[event].get(self.phase, self.phase)
+
+    @property
+    def over(self) -> bool:
+        """Whether the next forward pass belongs to the next step."""
+        return self.updated or self.phase is Phase.LEAVING
+
+    @property
+    def updated(self) -> bool:
+        """Whether an optimizer was called, and no other call has begun since."""
+        return self.phase in (Phase.UPDATED, Phase.APPLIED)
 
 
 class StepCollector:
@@ -74,13 +136,13 @@ class StepCollector:
         first_step: int = 0,
         channel: Channel | None = None,
     ) -> None:
-        self.paused = self._evaluating = self._runs_model = False
-        self._in_forward = self._trains_inside = False
-        self._evaluated = False  # whether a pass in evaluation mode may prove to be trained on
-        self.by_backward = False  # whether a backward pass has begun the last micro-batch
         self.step = first_step
-        self._knows_optimizer = optimizer is not None
-        self._warned = False
+        self.paused = False  # gradients are not measured
+        self.by_backward = False  # a backward pass has begun the last micro-batch
+        self._evaluating = False  # the training runs in evaluation mode
+        self._evaluated = False  # a pass in evaluation mode may prove to be trained on
+        self._runs_model = False  # a probe runs the model
+        self._noted: set[str] = set()  # what is noted once in a session
         self.intervals = Intervals(instruments.options.every)
         self._guard = guard
         self._send = send
@@ -97,7 +159,6 @@ class StepCollector:
         self._turns = [each for each in probes if type(each).on_turn is not Probe.on_turn]
         self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]
         self._so_far = _StepSoFar()
-        self._forgot = self._handing_over = False
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation: Accumulation | None = None
@@ -218,7 +279,6 @@ class StepCollector:
         if not bypassed:
             self.call("before_pass", self.step, args, kwargs)
         self.by_backward = False
-        self._in_forward = True
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
         self.call("on_inputs", args, kwargs, self._passes.current)
@@ -293,7 +353,7 @@ class StepCollector:
         if (
             self._evaluating
             and self._tap.complete
-            and self._knows_optimizer
+            and self._accumulation is not None
             and not self._so_far.updated
         ):
             self._forget()
@@ -308,7 +368,6 @@ class StepCollector:
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Handle the output of a forward pass in training."""
-        self._in_forward = False
         self.call("after_forward")
         self._passes.end(output)
         self.call("on_output", output, kwargs, self._passes.current)
@@ -346,8 +405,7 @@ class StepCollector:
         self._passes.train()
         if self._so_far.left_over is None:
             self._so_far.left_over = adds
-        if self._in_forward and not self._trains_inside:
-            self._trains_inside = True
+        if self._passes.running and self._is_new("trains inside"):
             self.call("forbid", "the model's forward pass itself runs backward passes")
 
     def begin_backward(self) -> None:
@@ -360,7 +418,7 @@ class StepCollector:
         if self._tap.awaits_backward:
             return
         give_later: Callable[[int], None] | None = None
-        if self._so_far.updated:
+        if self._so_far.over:
             loss: Any = self._probes["loss"]
             give_later = loss.take_later(self._passes.current + 1)
             self.close_step()
@@ -374,12 +432,12 @@ class StepCollector:
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""
-        if self._accumulation is not None and not self._so_far.updated:
+        if self._accumulation is not None and not self._so_far.over:
             self._guard(self._accumulation.see_clipped, parameters)
 
     def begin_optimizer_step(self) -> None:
         """Handle the beginning of ``optimizer.step``."""
-        self._so_far.updated = False
+        self._so_far.move(Event.OPTIMIZER_BEGINS)
         self._tap.see_optimizer()
         self._so_far.unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
@@ -404,7 +462,7 @@ class StepCollector:
 
     def count_optimizer_step(self, optimizer: Any) -> None:
         """Handle the end of ``optimizer.step``."""
-        self._so_far.updated = True
+        self._so_far.move(Event.OPTIMIZER_ENDS)
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1, optimizer)
         self.call("after_update", optimizer, complete=self._tap.complete)
@@ -426,7 +484,8 @@ class StepCollector:
         if self._tap.complete and not last and self._waits_for_more():
             return
         cut_short = self._guard.take_cut_short()
-        if self._tap.complete or self._handing_over:
+        phase = self._so_far.phase
+        if self._tap.complete or phase is Phase.LEAVING:
             self._updates_alone = 0
             if cut_short:
                 self._forget()
@@ -435,15 +494,14 @@ class StepCollector:
                 self._hand_over(comparable=comparable)
         elif self._tap.aborted:  # the training has caught an exception of its backward pass
             self._forget()
-        elif self._so_far.updated and self._so_far.reduced:  # not in the last backward pass
+        elif phase is Phase.APPLIED:  # not in the last backward pass
             self._hand_over()
-        elif self._so_far.updated and (self._local or self._updates_alone > 1):
+        elif phase is Phase.UPDATED and (self._local or self._updates_alone > 1):
             self._local = True
             self._hand_over()
         elif self._passes.current + 1 >= _MOST_PASSES:
             self._forget()
-            if not self._forgot:
-                self._forgot = True
+            if self._is_new("forgotten"):
                 _log.warning(
                     "nothing is recorded of %d forward passes: none of their backward passes has "
                     "synchronised gradients, and no optimizer that watch() knows was called",
@@ -452,8 +510,8 @@ class StepCollector:
 
     def _waits_for_more(self) -> bool:
         """Return whether the step goes on after its gradients were reduced."""
-        self._so_far.reduced = True
-        if self._accumulation is None or self._so_far.updated or self._handing_over:
+        self._so_far.move(Event.REDUCTION)
+        if self._accumulation is None or self._so_far.over:
             return False
         passes = self._passes.current + 1
         return self._accumulation.goes_on(passes, in_calls=self._schedule.found)
@@ -471,7 +529,14 @@ class StepCollector:
         self._schedule.collect()
         self.call("abort")
         self._passes.take_idle()
-        self._so_far = _StepSoFar(unreduced=self._so_far.unreduced)
+        self._so_far.move(Event.FORGET)
+        self._so_far.left_over = None
+
+    def _is_new(self, note: str) -> bool:
+        """Return whether this is noted for the first time in the session."""
+        known = note in self._noted
+        self._noted.add(note)
+        return not known
 
     def _shadow(self) -> None:
         """Send a step without data, in ``join()`` after this rank's last batch.
@@ -483,10 +548,10 @@ class StepCollector:
 
     def _hand_over(self, *, comparable: bool = True) -> None:
         """Send the step; ``comparable``: healthy workers have equal state after it."""
-        self._handing_over = True
+        updated = self._so_far.updated
+        self._so_far.move(Event.HAND_OVER)
         now = time.perf_counter()
-        if self._evaluating and not self._warned:
-            self._warned = True
+        if self._evaluating and self._is_new("evaluating"):
             _log.warning(
                 "rank %d trains in evaluation mode since step %d: without dropout, and with fixed "
                 "batch statistics; call model.train(), unless it is intended",
@@ -495,7 +560,7 @@ class StepCollector:
             )
         busy = self._tap.busy_seconds
         gradient = self._collect_gradient()
-        end = self._end_of_step(gradient, now, busy, comparable=comparable)
+        end = self._end_of_step(gradient, now, busy, updated=updated, comparable=comparable)
         parts = [part for call in self._calls["collect"] if (part := call(end)) is not None]
         local = LocalStep(self.step, parts, gradient)
         self._guard.leave_out(self._later_seconds)  # counted for the next step
@@ -503,18 +568,23 @@ class StepCollector:
         self.step += 1
         self._so_far = _StepSoFar()
         self._last_time = now
-        self._handing_over = False
         begin_copies()
         self._send(local)
 
     def _end_of_step(
-        self, gradient: GradientTransfer | None, now: float, busy: float, *, comparable: bool
+        self,
+        gradient: GradientTransfer | None,
+        now: float,
+        busy: float,
+        *,
+        updated: bool,
+        comparable: bool,
     ) -> StepEnd:
         num_passes = self._passes.current + 1
         set_aside = False
         if self._accumulation is not None:
             set_aside = self._accumulation.set_aside
-            self._accumulation.end_step(num_passes, updated=self._so_far.updated)
+            self._accumulation.end_step(num_passes, updated=updated)
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
         observed = gradient is not None

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
+from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +61,26 @@ _BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits
 _AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
+class _Monitor(Enum):
+    """Whether the monitor runs: from RUNNING, a failure or a fork leads to OFF for good.
+
+    ``close`` leads from both to CLOSING, and at its end to CLOSED.
+    """
+
+    RUNNING = auto()
+    OFF = auto()
+    CLOSING = auto()  # waits for the agent
+    CLOSED = auto()
+
+
+class _Forward(Enum):
+    """The forward pass that runs; one that raises leaves its mark until the next one."""
+
+    NONE = auto()
+    OUTER = auto()  # of the model that the training calls
+    BYPASSING = auto()  # in training, of the module inside the wrapper, past the wrapper
+
+
 class Scope:
     """A running monitor; made by :func:`rankscope.watch`."""
 
@@ -81,7 +102,9 @@ class Scope:
         self._handle = handle
         self._announces_end = announce_end
         self._agent_seconds = 0.0
-        self._off = self._closed = self._inside = self._training = self._bypassing = False
+        self._monitor = _Monitor.RUNNING
+        self._forward = _Forward.NONE
+        self._training = False  # the last forward pass of the model counts
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.wrapped.device))
         channel = Channel(
@@ -139,14 +162,14 @@ class Scope:
 
         The first access requests reports from the agent from then on.
         """
-        if not self._closed and not self._off:
+        if self._monitor is _Monitor.RUNNING:
             self._guard(self._inbox.subscribe)
         return self._inbox.latest
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All findings so far, each in its latest state."""
-        if not self._closed and not self._off:
+        if self._monitor is _Monitor.RUNNING:
             self._guard(self._inbox.read)
         return tuple(self._inbox.findings.values())
 
@@ -266,6 +289,10 @@ class Scope:
         """Measure gradients again, from the next step on."""
         self._collector.paused = False
 
+    @property
+    def _closed(self) -> bool:
+        return self._monitor in (_Monitor.CLOSING, _Monitor.CLOSED)
+
     def until_closed(self, *hooks: Any) -> None:
         """Call ``remove()`` of hooks, or of replaced parts of a framework, at the end."""
         self._hooks.extend(hooks)
@@ -286,7 +313,7 @@ class Scope:
         if not interrupted:
             self._guard(self._collector.call, "see_saved")
         self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
-        self._closed = True
+        self._monitor = _Monitor.CLOSING
         settled = self._guard.open
         self._guard.open = False
         try:
@@ -298,7 +325,7 @@ class Scope:
         except RankscopeError as error:
             self._warn(error)
         finally:  # Ctrl-C ends the wait; sent frames are not lost
-            self._off = True
+            self._monitor = _Monitor.CLOSED
             self._link.close()
             if self._mark is not None:
                 self._mark.close()
@@ -384,7 +411,7 @@ class Scope:
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         if self._collector.repeating:
             return
-        self._inside = True
+        self._forward = _Forward.OUTER
         self._hooks_inside = self._may_hook_inside(model)
         self._training = self._collector.trains(model)
         if self._training:
@@ -392,7 +419,7 @@ class Scope:
                 self._guard(self._keep_pace, self._collector.step + 1 - PACE.lead)
             self._guard(self._begin_forward, model, args, kwargs)
             self._beat("forward")
-            if not self._off:
+            if self._monitor is _Monitor.RUNNING:
                 self._inbox.notify(self._collector.step)
 
     def _may_hook_inside(self, model: Any) -> bool:
@@ -418,36 +445,38 @@ class Scope:
         """Run a canary that is due; detect a forward pass that bypasses the wrapper."""
         if self._collector.repeating:
             return
-        if self._inside and not self._hooks_inside:
-            return
-        if self._inside:
-            self._bypassing = False
+        if self._forward is _Forward.OUTER:
+            if not self._hooks_inside:
+                return
             self._guard(self._collector.call, "enter_module")
             self._guard(self._collector.call, "on_module_inputs", args, kwargs)
             if self._collector.turn_due:
                 self._guard(self._collector.give_turns, self._model)
             return
-        self._bypassing = is_training(model)
-        if self._bypassing and log_if_rewrapped(model, self._model):
-            self._bypassing = False
+        self._forward = _Forward.NONE
+        if not is_training(model):
+            return
+        if log_if_rewrapped(model, self._model):
             self._close(CLOSE_SECONDS)
-        elif self._bypassing:
+        else:
+            self._forward = _Forward.BYPASSING
             self._guard(partial(self._collector.begin_micro_batch, args, kwargs, bypassed=True))
             self._guard(self._collector.call, "on_module_inputs", args, kwargs)
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.repeating:
             return
-        if self._bypassing or self._hooks_inside:
+        bypassing = self._forward is _Forward.BYPASSING
+        if bypassing or self._hooks_inside:
             self._guard(self._collector.call, "on_module_output", output)
-        if self._bypassing:
-            self._bypassing = False
+        if bypassing:
+            self._forward = _Forward.NONE
             self._guard(self._collector.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.repeating:
             return
-        self._inside = False
+        self._forward = _Forward.NONE
         if not self._hooks_inside:
             self._guard(self._collector.call, "on_module_output", output)
         self._guard(self._collector.end_forward, model, args, kwargs, output)
@@ -473,7 +502,7 @@ class Scope:
         self._beat("step")
         if self._collector.by_backward:  # no forward pass comes in which the inbox is read
             self._guard(self._inbox.read)
-            if not self._off:
+            if self._monitor is _Monitor.RUNNING:
                 self._inbox.notify(self._collector.step)
 
     def _before_state_dict(self, optimizer: Any) -> None:
@@ -493,8 +522,8 @@ class Scope:
     # Failures ------------------------------------------------------------------------------
 
     def _fail(self, error: Exception) -> None:
-        if not self._off:
-            self._off = True
+        if self._monitor is _Monitor.RUNNING:
+            self._monitor = _Monitor.OFF
             self._guard.open = False
             self._warn(error)
             with contextlib.suppress(Exception):  # the link itself may have failed
@@ -518,7 +547,8 @@ class Scope:
 
     def _leave_to_parent(self) -> None:
         """Switch off in a process that was forked from the training's."""
-        self._off = True
+        if not self._closed:
+            self._monitor = _Monitor.OFF
         self._guard.open = False
 
 

@@ -45,7 +45,7 @@ class Diagnosis:
         self._detectors = _judges_of(run)
         self._num_workers = run.num_workers
         self._batches = RecentBatches(run.num_workers)
-        self._num_steps = 0
+        self.num_steps = 0  # diagnosed steps, with those of the runs that this one continues
         self._latest: dict[str, Finding] = {}
         self._events = FindingEvents()
         self._step = -1
@@ -58,11 +58,6 @@ class Diagnosis:
         return tuple(self._latest.values())
 
     @property
-    def num_steps(self) -> int:
-        """Number of diagnosed steps, with those of the runs that this one continues."""
-        return self._num_steps
-
-    @property
     def next_step(self) -> int:
         """The first step number of a run that continues this one."""
         return self._step + 1
@@ -71,7 +66,7 @@ class Diagnosis:
         """Return the state of detectors and findings, as plain data."""
         return {
             "num_workers": self._num_workers,
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
             "step": self._step,
             "batches": self._batches.state(),
             "detectors": {type(one).__name__: one.state() for one in self._detectors},
@@ -92,7 +87,7 @@ class Diagnosis:
             self._batches.restore(state["batches"])
             findings = [Finding.from_json(event) for event in state["findings"]]
             reported = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
-            self._num_steps = int(state["num_steps"])
+            self.num_steps = int(state["num_steps"])
             self._step = int(state["step"])
         except StateError:
             raise
@@ -143,9 +138,9 @@ class Diagnosis:
         streams = [detector.observe(steps) for detector in self._detectors]
         for number in steps.numbers:
             self._step = number
-            if not self._num_steps:
+            if not self.num_steps:
                 self._begun_at = number
-            self._num_steps += 1
+            self.num_steps += 1
             yield self._updates([next(stream) for stream in streams])
 
     def close(self) -> list[Finding]:

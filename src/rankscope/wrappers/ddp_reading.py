@@ -16,6 +16,7 @@ call for each would take longer than the copy.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from operator import attrgetter, call, is_
 from weakref import ref
@@ -91,12 +92,10 @@ class LocalReading:
         self._kept: list[tuple[Measured, int]] = []  # with versions; also copies
         self._kept_bytes = 0
         self._seen: dict[str, _State] = {}  # read in hooks, or guards
-        self._measure = self._synchronises = False
+        self._measure = False  # this pass
+        self._synchronises = False  # this pass
         self._wanted: Mapping[str, None] = {}  # in an order
-        self._made: list[int] = []  # versions of gradients that a step's first pass made
-        self._times_made = 0  # in a row
-        self._trusted_after = _TRUSTED_AFTER  # doubled after each failure
-        self._sees_made = self._learns_made = False  # whether this pass makes them
+        self._made = _MadeGradients(parameters)
         self._late: frozenset[str] = frozenset()
         self._chosen: tuple[object, ...] = ()  # the key of ``_late``
 
@@ -106,7 +105,7 @@ class LocalReading:
         Where the step's first pass makes all gradients, those that exist at its end show which
         parameters took part. Two parameters that every pass reaches show its beginning.
         """
-        if self._times_made < self._trusted_after or self._in_buckets or len(self._all) < _FEW:
+        if not self._made.trusted or self._in_buckets or len(self._all) < _FEW:
             return self._all
         stable = self._stable[synchronises].names
         return self._ends if len(stable) == len(self._all) else self._all
@@ -139,35 +138,33 @@ class LocalReading:
     def begin_step(self, first: str) -> list[Tensor]:
         """Begin a step, in its first pass; return the gradients that were there before it.
 
-        A gradient that the pass makes has another version than one that it adds to. Where the last
-        few steps made all, their versions show at the end whether this one does, and only one that
-        the pass has not reached is read here. That of ``first`` is there already.
+        Where the last few steps made all, their versions show at the end whether this one does, and
+        only one that the pass has not reached is read here. That of ``first`` is there already.
         """
         self.held_at_ends = False
         if self._in_buckets:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
         reads_all = len(self._stable[self._synchronises].names) == len(self._all)
-        if self._times_made >= self._trusted_after and self._measure and reads_all:
+        if self._made.trusted and self._measure and reads_all:
             ends = [
                 self._parameters[n].grad for n in self._ends if n not in (first, *self.left_out)
             ]
             left = [gradient for gradient in ends if gradient is not None]
-            self._sees_made = not left
             self.held_at_ends = bool(left)
-            self._times_made *= self._sees_made
+            self._made.begin(_Versions.EXPECTED, held=bool(left))
             return left
         own = self._parameters[first].grad
         gradients = map(_gradient_of, _without(self._parameters, self.left_out).values())
         held = [g for g in gradients if g is not None and g is not own]
-        self._learns_made = not held
-        self._times_made *= not held
+        self._made.begin(_Versions.LEARNT, held=bool(held))
         return held
 
     def forget(self) -> None:
         """Forget a pass that was never finished."""
         self.late = self.read_late = ()
         self._refs = NO_REFS
-        self.spoiled = self._sees_made = self._learns_made = False
+        self.spoiled = False
+        self._made.forget_pass()
         self._seen.clear()
         self._found = None
         self._kept.clear()
@@ -242,29 +239,11 @@ class LocalReading:
         if changed or _lacks_any(gradients):
             self.spoiled = True
             stable.give_up()
-        elif not self._makes(names, gradients):
+        elif not self._made.agree(names, gradients):
             self.spoiled = True
         else:
             self._sketcher.measure_whole(names, gradients, self.totals)
             self._refs = names, list(map(ref, gradients))
-
-    def _makes(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
-        """Return whether the pass has made its gradients, if it was expected to."""
-        versions = list(map(_version_of, gradients))
-        if self._learns_made and names == self._all:
-            self._times_made = self._times_made + 1 if versions == self._made else 1
-            self._made = versions
-        if not self._sees_made or versions == self._made:
-            return True
-        made = dict(zip(self._all, self._made, strict=True))
-        unused = self._parameters.keys() - set(names)
-        as_before = versions == [made[name] for name in names] and all(
-            self._parameters[name].grad is None for name in unused
-        )
-        if not as_before:
-            self._times_made = 0
-            self._trusted_after = min(2 * self._trusted_after, _TRUSTED_AFTER_MOST)
-        return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
         """Return whether a gradient stays as it is after its hook while we hold it."""
@@ -289,6 +268,64 @@ class LocalReading:
             self.spoiled = True
             self._unkeepable |= changed
         self._sketcher.measure_many([named for named, _ in kept], self.totals)
+
+
+class _Versions(Enum):
+    """What becomes of the versions of gradients at the end of a pass."""
+
+    IGNORED = auto()  # it has not begun a step, or adds to older gradients
+    LEARNT = auto()
+    EXPECTED = auto()  # to be those that were learnt
+
+
+class _MadeGradients:
+    """Whether the first pass of a step makes all gradients, or adds to older ones.
+
+    A gradient that a pass makes has another version than one that it adds to. Once the versions
+    were the same in a number of steps in a row, others show that a step is not like those.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._all = tuple(parameters)
+        self._learnt: list[int] = []
+        self._times = 0  # in a row
+        self._trusted_after = _TRUSTED_AFTER  # doubled after each failure
+        self._use = _Versions.IGNORED
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the last few steps made all gradients."""
+        return self._times >= self._trusted_after
+
+    def forget_pass(self) -> None:
+        """Forget a pass that was never finished."""
+        self._use = _Versions.IGNORED
+
+    def begin(self, use: _Versions, *, held: bool) -> None:
+        """Begin a step in its first pass; ``held``: there were gradients before."""
+        if held:
+            self._times = 0
+        else:
+            self._use = use
+
+    def agree(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
+        """Return whether the pass has made its gradients, if it was expected to."""
+        versions = list(map(_version_of, gradients))
+        if self._use is _Versions.LEARNT and names == self._all:
+            self._times = self._times + 1 if versions == self._learnt else 1
+            self._learnt = versions
+        if self._use is not _Versions.EXPECTED or versions == self._learnt:
+            return True
+        learnt = dict(zip(self._all, self._learnt, strict=True))
+        unused = self._parameters.keys() - set(names)
+        as_before = versions == [learnt[name] for name in names] and all(
+            self._parameters[name].grad is None for name in unused
+        )
+        if not as_before:
+            self._times = 0
+            self._trusted_after = min(2 * self._trusted_after, _TRUSTED_AFTER_MOST)
+        return as_before
 
 
 class _StableGradients:

@@ -17,6 +17,7 @@ the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 
 import sys
 from collections.abc import Callable, Iterator
+from enum import Enum, auto
 from typing import Any
 
 import torch.distributed as dist
@@ -76,6 +77,22 @@ def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
     yield "with SuperOffload", engine.super_offload()
 
 
+class _Pass(Enum):
+    """A backward pass: from NONE to RUNNING to ENDING, and back; one that raises stays."""
+
+    NONE = auto()
+    RUNNING = auto()
+    ENDING = auto()  # the engine may reduce
+
+
+class _Step(Enum):
+    """How far a step has come: from OPEN to LAST to STEPPED, until it is collected."""
+
+    OPEN = auto()
+    LAST = auto()  # a backward pass has ended that the engine takes for the last
+    STEPPED = auto()
+
+
 class DeepSpeedTap(GradientTap):
     """Reads gradients of a DeepSpeed engine.
 
@@ -101,8 +118,9 @@ class DeepSpeedTap(GradientTap):
         self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
         self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
         self._reduced = sketcher.new_totals()
-        self._measure = self._running = self._ending = False
-        self._last = self._stepped = False
+        self._measure = False
+        self._pass = _Pass.NONE
+        self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
         self._guarded = guarded
         self._stops = [
@@ -133,14 +151,14 @@ class DeepSpeedTap(GradientTap):
         there were as many as before any step so far. With ``gradient_accumulation_steps`` of 1,
         each of them is such a pass, also where the training accumulates all the same.
         """
-        if self._stepped or not self._last:
-            return self._stepped
+        if self._step is not _Step.LAST:
+            return self._step is _Step.STEPPED
         return self._num_backwards >= (self._most_backwards or _MOST_AT_FIRST)
 
     @property
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
-        return self._running
+        return self._pass is not _Pass.NONE
 
     def collect(self) -> LocalGradient | None:
         """Return the step's measurements and start again; None without valid ones."""
@@ -157,9 +175,10 @@ class DeepSpeedTap(GradientTap):
                 self._local.estimated,
                 accumulator_changes=self._sums.collect(),
             )
-        self._local.reset(begun=self._last and not self._stepped)
+        self._local.reset(begun=self._step is _Step.LAST)
         self._sums.reset()
-        self._running = self._ending = self._last = self._stepped = False
+        self._pass = _Pass.NONE
+        self._step = _Step.OPEN
         self._num_backwards = 0
         return gradient
 
@@ -171,23 +190,24 @@ class DeepSpeedTap(GradientTap):
 
     @guarded
     def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._measure and not self._running:
-            self._local.begin_backward(first=self._num_backwards == 0 or self._last)
+        if self._measure and self._pass is _Pass.NONE:
+            is_first = self._num_backwards == 0 or self._step is not _Step.OPEN
+            self._local.begin_backward(first=is_first)
             self._sums.begin_pass()
-        self._running = True
+        self._pass = _Pass.RUNNING
 
     @guarded
     def _begin_end(self, *args: Any, **kwargs: Any) -> None:
-        self._ending = True
+        self._pass = _Pass.ENDING
 
     @guarded
     def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
-        if self._measure and self._ending:
+        if self._measure and self._pass is _Pass.ENDING:
             self._local.before_reduction()
 
     @guarded
     def _end_backward(self, *args: Any, **kwargs: Any) -> None:
-        self._ending = False
+        self._pass = _Pass.RUNNING  # no reduction comes any more
         self._num_backwards += 1
         if self._measure:
             self._local.end_backward()
@@ -195,22 +215,23 @@ class DeepSpeedTap(GradientTap):
         if engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt:
             self._finish()
         if self._measure:
-            begins_anew = self._last and self._shards.replicated
+            begins_anew = self._step is not _Step.OPEN and self._shards.replicated
             self._sums.end_pass(self._local.sum_so_far, begins_anew=begins_anew)
-        self._running = False  # last: Ctrl-C in between leaves an aborted pass
+        self._pass = _Pass.NONE  # last: Ctrl-C in between leaves an aborted pass
 
     @guarded
     def _before_step(self, *args: Any, **kwargs: Any) -> None:
         """Close a step; its backward passes may not have known which of them was the last."""
         if not self._num_backwards:
             return
-        if not self._last:
+        if self._step is _Step.OPEN:
             self._finish()
-        self._stepped = True
+        self._step = _Step.STEPPED
         self._most_backwards = max(self._most_backwards, self._num_backwards)
 
     def _finish(self) -> None:
-        self._last = True
+        if self._step is _Step.OPEN:
+            self._step = _Step.LAST
         if not self._measure or self._read_reduced is ReadReduced.OFF:
             return
         shards = list(self._shards.shards())

@@ -10,6 +10,7 @@ and any wait for the host.
 import logging
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ _TIMED_EVERY = 7
 """Steps; marks cost some microseconds each. Intervals of observed steps are powers of two."""
 
 Marks = list[tuple[Any, Any]]
+
+
+class _Marking(Enum):
+    """Which of a step's work has marks.
+
+    The end of a step moves it from NONE to PART to ALL where a timed step is near, else to NONE;
+    work that must not count moves it from ALL to PART, and an error to GIVEN_UP for good.
+    """
+
+    NONE = auto()
+    PART = auto()  # marking has begun within the step, or not all of the work counts
+    ALL = auto()
+    GIVEN_UP = auto()
 
 
 class DeviceOverhead:
@@ -69,14 +83,12 @@ class DeviceClock:
         self._begun: Any = None
         self._marks: Marks = []
         self._free: list[Any] = []
-        self._works = True
-        self._marking = False
-        self._spoilt = True
+        self._marking = _Marking.NONE
         self._typical: dict[bool, float] = {}
 
     def begin(self) -> None:
         """Note that work begins."""
-        if self._marking:
+        if self._marking in (_Marking.PART, _Marking.ALL):
             self._begun = self._mark()
 
     def end(self) -> None:
@@ -89,7 +101,8 @@ class DeviceClock:
 
     def spoil(self) -> None:
         """Leave this step out: its present work is accounted for elsewhere."""
-        self._spoilt = True
+        if self._marking is _Marking.ALL:
+            self._marking = _Marking.PART
 
     def take(self, step: int, on_host: float, *, observed: bool) -> DeviceOverhead:
         """Return a step's overhead, which took so many seconds on the host, and begin the next one.
@@ -98,16 +111,23 @@ class DeviceClock:
         says whether gradients were measured in the step.
         """
         marks, self._marks = self._marks, []
-        timed = step % _TIMED_EVERY == 0 and self._works and not self._spoilt
+        timed = step % _TIMED_EVERY == 0 and self._marking is _Marking.ALL
         if not timed:
             self._give_back(marks)
-        self._spoilt = not self._marking
-        self._marking = self._works and any((step + later) % _TIMED_EVERY == 0 for later in (1, 2))
+        self._marking = self._next_marking(step)
         return DeviceOverhead(self, marks if timed else None, on_host, observed=observed)
+
+    def _next_marking(self, step: int) -> _Marking:
+        """Return how the step after this one is marked."""
+        if self._marking is _Marking.GIVEN_UP:
+            return _Marking.GIVEN_UP
+        if not any((step + later) % _TIMED_EVERY == 0 for later in (1, 2)):
+            return _Marking.NONE
+        return _Marking.PART if self._marking is _Marking.NONE else _Marking.ALL
 
     def read(self, marks: Marks | None, on_host: float, *, observed: bool) -> float:
         """Return a step's overhead in seconds; see :class:`DeviceOverhead`."""
-        if marks is not None and self._works:
+        if marks is not None and self._marking is not _Marking.GIVEN_UP:
             try:
                 seconds = sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
             except Exception as error:
@@ -115,12 +135,14 @@ class DeviceClock:
             else:
                 self._typical[observed] = seconds
                 self._give_back(marks)
-        return self._typical.get(observed, on_host) if self._works else on_host
+        if self._marking is _Marking.GIVEN_UP:
+            return on_host
+        return self._typical.get(observed, on_host)
 
     def _mark(self) -> Any:
         try:
             if self._is_capturing():
-                self._spoilt = True
+                self.spoil()
                 return None
             event = self._free.pop() if self._free else self._make_event()
             self._record(event)
@@ -134,9 +156,9 @@ class DeviceClock:
             self._free += pair
 
     def _give_up(self, error: Exception) -> None:
-        if self._works:
+        if self._marking is not _Marking.GIVEN_UP:
             _log.info("the monitor's cost is taken by the host's clock: %s", error)
-        self._works = self._marking = False
+        self._marking = _Marking.GIVEN_UP
 
 
 def clock_of(device: torch.device) -> DeviceClock | None:

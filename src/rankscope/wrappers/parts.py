@@ -36,15 +36,10 @@ class GradientParts:
         self._part = sketcher.new_totals()
         self._sum: GradientTotals | None = None  # of all parts but the last, where there are more
         self._seen: set[str] = set()  # in the part that is open
-        self._count = 0  # of closed parts, the one in ``_part`` among them if nothing is open
+        self.count = 0  # of closed parts, the one in ``_part`` among them if nothing is open
         self._closed = False  # the part in ``_part``
         self._squared_norms: list[Tensor] = []  # of parts in the sum
         self._squared_sketches: Tensor | None = None
-
-    @property
-    def count(self) -> int:
-        """How many parts have been closed."""
-        return self._count
 
     def measure(self, name: str, gradient: Tensor) -> None:
         """Add a parameter's gradient to the open part; one that is already in it opens another."""
@@ -71,12 +66,12 @@ class GradientParts:
             self._put_away()
         self._seen.clear()
         self._closed = True
-        self._count += 1
+        self.count += 1
 
     def add(self, part: GradientTotals) -> None:
         """Add a whole part that was measured elsewhere, and close it."""
         self._add(part)
-        self._count += 1
+        self.count += 1
 
     def reset(self) -> None:
         """Forget all parts."""
@@ -84,7 +79,7 @@ class GradientParts:
         self._squared_norms.clear()
         self._sum = self._squared_sketches = None
         self._closed = False
-        self._count = 0
+        self.count = 0
         self._part.reset()
 
     def totals(self) -> GradientTotals:
@@ -93,14 +88,14 @@ class GradientParts:
         With more than one part, ``squared_norms`` are estimates; ``largest`` is the largest
         magnitude in any part, ``nonfinite`` the count over all parts.
         """
-        if self._count == 0:
+        if self.count == 0:
             return self._sketcher.new_totals()
-        if self._count > 1 and self._closed:
+        if self.count > 1 and self._closed:
             self._put_away()
         if self._sum is None:
             return self._part.clone()
         totals = self._sum.clone()
-        if self._count > 1 and self._squared_sketches is not None:
+        if self.count > 1 and self._squared_sketches is not None:
             cross_terms = _squared_norms(totals.sketches) - self._squared_sketches
             totals.squared_norms.add_(cross_terms).clamp_(min=0.0)
         return totals

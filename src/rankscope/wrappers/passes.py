@@ -50,6 +50,7 @@ class ForwardPasses:
         self._reached = reached
         self._guarded = guarded
         self._passes: list[_Pass] = []
+        self.running = False  # a forward pass; or it has raised
 
     @property
     def current(self) -> int:
@@ -68,9 +69,11 @@ class ForwardPasses:
     def begin(self, *, reached: bool = False) -> None:
         """Begin a forward pass, or add one that a training backward pass has ``reached``."""
         self._passes.append(_Pass(returned=reached, trained=reached))
+        self.running |= not reached
 
     def end(self, output: object) -> None:
         """End the forward pass, which has returned ``output``."""
+        self.running = False
         this = self._passes[-1]
         this.returned = True
         for tensor in tensors_in(output):
@@ -81,7 +84,7 @@ class ForwardPasses:
     def train(self) -> None:
         """Note that the last forward pass trains, though nothing that it returned shows it."""
         if self._passes:
-            self._passes[-1].train()
+            self._passes[-1].trained = True
 
     def set_aside(self) -> None:
         """Note that the gradients of the passes so far were used for something else."""

@@ -63,7 +63,7 @@ def _digests_of_items(items: Sequence[Tensor]) -> Tensor:
 def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape != batch.shape:
         mask = None
-    if _on_host(batch):
+    if batch.is_cpu:
         digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
         if digests_B is not None:
             return torch.frombuffer(digests_B, dtype=torch.int64)
@@ -76,7 +76,7 @@ def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
 def _digests_in_torch(batch: Tensor, mask: Tensor | None) -> Tensor:
     present = None if mask is None else mask != 0
     words = _words(batch, whole=present is not None).to(torch.int64)
-    if _on_host(words):  # numpy does the same on the host, in a fraction of the time
+    if words.is_cpu:  # numpy does the same on the host, in a fraction of the time
         seen = None if present is None else present.numpy()
         return torch.from_numpy(_mixed(words.numpy(), seen, _weights_on_host()))
     digests: Tensor = _mixed(words, present, _weights(words.device))
@@ -132,10 +132,6 @@ def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
             MASKED=mask is not None,
         )  # fmt: skip
     return digests
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
 
 
 def _mixed(words: Any, present: Any, weights: Any) -> Any:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope.errors import UnsupportedError
-from rankscope.evidence.parity.experts import DealtExperts
+from rankscope.evidence.parity.held import DealtExperts
 from rankscope.evidence.parity.naming import Naming
 from support.ranks import run_ranks
 

@@ -127,9 +127,9 @@ def test_rounding_of_the_norm_that_clips_is_measured(tmp_path, size):
     vector = nn.Linear(size, 1, bias=False)
     recorder = ParityRecorder(vector, RecordPlace(tmp_path), 1)
     optimizer = torch.optim.SGD(vector.parameters(), lr=0.1)
-    recorder.begin_pass((torch.zeros(1),), {})
+    recorder.on_inputs((torch.zeros(1),), {})
     vector.weight.grad = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
-    recorder.before_update(optimizer)
+    recorder.see_update(optimizer)
     optimizer.step()
     recorder.after_update(optimizer)
     recorder.close()
@@ -211,7 +211,7 @@ def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
     net = model()
     recorder = ParityRecorder(net, RecordPlace(tmp_path / "parity"), 3)
     recorder._meter = None
-    recorder.begin_pass((torch.ones(2, 6),), {})
+    recorder.on_inputs((torch.ones(2, 6),), {})
     assert not recorder.active
     assert "parity records no more of this training" in caplog.text
     with pytest.raises(rankscope.RankscopeError, match="rank 0 of A could not be recorded"):

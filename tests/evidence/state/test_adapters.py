@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run, Severity
-from rankscope.evidence.state.adapters import adapted_matrices
+from rankscope.evidence.state.rare import adapted_matrices
 from support.ranks import run_ranks
 
 

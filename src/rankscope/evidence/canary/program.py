@@ -255,11 +255,11 @@ def _text(value: Any) -> str:
         return value.type
     if isinstance(value, _PLAIN):
         return repr(value)
-    return str(value) if isinstance(value, torch.layout | torch.memory_format) else _kind(value)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__qualname__
+    return (
+        str(value)
+        if isinstance(value, torch.layout | torch.memory_format)
+        else type(value).__qualname__
+    )
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -317,7 +317,7 @@ def _is_plain(value: Any) -> bool:
 def _name_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    return str(getattr(function, "__qualname__", None) or _kind(function))
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
 def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:

@@ -23,8 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.probe import Awaited, Job, MessagePart
-from rankscope.bus.rare import RareProbe, is_power
+from rankscope.bus.probe import Awaited, Job, MessagePart, RareProbe, is_power
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.copies import KEY
 from rankscope.gradients.host import HostCopy

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from rankscope.bus.probe import Job, MessagePart, Ready
-from rankscope.bus.rare import RareProbe
+from rankscope.bus.probe import Job, MessagePart, RareProbe, Ready
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.private import Patch, callers, find

@@ -5,13 +5,24 @@ flat shards, or copies in float32.
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.evidence.parity.figures import Part
+from rankscope.errors import UnsupportedError
+from rankscope.evidence.parity.figures import Named, Part
+from rankscope.evidence.parity.naming import Portion
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.calls import Relay
+from rankscope.wrappers.megatron import (
+    check_megatron,
+    is_sharded,
+    own_shards,
+    whole_gradients,
+)
 from rankscope.wrappers.optimizers import memory_of
 
 
@@ -128,3 +139,134 @@ def _share_of(parameter: Any) -> tuple[int, int, int]:
 
 def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:
     return Part(flat.detach().view(-1).narrow(0, start, length), (size,), (first,))
+
+
+class _Share(NamedTuple):
+    """The experts of this rank, ``own`` of them, among those of ``num_ranks`` ranks."""
+
+    layer: str  # the layer around them
+    rank: int
+    num_ranks: int
+    own: int
+
+
+class DealtExperts:
+    """Which of all experts a rank's are, where each rank's have the same names.
+
+    Megatron-core and DeepSpeed mark the parameters of such experts by ``allreduce = False``. A
+    rank's experts are numbered from 0, or lie in one tensor, one after the other. The layer around
+    them holds the ranks over which all experts are dealt out in order (``ep_group``).
+
+    Attributes:
+        pieces: What the parameters of this rank's experts are among those of all experts, by name.
+
+    Raises:
+        UnsupportedError: It is not known over which ranks the experts are dealt out.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._shares = {
+            name: _Share(
+                name,
+                dist.get_rank(each.ep_group),
+                dist.get_world_size(each.ep_group),
+                int(each.num_local_experts),
+            )
+            for name, each in module.named_modules()
+            if isinstance(getattr(each, "ep_group", None), dist.ProcessGroup)
+            and hasattr(each, "num_local_experts")
+        }
+        self.pieces: dict[str, Portion] = {}
+        for name, parameter in module.named_parameters():
+            if not is_dealt_out(parameter):
+                continue
+            share = self._share_of(name)
+            if share is None:
+                raise UnsupportedError(
+                    f"{name} stands for another expert on each rank, by one name for all, and no "
+                    "layer around it holds their ranks as ep_group"
+                )
+            own = size_of(parameter)
+            if _number_in(name, module, share):
+                piece = Portion(canonical_name(self.name(name)), own, 0)
+            else:
+                whole = (own[0] * share.num_ranks, *own[1:])
+                piece = Portion(canonical_name(name), whole, own[0] * share.rank)
+            self.pieces[canonical_name(name)] = piece
+
+    def name(self, own: str) -> str:
+        """Return the name of a rank's layer or parameter with its expert's number among all."""
+        share = self._share_of(own)
+        number = None if share is None else _number_in(own, self._module, share)
+        if share is None or number is None:
+            return own
+        start, stop = number.span()
+        return f"{own[:start]}{int(number.group()) + share.rank * share.own}{own[stop:]}"
+
+    def _share_of(self, name: str) -> _Share | None:
+        around = [each for each in self._shares if not each or f"{name}.".startswith(f"{each}.")]
+        return self._shares[max(around, key=len)] if around else None
+
+
+def is_dealt_out(parameter: Tensor) -> bool:
+    """Return whether other ranks may have another expert under the name of a parameter."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | None:
+    """Return where a name has the number of an expert among a rank's own; None: nowhere.
+
+    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``. A
+    list around the layer of the experts, such as that of all layers, has no such number.
+    """
+    at: Any = module.get_submodule(share.layer)
+    count = share.own
+    for part in re.compile(r"[^.]+").finditer(name, len(share.layer)):
+        if isinstance(at, nn.ModuleList) and len(at) == count and _holds_experts(at):
+            return part
+        if part.end() == len(name):
+            ending = re.compile(r"\d+$").search(name, part.start())
+            stem = name[part.start() : ending.start()] if ending else ""
+            numbered = stem and all(
+                isinstance(getattr(at, f"{stem}{number}", None), Tensor) for number in range(count)
+            )
+            return ending if numbered else None
+        at = getattr(at, part.group())
+    return None
+
+
+def _holds_experts(modules: nn.Module) -> bool:
+    return any(is_dealt_out(parameter) for parameter in modules.parameters())
+
+
+class MegatronBuffers:
+    """What this rank holds of the gradient once it is reduced, which no parameter does.
+
+    It is a shard with ZeRO's reduce-scatter.
+
+    Attributes:
+        gradients: Views of the wrapper's buffers, by the parameters' names.
+        firsts: The first element of each shard; empty without shards.
+
+    Raises:
+        UnsupportedError: The wrapper works in a way that is not known.
+    """
+
+    def __init__(self, ddp: Any, names: Mapping[int, str]) -> None:
+        check_megatron(ddp, experts=True)
+        self.gradients: list[Named] = []
+        self.firsts: dict[str, int] = {}
+        sizes = {names[id(p)]: p.numel() for p in ddp.module.parameters() if id(p) in names}
+        for group in [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]:
+            if is_sharded(ddp):
+                for name, gradient, first in own_shards(group, names):
+                    self.gradients.append((name, Part(gradient, (sizes[name],), (first,))))
+                    self.firsts[name] = first
+            else:
+                self.gradients += [(name, each) for name, each, _ in whole_gradients(group, names)]
+        self._end = Relay(ddp, "finish_grad_sync")
+
+    def subscribe(self, after: Callable[..., None]) -> Callable[[], object]:
+        """Call a bound method after each reduction; return a function that ends this."""
+        return self._end.subscribe(after=after)

@@ -57,12 +57,8 @@ class LayerOutputs:
         elif name not in self._without:
             return  # computed again by a checkpoint whose first pass has a graph
         if tensor.requires_grad:
-            tensor.register_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._see_gradient, name)
-            )
-
-    def _see_gradient(self, name: str, gradient: Tensor) -> None:
-        self._take(OUTPUT_GRADIENT, name, gradient)
+            take = functools.partial(self._take, OUTPUT_GRADIENT, name)
+            tensor.register_hook(take)  # type: ignore[no-untyped-call]
 
     def add(self, kind: str, name: str, tensor: Tensor) -> None:
         """Add an output, or its gradient."""

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ from rankscope.bus.parity import (
 from rankscope.bus.probe import Job, Probe
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
-from rankscope.evidence.parity.experts import DealtExperts
 from rankscope.evidence.parity.figures import (
     FigureMeter,
     Labels,
@@ -48,9 +48,14 @@ from rankscope.evidence.parity.figures import (
     labels_before,
     part_of,
 )
-from rankscope.evidence.parity.held import HeldElements, size_of, stored
+from rankscope.evidence.parity.held import (
+    DealtExperts,
+    HeldElements,
+    MegatronBuffers,
+    size_of,
+    stored,
+)
 from rankscope.evidence.parity.inside import LayerOutputs
-from rankscope.evidence.parity.megatron import MegatronBuffers
 from rankscope.evidence.parity.naming import Naming, Rule
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
@@ -85,16 +90,24 @@ class RecordPlace:
     data_ranks: Sequence[int] = (0,)
 
 
+class _Phase(Enum):
+    """How far a step has come: each phase leads to the next, and the last to another step."""
+
+    WAITING = auto()  # for its first forward pass
+    GRADIENTS = auto()  # are made, reduced and clipped
+    UPDATES = auto()  # an optimizer was called; the next forward pass ends the step
+
+
 @dataclass(slots=True)
 class _Step:
     """The step that is being recorded."""
 
+    phase: _Phase = _Phase.WAITING
     figures: dict[str, TensorFigures] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     labels: Labels | None = None
     elements: dict[str, Labels] = field(default_factory=dict)  # of the model's inputs, by name
     passes: int = 0
-    updated: bool = False
     unclipped: dict[str, TensorFigures] = field(default_factory=dict)
     before: dict[str, Tensor | Part] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -120,11 +133,11 @@ def _recorded(work: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class ParityRecorder:
+class ParityRecorder(Probe):
     """Records the first steps of a model.
 
-    The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
-    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`.
+    The calls of a step come in this order: :meth:`on_inputs`, :meth:`on_output`,
+    :meth:`see_roots`, :meth:`see_reduced`, :meth:`see_update`, :meth:`after_update`.
     """
 
     repeating = False  # no pass is the recorder's own
@@ -149,7 +162,6 @@ class ParityRecorder:
         self.present_step = first_step
         self._first = first_step
         self._failed = ""
-        self._begun = False
         self._now = _Step()
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
@@ -204,8 +216,12 @@ class ParityRecorder:
         """Take a loss: see :meth:`rankscope.Scope.loss`."""
         self._losses.give(value, weight, **more)
 
+    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
+        """Take the loss that the user has given of a micro-batch."""
+        self.loss(value, weight, **more)
+
     @_recorded
-    def samples(self, samples: Any) -> None:
+    def give_samples(self, samples: Any, forward: int) -> None:
         """Take the identity of samples: see :meth:`rankscope.Scope.batch`."""
         self._samples.give(samples)
 
@@ -238,12 +254,12 @@ class ParityRecorder:
             _log.debug("nor could it write that", exc_info=True)
 
     @_recorded
-    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """A forward pass of the training begins: the first one after an update ends a step."""
         self._end_step()
         if not self.active:
             return
-        if not self._begun:
+        if self._now.phase is _Phase.WAITING:
             self._begin_step()
         now = self._now
         now.passes += 1
@@ -255,20 +271,18 @@ class ParityRecorder:
         labels = labels_among(kwargs, shifted=self._shifted)
         if labels is not None:
             now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
-        self._enter()
+        self._random.before_forward()
+        self._inside = True
 
     @_recorded
     def go_on(self) -> None:
         """A micro-batch goes on in another stage of this rank."""
-        self._enter()
-
-    def _enter(self) -> None:
         self._random.before_forward()
         self._inside = True
 
     def _begin_step(self) -> None:
-        self._begun = True
         now = self._now
+        now.phase = _Phase.GRADIENTS
         first = self.present_step == self._first
         now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
         if first:
@@ -287,7 +301,7 @@ class ParityRecorder:
             self._start.perturb(self._module, self._held)
 
     @_recorded
-    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+    def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """A forward pass of the training has ended."""
         self._inside = False
         self._random.after_forward()
@@ -298,7 +312,7 @@ class ParityRecorder:
 
     @_recorded
     def _see_output(self, kind: str, name: str, tensor: Tensor) -> None:
-        if self._begun and self._outputs is not None:
+        if self._outputs is not None and self._now.phase is not _Phase.WAITING:
             self._outputs.add(kind, name, tensor)
 
     @_recorded
@@ -327,7 +341,7 @@ class ParityRecorder:
             self._keep_unclipped(self._megatron.gradients)
 
     def _keep_unclipped(self, gradients: Sequence[Named]) -> None:
-        if self._begun and not self._now.updated:
+        if self._now.phase is _Phase.GRADIENTS:
             self._now.unclipped = {UNCLIPPED: self._meter.measure(gradients)}
             self._now.facts.pop("clipping seen", None)
 
@@ -335,7 +349,7 @@ class ParityRecorder:
     def _see_clipping(self, parameters: Any, max_norm: Any, *args: Any, **more: Any) -> None:
         """Keep the gradients that the training is about to clip, which it may have unscaled."""
         now = self._now
-        if not self._begun or now.updated:
+        if now.phase is not _Phase.GRADIENTS:
             return
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not any(id(p) in self._names for p in several):
@@ -346,12 +360,12 @@ class ParityRecorder:
             now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
 
     @_recorded
-    def before_update(self, optimizer: Any) -> None:
+    def see_update(self, optimizer: Any) -> None:
         """An optimizer, or several as one, is about to be called."""
-        if not self._begun:
-            return
         now = self._now
-        now.updated = True
+        if now.phase is _Phase.WAITING:
+            return
+        now.phase = _Phase.UPDATES
         now.facts["scaler"] = _scaler_around()
         for each in all_of(optimizer):
             if any(p.grad is not None and not self._held.in_tensor(p) for p in _parameters(each)):
@@ -381,11 +395,11 @@ class ParityRecorder:
                 now.before.update((name, part(copy)) for name, part in held)
 
     @_recorded
-    def after_update(self, optimizer: Any) -> None:
+    def after_update(self, optimizer: Any, *, complete: bool = True) -> None:
         """An optimizer has been called."""
-        if not self._begun:
-            return
         now = self._now
+        if now.phase is _Phase.WAITING:
+            return
         after = [
             (name, part(p))
             for each in all_of(optimizer)
@@ -431,9 +445,9 @@ class ParityRecorder:
 
     @_recorded
     def _end_step(self) -> None:
-        if not self._now.updated:
-            return
         now = self._now
+        if now.phase is not _Phase.UPDATES:
+            return
         losses, multipliers = self._losses.collect()
         arrays = read_losses(losses, multipliers, 1.0).arrays
         samples = [np.asarray(s if isinstance(s, np.ndarray) else s.numpy(), np.int64).reshape(-1)
@@ -478,7 +492,6 @@ class ParityRecorder:
         )
         self._forget_inner_hooks()
         self._now = _Step()
-        self._begun = False
         self.present_step += 1
 
     def _write(self, step: RankStep) -> None:
@@ -624,58 +637,27 @@ def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class ParityProbe(Probe):
-    """Passes on what happens to a recorder."""
+class ParityProbe(ParityRecorder):
+    """Records a training that has a session."""
 
     def __init__(self, job: Job) -> None:
         ranks = ranks_of(job.wrapped.group)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
-        self._optimizer = job.optimizer
-        self._recorder = ParityRecorder(
+        super().__init__(
             job.wrapped.module,
             place,
             job.parity,
             wrapper=job.wrapped.wrapper,
             optimizers=all_of(job.optimizer),
         )
-        self._waits = False
-
-    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
-        """A forward pass in training begins."""
-        self._waits = True
-        self._recorder.begin_pass(args, kwargs)
-
-    def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
-        """It has ended."""
-        self._recorder.end_pass(output, kwargs)
-
-    def see_reduced(self) -> None:
-        """The reduction is over."""
-        self._recorder.see_reduced()
+        self._optimizer = job.optimizer
 
     def before_update(self) -> None:
         """An optimizer is about to be called: what all of them hold is kept at the first call."""
-        if self._waits:
-            self._waits = False
-            self._recorder.before_update(self._optimizer)
-
-    def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """An optimizer has been called."""
-        self._recorder.after_update(optimizer)
-
-    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
-        """The user has given the loss of a micro-batch."""
-        self._recorder.loss(value, weight, **more)
-
-    def give_samples(self, samples: Any, forward: int) -> None:
-        """The user has given the ids of samples."""
-        self._recorder.samples(samples)
-
-    def close(self) -> None:
-        """End the record."""
-        self._recorder.close()
+        if self._now.phase is _Phase.GRADIENTS:
+            self.see_update(self._optimizer)
 
 
 def make_probe(job: Job) -> ParityProbe | None:

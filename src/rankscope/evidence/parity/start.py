@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
-from rankscope.evidence.parity.experts import is_dealt_out
 from rankscope.evidence.parity.figures import Part, part_of
-from rankscope.evidence.parity.held import HeldElements, is_partitioned, stored
+from rankscope.evidence.parity.held import HeldElements, is_dealt_out, is_partitioned, stored
 from rankscope.evidence.parity.naming import Naming
 from rankscope.files import write_error
 from rankscope.gradients.names import canonical_name

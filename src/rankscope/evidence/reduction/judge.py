@@ -37,8 +37,9 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Severity
+from rankscope.bus.messages import Derived
 from rankscope.bus.replicas import StateKind
-from rankscope.bus.step import GatheredStep
+from rankscope.bus.step import GatheredStep, reduced_norm
 from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.reduction.audit import ReductionAudit
@@ -534,3 +535,15 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     if run.options.get("reduced", "sketch") != "sketch":
         impossible = "no sketch of the reduction"
     return (Check("faults of the reduction", STEPS, impossible),)
+
+
+def derive(gathered: GatheredStep) -> Derived:
+    """Return the norm of the reduced gradient, and its distance from the workers' mean."""
+    residuals_W = gathered.total_residuals_W
+    known_W = np.empty(0) if residuals_W is None else residuals_W[np.isfinite(residuals_W)]
+    return Derived(
+        {
+            "grad_norm_reduced": reduced_norm(gathered),
+            "reduction_residual": float(known_W.max()) if known_W.size else math.nan,
+        }
+    )

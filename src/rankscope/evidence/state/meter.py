@@ -137,7 +137,7 @@ class StateMeter(Probe):
         """Choose what to read in a step, at its first forward pass; read buffers."""
         if step == self._step:
             return
-        self._clear()
+        self.abort()
         self._step = step
         if self._next is not None and step >= self._next[0]:
             self._alone = self._next[1]
@@ -296,7 +296,7 @@ class StateMeter(Probe):
     def collect(self, end: StepEnd) -> PendingState | None:
         """Read the rest, and return all readings of the step."""
         if not end.comparable:
-            self._clear()
+            self.abort()
             return None
         self.begin_step(end.step)
         if not self._is_read:
@@ -305,7 +305,12 @@ class StateMeter(Probe):
 
     def abort(self) -> None:
         """Forget a step that was never finished."""
-        self._clear()
+        self._step = -1
+        self._is_read = False
+        self._slot = NO_SLOT
+        self._seen = StepReadings()
+        self._roles_due = False
+        self._roles = self._replaced = None
 
     def take(self, *, set_aside: bool = False) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
@@ -325,16 +330,8 @@ class StateMeter(Probe):
             set_aside=set_aside,
             known=self._known,
         )
-        self._clear()
+        self.abort()
         return pending
-
-    def _clear(self) -> None:
-        self._step = -1
-        self._is_read = False
-        self._slot = NO_SLOT
-        self._seen = StepReadings()
-        self._roles_due = False
-        self._roles = self._replaced = None
 
     def _see_replaced(self) -> None:
         """Look for parameters that the optimizer does not hold, at all of its calls in a step."""

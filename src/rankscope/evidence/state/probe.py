@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, Ready, StepEnd
-from rankscope.bus.rare import RareProbe
+from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, RareProbe, Ready, StepEnd
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
-from rankscope.evidence.state.adapters import make_adapter_probe
-from rankscope.evidence.state.counts import make_counts_probe, make_recomputed_probe
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.shards import make_shards_probe
+from rankscope.evidence.state.rare import (
+    make_adapter_probe,
+    make_counts_probe,
+    make_recomputed_probe,
+    make_shards_probe,
+)
 from rankscope.evidence.state.trace import TraceMeter
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy

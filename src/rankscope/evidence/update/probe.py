@@ -61,7 +61,7 @@ class UpdateProbe(Probe):
         if step == self._step:
             return
         self._step = step
-        self._end()
+        self.close()
         if self._requested or step in self._at:
             self._requested = False
             self._due = True
@@ -77,7 +77,7 @@ class UpdateProbe(Probe):
         share = UpdateShare(declined={"": self._why_not})
         if self._audit is not None:
             share = self._audit.share()
-        self._end()
+        self.close()
         if self._job.channel.has_room():
             self._job.channel.send("update", end.step, share.pack())
         end.busy_seconds = float("nan")
@@ -87,11 +87,15 @@ class UpdateProbe(Probe):
         """Forget the present step, which an exception has ended; it will begin again."""
         self._requested |= self._due
         self._step = -1
-        self._end()
+        self.close()
 
     def close(self) -> None:
-        """Remove the hooks."""
-        self._end()
+        """Remove the hooks, and forget the update."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._audit = None
+        self._due = False
 
     def _begin(self) -> None:
         if self._why_not:
@@ -124,13 +128,6 @@ class UpdateProbe(Probe):
             _log.debug("an update could not be audited", exc_info=True)
             self._why_not = f"something failed ({in_short(error)})"
             self._audit = None
-
-    def _end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self._audit = None
-        self._due = False
 
 
 def _names(

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.bus.rare import is_power
+from rankscope.bus.probe import Channel, Job, MessagePart, Probe, is_power
 from rankscope.bus.words import dtype_name
 from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit, UnitsOfJob
 from rankscope.gradients.host import HostCopy

@@ -10,7 +10,6 @@ from rankscope.tools.parity.pair import Notes, StepPair, both, not_comparable
 from rankscope.tools.parity.reading import (
     Bounds,
     Recording,
-    SideStep,
     distance,
     identical,
     joined,
@@ -77,7 +76,7 @@ def _why_not_repeatable(side: Recording, again: Recording) -> str:
     """Return why a training cannot be compared with any other; empty if it does the same again."""
     steps = sorted(set(side.steps) & set(again.steps))
     pairs = [(side.steps[number], again.steps[number]) for number in steps]
-    if any(not _same_samples(*pair) for pair in pairs):
+    if any(Counter(own.samples.tolist()) != Counter(more.samples.tolist()) for own, more in pairs):
         return f"{side.name} draws other samples each time it runs: give its data loader a seed"
     from_the_start = steps[:1] == [min(again.steps)]  # not of a resumption
     if from_the_start and not all(
@@ -89,10 +88,6 @@ def _why_not_repeatable(side: Recording, again: Recording) -> str:
             "--same-start"
         )
     return ""
-
-
-def _same_samples(a: SideStep, b: SideStep) -> bool:
-    return Counter(a.samples.tolist()) == Counter(b.samples.tolist())
 
 
 def compare(bounds: Bounds) -> Answer:
