@@ -123,8 +123,8 @@ def shorter_lists(sentence: str, recorded: Sequence[str] = ()) -> str:
     names of a list of which the sentence has the first ones.
 
     Example:
-        >>> shorter_lists("They (layers.0.attn.q_proj.weight and layers.0.attn.k_proj.weight) differ.")
-        'They (2 under layers.0.attn) differ.'
+        >>> shorter_lists("They (layers.0.mlp.up.weight and layers.0.mlp.down.weight) differ.")
+        'They (2 under layers.0.mlp) differ.'
     """
     own = sorted(map(re.escape, recorded), key=len, reverse=True)
     name = rf"(?<![\w.])(?:{'|'.join([*own, _DOTTED])})(?!\w|\.\w)"
