@@ -101,7 +101,9 @@ def test_a_map_of_groups_has_its_legends_whole_at_any_width(width: int):
     assert marks.count("–") == 1
     assert marks.count("0") == 3  # the mark, a rank and the middle of the colours
     left = float(re.search(r"translate\(([\d.]+),", svg)[1])
-    legend = r'role-legend">\s*<g transform="translate\((-?[\d.]+),[^)]*\)">\s*<path[^>]*?h([\d.]+)'
+    legend = (
+        r'role-legend" [^>]*><g transform="translate\((-?[\d.]+),[^>]*><path [^>]*"M0,0h([\d.]+)'
+    )
     ends = [left + float(x) + float(wide) for x, wide in re.findall(legend, svg)]
     assert len(ends) == 2
     assert max(ends) <= width

@@ -145,7 +145,7 @@ def config(palette: Palette) -> dict[str, Any]:
             "gradientThickness": 10,
             "symbolBaseFillColor": palette.ink,
             "symbolBaseStrokeColor": palette.ink,
-            "layout": {"top": {"anchor": "end"}},
+            "layout": {side: {"anchor": "end"} for side in ("top", "bottom")},
         },
         "range": {"category": list(palette.settings), "diverging": list(palette.diverging)},
         "style": {**_mark_styles(palette), "label": text, "guide-label": text},

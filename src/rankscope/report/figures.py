@@ -258,7 +258,7 @@ ARROW = 12
 """Pixels between two arrows."""
 
 MATRIX = 400
-LARGEST_CELL = 110
+LARGEST_CELL = 100
 """Pixels of a heatmap, and of a cell of few workers."""
 MIN_CELL = 30
 """Pixels of a heatmap's cell that can hold its value in print."""
