@@ -442,7 +442,7 @@ def norm_rows(groups: BinnedGroups) -> list[Row]:
     twice the median, -1 is half of it.
     """
     norm_GW = np.where((groups.norm_GW > 0) & ~groups.absent_GW, groups.norm_GW, np.nan)
-    known_G: Bools = np.isfinite(norm_GW).any(axis=1)
+    known_G = np.flatnonzero(np.isfinite(norm_GW).any(axis=1))
     norm_GW = norm_GW[known_G]
     powers_GW = np.log2(norm_GW)
     if len(norm_GW):
@@ -452,14 +452,14 @@ def norm_rows(groups: BinnedGroups) -> list[Row]:
 
 def direction_rows(groups: BinnedGroups) -> list[Row]:
     """Return rows of the cosines with the sum of all others, in robust units."""
-    known_G: Bools = np.isfinite(groups.cosine_GW).any(axis=1)
+    known_G = np.flatnonzero(np.isfinite(groups.cosine_GW).any(axis=1))
     values_GW = groups.cosine_GW[known_G]
     units_GW = robust_units(values_GW, nearby=1) if len(values_GW) else values_GW
     return _group_rows(groups, known_G, units_GW, values_GW)
 
 
 def _group_rows(
-    groups: BinnedGroups, known_G: Bools, units_GW: Floats, values_GW: Floats
+    groups: BinnedGroups, known_G: Ints, units_GW: Floats, values_GW: Floats
 ) -> list[Row]:
     """Return the rows of the known groups, up to a number of them, in the model's order."""
     absent_GW = groups.absent_GW[known_G]
