@@ -2,6 +2,7 @@ import itertools
 import json
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,10 @@ from rankscope.agent.assembly import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.report import document, write_figures, write_report, write_study_report
-from rankscope.report.document import VEGALITE
+from rankscope.report.document import VEGALITE, breakable, render
+from rankscope.report.page import run_view
+from rankscope.report.parts import Tables
+from rankscope.verdict.assessment import assess
 from report.html_reader import Page
 from report.recorded_runs import gathered, record_run
 
@@ -71,6 +75,20 @@ def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: 
     for finding in copied_run.findings():
         assert finding.explanation in words
         assert finding.next_check in words
+
+
+def test_a_line_ends_after_a_dot_of_a_long_name_and_nowhere_in_a_short_one():
+    long = "model.layers.0.self_attn.q_proj.weight"
+    text = f"<b> {long} of 0.25, fc.weight; {long}."
+    broken = "model.<wbr>layers.<wbr>0.<wbr>self_attn.<wbr>q_proj.<wbr>weight"
+    assert breakable(text) == f"&lt;b&gt; {broken} of 0.25, fc.weight; {broken}."
+
+
+def test_a_headline_with_a_long_name_may_break_at_its_dots(tmp_path: Path):
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=4)
+    view = run_view(Tables(), run, replace(assess(run), headline="decoder.layers.17.mlp.weight"))
+    page = render("run.html", {"view": view, "title": "run"}, {}, Tables())
+    assert "<h1>decoder.<wbr>layers.<wbr>17.<wbr>mlp.<wbr>weight</h1>" in page
 
 
 def test_page_of_a_healthy_run_says_so(long_healthy_run: Run):

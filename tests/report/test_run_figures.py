@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 import vl_convert
 
 from rankscope.record import Run
-from rankscope.report import series, write_report
-from rankscope.report.document import VEGALITE
+from rankscope.report import figures, series, write_report
+from rankscope.report.document import LIGHT, VEGALITE, config
+from rankscope.report.parts import Tables
 from report.html_reader import Page
 from report.recorded_runs import ODD, record_run
 
@@ -80,3 +82,48 @@ def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):
     assert len(ranks) == 48
     assert "48 of 96 workers are drawn" in page.words
     assert "heatmap" not in page.specs
+
+
+@pytest.mark.parametrize("width", [190, 900])
+def test_a_map_of_groups_has_its_legends_whole_at_any_width(width: int):
+    names = [f"base_model.model.model.layers.{index}" for index in range(2)]
+    cells = [{"deviation": [None, 0], "value": [0, 1], "mark": ["0", ""]}]
+    cells += [{"deviation": [0, None], "value": [1, None], "mark": ["", "–"]}]
+    rows = [{"group": n, "rank": [0, 1], **c} for n, c in zip(names, cells, strict=True)]
+    tables = Tables()
+    chart = figures.group_map(tables, rows, 2, "norm", "powers of 2 from the median", 1.0)
+    fit = {"type": "fit-x", "contains": "padding"}  # as on the page
+    spec = {**chart, "datasets": tables.rows, "width": width, "autosize": fit}
+    svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE, config=config(LIGHT))
+    for words in ("no gradient", "…model.model.layers.1"):
+        assert f">{words}<" in svg
+    marks = re.findall(r">(0|–)</text>", svg)
+    assert marks.count("–") == 1
+    assert marks.count("0") == 3  # the mark, a rank and the middle of the colours
+    left = float(re.search(r"translate\(([\d.]+),", svg)[1])
+    legend = (
+        r'role-legend" [^>]*><g transform="translate\((-?[\d.]+),[^>]*><path [^>]*"M0,0h([\d.]+)'
+    )
+    ends = [left + float(x) + float(wide) for x, wide in re.findall(legend, svg)]
+    assert len(ends) == 2
+    assert max(ends) <= width
+
+
+@pytest.mark.parametrize("share", [0.01, 0.7])
+def test_labels_of_times_lie_on_no_curve(share: float):
+    times = [40.0 + 900 * (step == 77) for step in range(80)]
+    step = [{"step": at, "value": value} for at, value in enumerate(times)]
+    monitor = [{"step": at, "value": share * (30 + 10 * (at % 2))} for at in range(80)]
+    tables = Tables()
+    chart = figures.time_per_step(tables, step, monitor)
+    low, high = np.log(chart["layer"][0]["encoding"]["y"]["scale"]["domain"])
+    curves = {"step": times, "monitor": [row["value"] for row in monitor]}
+    for text in (layer for layer in chart["layer"] if layer["mark"]["type"] == "text"):
+        (place,) = tables.rows[text["data"]["name"]]
+        middle = (high - np.log(place["value"])) / (high - low) * chart["height"]
+        middle += text["mark"]["dy"]
+        assert 5 <= middle <= chart["height"] - 5
+        for curve in curves.values():
+            pixels = (high - np.log(curve[60:])) / (high - low) * chart["height"]
+            over, under = pixels.max() < middle - 4, pixels.min() > middle + 4
+            assert over or under, text["mark"]["text"]

@@ -42,8 +42,14 @@ def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(lo
     )
 
 
-def test_evidence_of_any_shape_is_one_short_line():
-    evidence = {"many": list(range(40)), "deep": {"a": 1.23456789, "b": None}, "yes": True}
+def test_evidence_of_any_shape_is_one_line_which_names_are_whole_in():
+    names = [f"layers.{index}.weight" for index in range(40)]
+    evidence = {
+        "many": list(range(40)),
+        "names": names,
+        "deep": {"a": 1.23456789, "b": None},
+        "yes": True,
+    }
     finding = Finding("i", "c", Severity.NOTE, (), 4, 4, "e", "n", evidence)
     finding = replace(
         finding,
@@ -59,6 +65,7 @@ def test_evidence_of_any_shape_is_one_short_line():
     assert view["steps"] == "step 4"
     assert dict(view["evidence"]) == {
         "many": "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, … (40 in all)",
+        "names": ", ".join(names),
         "deep": "a 1.235, b –",
         "yes": "yes",
     }

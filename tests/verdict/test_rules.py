@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 from string import Formatter
 
@@ -9,8 +10,9 @@ import pytest
 
 from rankscope import evidence
 from rankscope.bus.detector import RULES, FaultEvidence, finding_of
-from rankscope.bus.finding import Severity
-from rankscope.bus.words import name_ranks, ranks_of_job
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.words import name_ranks, named, ranks_of_job, shortened
+from rankscope.verdict.rules import first_sentence
 
 
 @pytest.mark.parametrize(
@@ -78,3 +80,59 @@ def test_a_fault_is_undone_by_a_checkpoint_only_if_there_may_be_one(begun_at, ba
     finding = finding_of(evidence, 2, name="here", begun_at=begun_at)
     assert (finding.id, finding.cause) == ("here", "loss.labels_lost")
     assert back in finding.next_check.lower()
+
+
+HEAD = "model.layers.0.self_attn"
+PROJECTIONS = [f"{HEAD}.{name}_proj.weight" for name in "qkvo"]
+SCATTERED = ["norm", *(f"model.layers.{n}.mlp.up_proj.lora_A.default.weight" for n in range(4))]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence", "headline"),
+    [
+        (PROJECTIONS, "Parameters ({}) are frozen", f"Parameters (4 under {HEAD}) are frozen"),
+        (
+            PROJECTIONS,
+            "the gradient of {} is 0",
+            f"the gradient of {PROJECTIONS[0]} and 3 more is 0",
+        ),
+        (PROJECTIONS[:2], "Look at {}", f"Look at {PROJECTIONS[0]} and 1 more"),
+        (SCATTERED, "Parameters ({}) differ", "Parameters (norm and 4 more) differ"),
+        (PROJECTIONS[:1], "Parameters ({}) differ", f"Parameters ({PROJECTIONS[0]}) differ"),
+        (
+            ["0.weight", "0.bias", "a", "b"],
+            "({}) differ",
+            "(0.weight, 0.bias, a and 1 other) differ",
+        ),
+    ],
+)
+def test_a_headline_names_one_parameter_at_most_of_a_long_list(names, sentence, headline):
+    shown = sentence.format(shortened(names, 3))
+    finding = fault_at(3, f"{shown}. More of it.", evidence=named(names))
+    assert first_sentence(finding) == f"{headline}."
+
+
+def test_names_that_the_record_lacks_are_in_no_common_part():
+    names = [f"{HEAD}.{index}.weight" for index in range(70)]
+    finding = fault_at(3, f"Parameters ({shortened(names, 3)}) differ.", evidence=named(names))
+    assert first_sentence(finding) == f"Parameters ({names[0]} and 69 more) differ."
+
+
+def test_a_headline_has_the_earliest_step_that_an_exact_consequence_shows():
+    frozen = fault_at(32, "Parameters are frozen, since step 32 at the latest. More.")
+    other = fault_at(21, "The model differs since step 21.", name="state-layout")
+    assert first_sentence(frozen, [frozen, other]).endswith("since step 21 at the latest.")
+    for apart in (
+        replace(other, severity=Severity.WARNING),  # statistics only estimate the step
+        replace(other, ranks=(7,)),
+        replace(other, id="elsewhere", cause="sync.not_reduced"),
+        replace(other, first_step=40),
+    ):
+        assert first_sentence(frozen, [frozen, apart]).endswith("since step 32 at the latest.")
+
+
+def fault_at(
+    step: int, words: str, *, name: str = "roles-differ", evidence: dict[str, object] | None = None
+) -> Finding:
+    cause = "state.parameters_differ"
+    return Finding(name, cause, Severity.ERROR, (0, 1), step, 79, words, "Look.", evidence or {})

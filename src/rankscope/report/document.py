@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 import vl_convert
 from markdown_it import MarkdownIt
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from rankscope.errors import RunError
 from rankscope.files import cache_root, read_own, staged
@@ -143,6 +143,9 @@ def config(palette: Palette) -> dict[str, Any]:
             "labelFontSize": 11,
             "titleFontSize": 11,
             "gradientThickness": 10,
+            "symbolBaseFillColor": palette.ink,
+            "symbolBaseStrokeColor": palette.ink,
+            "layout": {side: {"anchor": "end"} for side in ("top", "bottom")},
         },
         "range": {"category": list(palette.settings), "diverging": list(palette.diverging)},
         "style": {**_mark_styles(palette), "label": text, "guide-label": text},
@@ -176,6 +179,8 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
         "crosshair": line(palette.soft, 1, strokeOpacity=0.7),
         "cell": {"stroke": palette.surface, "strokeWidth": 1},
         "crowded-cell": {"strokeWidth": 0},
+        "absent": {"color": palette.ink},
+        "absent-label": words(palette.surface, fontWeight=600),
         "diagonal": {"color": palette.hairline, "stroke": palette.surface, "strokeWidth": 1},
         "halo": {
             "stroke": palette.surface,
@@ -332,8 +337,17 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = words.number
     environment.filters["whole"] = words.whole
     environment.filters["cause_text"] = cause_text
+    environment.filters["breakable"] = breakable
     environment.filters["headings"] = re.compile('<h2 id="([^"]+)">([^<]+)</h2>').findall
     return environment
+
+
+_LONG_NAME = re.compile(r"(?=[\w.]{25})[^\W\d]\w*(?:\.\w+)+")
+
+
+def breakable(text: object) -> Markup:
+    """Return a text as markup in which a line may end after each dot of a long name."""
+    return Markup(_LONG_NAME.sub(lambda name: name[0].replace(".", ".<wbr>"), str(escape(text))))
 
 
 @functools.cache

@@ -13,6 +13,7 @@ where id is that of the finding's article.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankscope.report import series
 from rankscope.report.parts import (
     DOT,
     Spec,
@@ -142,27 +143,42 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
 
     Rows are ``{step, value}``, in milliseconds; a step's time is that of the slowest worker.
     """
+    low, high = log_domain(column([*step, *monitor], "value"))
+    room = (high / low) ** (3 * _AWAY / COST_HEIGHT)  # for a label over or under a curve
+    curves = [[row for row in rows if (row["value"] or 0) > 0] for rows in (step, monitor)]
+    ends = [_values_at_end(rows) for rows in curves]
+    under = all(ends) and min(ends[0]) < room * max(ends[1])  # no label fits between the curves
     encoding = {
         "x": step_axis(),
-        "y": log_axis("value", log_domain(column([*step, *monitor], "value")), form=",~g"),
+        "y": log_axis("value", [low / room if under else low, high * room], form=",~g"),
     }
     layers: list[Spec] = []
     names: list[Spec] = []
-    for rows, style, words, label in (
-        (step, "mean", "step", "ink-label"),
-        (monitor, "measured", "monitor", "measured-label"),
+    for known, end, style, words, label in (
+        (curves[0], ends[0], "mean", "step", "ink-label"),
+        (curves[1], ends[1], "measured", "monitor", "measured-label"),
     ):
-        known = [row for row in rows if (row["value"] or 0) > 0]
         source = tables.add(known)
         tips = [step_tip(), tip("value", f"{words}, ms")]
         layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
         layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
         if known:
-            name = {"text": words, "align": "right", "dy": -10}
-            last = tables.add(known[-1:])
-            names += [layer("text", last, encoding, style=s, **name) for s in ("halo", label)]
-    layers += names  # in front of both curves
-    return layered(layers, COST_HEIGHT)
+            is_below = under and words == "monitor"
+            value = min(end) if is_below else max(end)
+            place = tables.add([{"step": known[-1]["step"], "value": value}])
+            name = {"text": words, "align": "right", "dy": _AWAY if is_below else -_AWAY}
+            names.append(layer("text", place, encoding, style=label, **name))
+    return layered([*layers, *names], COST_HEIGHT)
+
+
+_AWAY = 10
+"""Pixels from a curve to the middle of its label."""
+
+
+def _values_at_end(rows: Sequence[Row]) -> list[float]:
+    """Return a curve's values in its last third, over which a label at its end may lie."""
+    first = rows[-1]["step"] - (rows[-1]["step"] - rows[0]["step"]) / 3 if rows else 0
+    return [row["value"] for row in rows if row["step"] >= first]
 
 
 def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
@@ -241,6 +257,9 @@ GROUP_ROW = 17
 ARROW = 12
 """Pixels between two arrows."""
 
+MATRIX = 400
+LARGEST_CELL = 100
+"""Pixels of a heatmap, and of a cell of few workers."""
 MIN_CELL = 30
 """Pixels of a heatmap's cell that can hold its value in print."""
 FINDING_ROW = 34
@@ -279,7 +298,7 @@ def worker_map(
         "tooltip": _tips(title, channel("steps:N", title="step")),
     }
     calculated = [{"calculate": formula, "as": name} for name, formula in words.items()]
-    flat = [*_flat("first", num_workers), *calculated]
+    flat = [*_flat("first", num_workers), _KNOWN, *calculated]
     layers = [layer("rect", tables.add(rows), encoding, *flat, style="crowded-cell")]
     height = min(256, max(64, ROW * (len(row_edges(num_workers)) - 1)))
     if named:
@@ -304,25 +323,60 @@ def group_map(
 ) -> Spec:
     """Return one signal of every group of parameters and worker, over the last observed steps.
 
-    Rows are ``{group, deviation, value, rank}``, lists as in ``series.cells_of``, in the model's
-    order. Colours have a ``legend``, and end at the deviation ``far``.
+    Rows are ``{group, deviation, value, rank, mark}``, lists as in ``series.norm_rows``, in the
+    model's order. Colours have a ``legend``, and end at the deviation ``far``.
     """
     order = [str(row["group"]) for row in rows]
-    axis = {"title": None, "labelLimit": 150, "domain": False, "ticks": False, "grid": False}
-    encoding = {
-        "x": channel("low:Q", axis=_rank_axis(num_workers), scale=_rank_scale(num_workers)),
+    axis = {
+        "title": None,
+        "labelExpr": _END_OF_NAME,
+        "labelLimit": 190,
+        "domain": False,
+        "ticks": False,
+        "grid": False,
+    }
+    x = channel("low:Q", axis=_rank_axis(num_workers), scale=_rank_scale(num_workers))
+    y = channel("group:N", sort=order, axis=axis, scale={"padding": 0, "domain": order})
+    cell = {
+        "x": x,
         "x2": {"field": "high"},
-        "y": channel("group:N", sort=order, axis=axis, scale={"padding": 0}),
-        "color": _colour(legend, far),
+        "y": y,
         "tooltip": _tips(title, channel("group:N", title="group")),
     }
-    flat = _flat("group", num_workers)
-    style = "cell" if num_workers <= 24 else "crowded-cell"
-    cells = layer("rect", tables.add(rows), encoding, *flat, style=style)
-    return layered([cells], GROUP_ROW * len(rows))
+    flat = _flat("group", num_workers, "mark")
+    source = tables.add(rows)
+    crowded = num_workers > 24
+    style = "crowded-cell" if crowded else "cell"
+    colour = _colour(legend, far)
+    colour["legend"]["titleOrient"] = "top"  # beside the colours it is too wide for a narrow page
+    shown = {**cell, "color": colour}
+    layers = [layer("rect", source, shown, *flat, _KNOWN, style=style)]
+    marks = {mark for row in rows for mark in row["mark"]}
+    centre = {"calculate": "(datum.low + datum.high) / 2", "as": "low"}
+    if series.ABSENT in marks:
+        absent = {"filter": {"field": "mark", "equal": series.ABSENT}}
+        sign = {"title": None, "orient": "bottom", "symbolOpacity": 1}
+        square = {"domain": ["no gradient"], "range": ["square"]}
+        shape = {"datum": "no gradient", "type": "nominal", "scale": square, "legend": sign}
+        look = {"filled": True, "size": 60, "style": "absent"}
+        places = {"x": x, "y": y, "shape": shape}
+        layers.append(layer("point", source, places, *flat, centre, absent, **look))
+        layers.append(layer("rect", source, cell, *flat, absent, style=["absent", style]))
+    for mark, style in ((series.ABSENT, "absent-label"), (series.UNKNOWN, "soft-label")):
+        if mark in marks and not crowded:
+            own = {"filter": {"field": "mark", "equal": mark}}
+            places = {"x": x, "y": y}
+            words = layer("text", source, places, *flat, centre, own, style=style, text=mark)
+            layers.append(words)
+    return layered(layers, GROUP_ROW * len(rows))
 
 
-def _flat(key: str, num_workers: int) -> list[Spec]:
+_BEGINNING = r"/^.*?\.(?=.{0,24}$)/"
+_END_OF_NAME = f"length(datum.label) > 26 ? replace(datum.label, {_BEGINNING}, '…') : datum.label"
+_KNOWN = {"filter": "isValid(datum.deviation)"}
+
+
+def _flat(key: str, num_workers: int, *more: str) -> list[Spec]:
     """Return the transforms to one datum per cell of a map, from rank ``low`` to rank ``high``."""
     cells = len(row_edges(num_workers)) - 1
     at = "(datum.at - 1)"
@@ -332,10 +386,9 @@ def _flat(key: str, num_workers: int) -> list[Spec]:
     }
     number = {"op": "row_number", "field": "", "as": "at"}
     return [
-        {"flatten": ["deviation", "value", "rank"]},
+        {"flatten": ["deviation", "value", "rank", *more]},
         {"window": [number], "groupby": [key]},
         *({"calculate": formula, "as": name} for name, formula in ends.items()),
-        {"filter": "isValid(datum.deviation)"},
     ]
 
 
@@ -384,14 +437,15 @@ def heatmap(
     labels: Sequence[str],
     rows: Sequence[Row],
     *,
-    size: int = 400,
+    size: int | None = None,
     legend: bool = True,
 ) -> Spec:
     """Return the W×W matrix of cosines; with labels, a frame parameter that a slider drives.
 
     Rows are ``{frame, cosines}`` with W² values each, row by row; one label per frame, none for a
-    single frame; ``size`` is the side of the square in pixels.
+    single frame; ``size`` is the side of the square in pixels, by default by the number of workers.
     """
+    size = min(MATRIX, LARGEST_CELL * num_workers) if size is None else size
     source = tables.add(rows)
     place = _matrix(num_workers, size)
     cells = _cells(num_workers, framed=bool(labels))

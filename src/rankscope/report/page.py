@@ -223,23 +223,39 @@ def _group_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spe
     found = series.last_groups(source.run)
     if found is None or source.num_workers < 2:
         return {}
-    shapes = (
-        (
-            "group-norm",
+    shapes = {
+        "group-norm": (
             series.norm_rows(found),
             "gradient norm",
             "powers of 2 from the median",
             1.0,
         ),
-        ("group-cosine", series.direction_rows(found), "cosine", figures.UNITS, float(figures.FAR)),
-    )
+        "group-cosine": (
+            series.direction_rows(found),
+            "cosine",
+            figures.UNITS,
+            float(figures.FAR),
+        ),
+    }
+    if not source.compares("cosine_rest"):
+        del shapes["group-cosine"]
     steps = "step" if found.num_steps == 1 else f"mean of {found.num_steps} observed steps up to"
     notes["groups"] = f"{steps} {found.last_step:,}"
+    marks = {mark for rows, *_ in shapes.values() for row in rows for mark in row["mark"]}
+    notes["marks"] = " ".join(words for mark, words in _MARKS.items() if mark in marks)
     return {
-        name: figures.group_map(source.tables, rows, source.num_workers, title, legend, far=far)
-        for name, rows, title, legend, far in shapes
-        if rows and (name == "group-norm" or source.compares("cosine_rest"))
+        name: figures.group_map(source.tables, rows, source.num_workers, title, legend, far)
+        for name, (rows, title, legend, far) in shapes.items()
+        if rows
     }
+
+
+_MARKS = {
+    series.ABSENT: "No gradient (0): in most of these steps its norm is 0, or undefined beside "
+    "those of the worker's other groups.",
+    series.UNKNOWN: "Not observed: –, or blank.",
+}
+"""The meaning of the marks in maps of groups."""
 
 
 def _coverage_figure(

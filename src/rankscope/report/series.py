@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rankscope.bus.evidence import Table
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import thinned
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Ints
 
 Row = dict[str, Any]
 
@@ -381,11 +381,13 @@ class BinnedGroups:
     """Means over the last observed steps, NaN where unknown.
 
     Groups are in the model's order; ``cosine_GW`` is the cosine with the sum of all others.
+    ``absent_GW``: whether a worker had no gradient in most of the steps in which it was measured.
     """
 
     names: list[str]
     norm_GW: Floats
     cosine_GW: Floats
+    absent_GW: Bools
     num_steps: int
     last_step: int
 
@@ -404,42 +406,72 @@ def last_groups(run: Run) -> BinnedGroups | None:
         names=[str(name) for name in places],
         norm_GW=_means_of(cells, columns["grad_norm"], shape),
         cosine_GW=_means_of(cells, columns["cosine_rest"], shape),
+        absent_GW=absent(
+            np.searchsorted(steps, columns["step"]), cells, columns["grad_norm"], shape
+        ),
         num_steps=len(steps),
         last_step=int(steps[-1]),
     )
 
 
+def absent(at_R: Ints, cells_R: Ints, norms_R: Floats, shape: tuple[int, int]) -> Bools:
+    """Return where the norm is 0, or missing beside those of other groups, in most steps.
+
+    R rows of the table: the index of their step, their cell and their norm.
+    """
+    norms_SGW = np.full((int(at_R.max()) + 1, *shape), np.nan)
+    norms_SGW.reshape(len(norms_SGW), -1)[at_R, cells_R] = norms_R
+    known_SGW = ~np.isnan(norms_SGW)
+    measured_SW = known_SGW.any(axis=1)
+    expected_SGW = measured_SW[:, None, :] & known_SGW.any(axis=2)[:, :, None]
+    absent_SGW = expected_SGW & ~(np.abs(norms_SGW) > 0)
+    absent_GW: Bools = 2 * absent_SGW.sum(axis=0) > measured_SW.sum(axis=0)
+    return absent_GW
+
+
+ABSENT = "0"
+"""Mark of a cell whose worker has no gradient of the group."""
+UNKNOWN = "–"
+"""Mark of a cell that was not observed."""
+
+
 def norm_rows(groups: BinnedGroups) -> list[Row]:
-    """Return rows ``{group, deviation, value, rank}`` of a map of gradient norms.
+    """Return rows ``{group, deviation, value, rank, mark}`` of a map of gradient norms.
 
     The deviation is the power of two by which a worker's norm exceeds the workers' median: 1 is
     twice the median, -1 is half of it.
     """
-    norm_GW = np.where(groups.norm_GW > 0, groups.norm_GW, np.nan)
-    names, values_GW = _known_groups(groups.names, norm_GW)
-    if not names:
-        return []
-    powers_GW = np.log2(values_GW) - np.log2(np.nanmedian(values_GW, axis=1, keepdims=True))
-    return _group_rows(names, powers_GW, values_GW)
+    norm_GW = np.where((groups.norm_GW > 0) & ~groups.absent_GW, groups.norm_GW, np.nan)
+    known_G = np.flatnonzero(np.isfinite(norm_GW).any(axis=1))
+    norm_GW = norm_GW[known_G]
+    powers_GW = np.log2(norm_GW)
+    if len(norm_GW):
+        powers_GW -= np.log2(np.nanmedian(norm_GW, axis=1, keepdims=True))
+    return _group_rows(groups, known_G, powers_GW, groups.norm_GW[known_G])
 
 
 def direction_rows(groups: BinnedGroups) -> list[Row]:
     """Return rows of the cosines with the sum of all others, in robust units."""
-    names, values_GW = _known_groups(groups.names, groups.cosine_GW)
-    return _group_rows(names, robust_units(values_GW, nearby=1), values_GW) if names else []
+    known_G = np.flatnonzero(np.isfinite(groups.cosine_GW).any(axis=1))
+    values_GW = groups.cosine_GW[known_G]
+    units_GW = robust_units(values_GW, nearby=1) if len(values_GW) else values_GW
+    return _group_rows(groups, known_G, units_GW, values_GW)
 
 
-def _known_groups(names: list[str], values_GW: Floats) -> tuple[list[str], Floats]:
-    """Return the groups of which some worker has a value."""
-    known = np.flatnonzero(np.isfinite(values_GW).any(axis=1))
-    return [names[index] for index in known], values_GW[known]
-
-
-def _group_rows(names: list[str], units_GW: Floats, values_GW: Floats) -> list[Row]:
-    rows = [
-        {"group": name, **row}
-        for name, row in zip(names, cells_of(units_GW, values_GW), strict=True)
-    ]
+def _group_rows(
+    groups: BinnedGroups, known_G: Ints, units_GW: Floats, values_GW: Floats
+) -> list[Row]:
+    """Return the rows of the known groups, up to a number of them, in the model's order."""
+    absent_GW = groups.absent_GW[known_G]
+    names = np.array(groups.names, dtype=object)[known_G]
+    units_GW = np.where(absent_GW, np.inf, units_GW)  # farther than any
+    rows = []
+    for name, absent_W, row in zip(names, absent_GW, cells_of(units_GW, values_GW), strict=True):
+        marks = [
+            ABSENT if absent_W[rank] else UNKNOWN if deviation is None else ""
+            for rank, deviation in zip(row["rank"], row["deviation"], strict=True)
+        ]
+        rows.append({"group": name, **row, "mark": marks})
     if len(rows) <= MAX_GROUPS:
         return rows
     size_G = np.where(np.isnan(units_GW), 0.0, np.abs(units_GW)).max(axis=1)

@@ -54,7 +54,9 @@ class Sibling:
     def sentence(self) -> str:
         """Its worst finding, and the ranks of the job that it compares; empty without one."""
         worst = self.worst
-        return "" if worst is None else f"Among {self.ranks} of this job: {first_sentence(worst)}"
+        if worst is None:
+            return ""
+        return f"Among {self.ranks} of this job: {first_sentence(worst, self.findings)}"
 
 
 def coordinate_of(info: Any) -> str:

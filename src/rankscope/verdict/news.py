@@ -112,4 +112,4 @@ def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: 
         return f"{coverage.verdict}{noted}{more}."
     closed = sum(finding.status == "closed" for finding in faults)
     kept = f", {closed} of them closed" if closed else ""
-    return f"{faults_in_words(faults)}{kept}. {first_sentence(ranked(faults)[0])}"
+    return f"{faults_in_words(faults)}{kept}. {first_sentence(ranked(faults)[0], findings)}"

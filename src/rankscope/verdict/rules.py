@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from operator import itemgetter
 
 from rankscope.bus.detector import LATENESS, RULES
@@ -79,9 +80,76 @@ def faults_in_words(findings: Iterable[Finding]) -> str:
     return listed([count(totals[each], str(each)) for each in found])
 
 
-def first_sentence(finding: Finding) -> str:
-    """Return the first sentence of a finding's explanation."""
-    return f"{finding.explanation.partition('. ')[0].rstrip('.')}."
+def first_sentence(finding: Finding, known: Iterable[Finding] = ()) -> str:
+    """Return the first sentence of a finding's explanation, for a headline.
+
+    A long list of names is shortened, see :func:`shorter_lists`. Where the sentence bounds the
+    beginning, it has the earliest step that is ``known`` from the findings of the run.
+    """
+    sentence = f"{finding.explanation.partition('. ')[0].rstrip('.')}."
+    first = _first_step_known(finding, known)
+    sentence = sentence.replace(_BOUND.format(finding.first_step), _BOUND.format(first))
+    names = finding.evidence.get("names")
+    return shorter_lists(sentence, [*map(str, names)] if isinstance(names, list) else [])
+
+
+_BOUND = "since step {:,} at the latest"
+
+
+def _first_step_known(finding: Finding, known: Iterable[Finding]) -> int:
+    """Return the first step of a finding, or of an exact one that follows from it if before."""
+    earlier = [
+        other.first_step
+        for other in known
+        if other.severity is Severity.ERROR
+        and other.cause == finding.cause
+        and set(other.ranks) & set(finding.ranks)
+        and _explains(finding, other)
+    ]
+    return min([finding.first_step, *earlier])
+
+
+_LONGEST_LIST = 40
+"""Characters of a list of names that a headline may have."""
+_OTHERS = r"(?P<others>\d[\d,]*) (?:more|others|other(?: (?:group|difference|moment)s?)?)"
+_DOTTED = r"[A-Za-z_]\w*(?:\.\w+)+"
+
+
+def shorter_lists(sentence: str, recorded: Sequence[str] = ()) -> str:
+    """Return a sentence in which long lists of parameters are a few words.
+
+    A list in brackets becomes their number and the module that has all of them, if it is half of
+    each path; any other becomes its first name and the number of the others. ``recorded``: all
+    names of a list of which the sentence has the first ones.
+
+    Example:
+        >>> shorter_lists("They (layers.0.mlp.up.weight and layers.0.mlp.down.weight) differ.")
+        'They (2 under layers.0.mlp) differ.'
+    """
+    own = sorted(map(re.escape, recorded), key=len, reverse=True)
+    name = rf"(?<![\w.])(?:{'|'.join([*own, _DOTTED])})(?!\w|\.\w)"
+
+    def shorter(found: re.Match[str]) -> str:
+        names = re.findall(name, found[0])
+        others = int((found["others"] or "0").replace(",", ""))
+        if others + len(names) == 1 or len(found[0]) <= _LONGEST_LIST:
+            return found[0]
+        known = recorded if {*names} <= {*recorded} else names
+        if found["bracket"] and len(known) == others + len(names) and _common_part(known):
+            return f"({len(known):,} under {_common_part(known)})"
+        first = f"{names[0]} and {others + len(names) - 1:,} more"
+        return f"({first})" if found["bracket"] else first
+
+    lists = rf"{name}(?:[,;] {name})*(?:[,;]? and {name}|[,;]?(?: and)? {_OTHERS})?"
+    return re.sub(rf"(?P<bracket>\()?{lists}(?(bracket)\))", shorter, sentence)
+
+
+def _common_part(names: Sequence[str]) -> str:
+    """Return the module that has all parameters; empty unless it is half of each path."""
+    paths = [name.split(".") for name in names]
+    levels = takewhile(lambda level: len({*level}) == 1, zip(*paths, strict=False))
+    common = [level[0] for level in levels]
+    return ".".join(common) if 2 * len(common) >= max(map(len, paths)) else ""
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:

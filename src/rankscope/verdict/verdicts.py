@@ -105,7 +105,7 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
     worst = ranked(shown)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
-    return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
+    return Verdict(first_sentence(worst, findings), next_check_of(worst, findings), about=worst)
 
 
 _HARMLESS = {"time.straggler", "verify.agrees", "update.agrees", "rng.identical"}

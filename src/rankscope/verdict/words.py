@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import pyarrow as pa
@@ -234,7 +234,7 @@ def finding_view(
         "groups": ", ".join(finding.groups),
         "about": section_of(finding.id, finding.cause),
         "evidence": [
-            (_spaced(name), _shown(value))
+            (_spaced(name), ", ".join(value) if _are_names(value) else _shown(value))
             for name, value in finding.evidence.items()
             if not _records(value)
         ],
@@ -244,6 +244,11 @@ def finding_view(
             if _records(value)
         ],
     }
+
+
+def _are_names(value: Any) -> TypeGuard[list[str]]:
+    """Return whether evidence is a list of names: it is shown whole, a headline only counts it."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _records(value: Any) -> list[Mapping[str, Any]]:

@@ -128,6 +128,7 @@
     drop(name);
     for (const other of place.querySelectorAll(":scope > .stage")) if (other !== stage) other.remove();
     stage.classList.remove("next");
+    place.style.minHeight = ""; // it was for what is not drawn yet
     views.set(name, result);
     connect(name, result.view, spec);
     place.dataset.drawn = Number(place.dataset.drawn || 0) + 1;
