@@ -46,11 +46,6 @@ def judged(samples, **changes):
     return one(loader.STAGE.judge([read(batches, **changes) for batches in samples]), "shards")
 
 
-def test_shards_of_one_shuffle_are_disjoint():
-    generator = np.random.default_rng(0)
-    assert judged(dealt(generator.permutation(400), 4)).status is Status.OK
-
-
 def test_padding_at_the_end_is_a_note():
     samples = dealt(np.r_[np.arange(398), [0, 1]], 4)
     result = judged(samples)
