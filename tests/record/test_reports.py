@@ -115,15 +115,6 @@ def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
         assert_same(as_recorded(read), read)
 
 
-def test_many_steps_in_several_blocks_and_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 10_000)
-    live = [summarize(live_step(step, 7)) for step in range(150)]
-    run = record(tmp_path / "run", live, flush_every=20)
-    assert len(list((run.path / "workers").iterdir())) > 2
-    for read, report in zip(run.iter_reports(), live, strict=True):
-        assert_same(read, as_recorded(report))
-
-
 def test_from_a_later_step_on_earlier_rows_are_not_even_read(tmp_path, monkeypatch):
     monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 1_000)
     live = [summarize(live_step(step, 3)) for step in (0, 1, 2, 5, 9, 10, 11)]
