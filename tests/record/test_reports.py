@@ -11,6 +11,7 @@ from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
+from record.run_files import record
 from record.step_reports import make_report
 from support.same import assert_same
 
@@ -93,17 +94,6 @@ def residuals(rng, width, num_groups, step):
     found_WG = rng.random((width, num_groups))
     found_WG[rng.random((width, num_groups)) < (1.0 if step % 5 == 1 else 0.3)] = np.nan
     return found_WG
-
-
-def record(path, reports, *, flush_every=None):
-    reports = list(reports)
-    writer = RunWriter(path, {"num_workers": reports[0].gathered.num_workers if reports else W})
-    for number, report in enumerate(reports):
-        writer.add(report)
-        if flush_every and number % flush_every == 0:
-            writer.flush()
-    writer.close()
-    return Run.open(path)
 
 
 @pytest.mark.parametrize("width", [1, 8])
