@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from rankscope.bus.bundles import ReplayBundle, save_bundle
 from rankscope.bus.canary import CanaryResults, judge
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.step import MISSING_INT
 from rankscope.cli import main
 from rankscope.evidence.canary.batch import capture_batch
 from rankscope.record import RunWriter
@@ -105,6 +106,12 @@ def test_a_bundle_is_shown(path: str):
             1,
             "DIFFERS hardware Rank 1 computes a different result from the same batch",
         ),
+        (
+            [5, MISSING_INT, 5, 5],
+            [1, 1, 1, 1],
+            1,
+            "DIFFERS inconclusive There is no result of rank 1, so nothing can be concluded",
+        ),
     ],
 )
 def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words):
@@ -115,7 +122,7 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
     assert f"Run it again: rankscope replay {path} --model MODULE:FUNCTION" in text(result)
     assert words in text(result)
     told = json.loads(call(str(path), "--json").output)
-    assert told["results"]["digests_W"] == digests
+    assert told["results"]["digests_W"] == [None if d == MISSING_INT else d for d in digests]
     assert told["verdict"]["verdict"] in words or "majority" in words
 
 

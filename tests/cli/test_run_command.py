@@ -155,22 +155,26 @@ def project(tmp_path):
 
 
 def environment(project):
-    return {**os.environ, "PYTHONPATH": str(project / "site"), "RANK": "1"}
+    return {"PYTHONPATH": str(project / "site"), "RANK": "1"}
+
+
+def ended(folder, *words, **variables):
+    """Start Python with these words, and wait for its end."""
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        check=False,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **variables},
+        timeout=120,
+    )
 
 
 def both(project, *words, flags=("-X", "dev", "-B")):
     """Run the script without and with rankscope."""
-    python = [sys.executable, *flags]
     return [
-        subprocess.run(
-            [*python, *command, *words],
-            capture_output=True,
-            check=False,
-            text=True,
-            cwd=project.parent,
-            env=environment(project),
-            timeout=120,
-        )
+        ended(project.parent, *flags, *command, *words, **environment(project))
         for command in ((), ("-m", "rankscope", "run", "--every", "2"))
     ]
 
@@ -197,7 +201,7 @@ def test_a_signal_ends_the_script_and_nothing_is_said(project):
         stderr=subprocess.PIPE,
         text=True,
         cwd=project,
-        env={**environment(project), "TMPDIR": str(project)},
+        env={**os.environ, **environment(project), "TMPDIR": str(project)},
     )
     with started:
         assert started.stdout is not None
@@ -220,33 +224,18 @@ FAILING = {
 def test_of_a_script_that_fails_before_it_trains_only_the_exit_code_is_printed(project, script):
     path = project / "failing.py"
     path.write_text(script)
-    ended = subprocess.run(
-        [sys.executable, "-m", "rankscope", "run", str(path)],
-        capture_output=True,
-        check=False,
-        text=True,
-        cwd=project,
-        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
-        timeout=120,
-    )
+    found = ended(project, "-m", "rankscope", "run", str(path), RANK="0", WORLD_SIZE="2")
     code = FAILING[script]
-    assert (ended.returncode, ended.stdout) == (code, "")
-    [line] = [line for line in ended.stderr.splitlines() if line.startswith("rankscope: ")]
+    assert (found.returncode, found.stdout) == (code, "")
+    [line] = [line for line in found.stderr.splitlines() if line.startswith("rankscope: ")]
     assert line == f"rankscope: the script failed with exit code {code}, and nothing was watched"
-    assert ended.stderr.endswith(f"{line}\n")
+    assert found.stderr.endswith(f"{line}\n")
 
 
 def test_a_script_that_trains_nothing_is_told_so_by_rank_0(project):
-    ended = subprocess.run(
-        [sys.executable, "-m", "rankscope", "run", "-m", "neighbour"],
-        capture_output=True,
-        check=False,
-        text=True,
-        cwd=project,
-        env={**environment(project), "RANK": "0"},
-        timeout=120,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert ended.stderr.startswith("rankscope: nothing was watched: no process group of several")
-    assert ended.stderr.count("\n") == 1
+    variables = {**environment(project), "RANK": "0"}
+    found = ended(project, "-m", "rankscope", "run", "-m", "neighbour", **variables)
+    assert (found.returncode, found.stdout) == (0, "")
+    assert found.stderr.startswith("rankscope: nothing was watched: no process group of several")
+    assert found.stderr.count("\n") == 1
     assert not (project / "runs").exists()

@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rankscope.cli import main
 from rankscope.record import Run
 from support.study_command import FinishedStudy, StudyCommand, shared_folder, tree
 
@@ -25,41 +24,27 @@ def finished(study: StudyCommand) -> FinishedStudy:
     return FinishedStudy.make_once(study)
 
 
-class Refused:
-    """Calls the command in this process, and expects that it refuses and changes nothing."""
-
-    def __init__(self, study: StudyCommand, folder: Path, monkeypatch: Any, capsys: Any) -> None:
-        self.study, self.folder = study, folder
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-
-    def __call__(self, output: Path | None = None, **options: Any) -> str:
-        words = self.study.arguments(output or self.folder / "out", options)
-        return self.command(*words)
-
-    def command(self, *words: str) -> str:
-        self._monkeypatch.setattr(sys, "argv", ["rankscope", *words])
-        before = tree(self.folder), sorted(self.folder.rglob("*"))
-        with pytest.raises(SystemExit) as ended:
-            main.run()
-        out, err = self._capsys.readouterr()
-        assert ended.value.code == 2
-        assert out == ""
-        assert err.startswith("rankscope: ")
-        assert len(err.splitlines()) == 1
-        assert (tree(self.folder), sorted(self.folder.rglob("*"))) == before
-        return str(err.removeprefix("rankscope: ").strip())
+Refused = Callable[..., str]
 
 
 @pytest.fixture
 def refused(
-    study: StudyCommand,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    study: StudyCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> Refused:
+    """Return a function that runs the command here, expects that it refuses and changes nothing."""
     for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, study.environment[name])
-    return Refused(study, tmp_path, monkeypatch, capsys)
+
+    def refuse(output: Path | None = None, **options: Any) -> str:
+        before = tree(tmp_path), sorted(tmp_path.rglob("*"))
+        code, out, err = command(*study.arguments(output or tmp_path / "out", options))
+        assert (code, out) == (2, "")
+        assert err.startswith("rankscope: ")
+        assert len(err.splitlines()) == 1
+        assert (tree(tmp_path), sorted(tmp_path.rglob("*"))) == before
+        return str(err.removeprefix("rankscope: ").strip())
+
+    return refuse
 
 
 # Data ------------------------------------------------------------------------------------------

@@ -80,10 +80,6 @@ def chatty():
     return model()
 
 
-def exits():
-    sys.exit("wrong arguments")
-
-
 def not_a_model():
     return 3
 
@@ -110,17 +106,8 @@ def sharded_list(lengths):
     ]
 
 
-def objects():
-    return [object(), object()]
-
-
 def one_pass():
     return (torch.full((2, 2), 10 * rank() + step) for step in range(4))
-
-
-def endless():
-    while True:
-        yield torch.rand(2, 2, generator=torch.Generator().manual_seed(time.time_ns() % 2**40))
 
 
 def unshuffled():
@@ -175,29 +162,6 @@ sum_in_any_order.register_autograd(
 
 def any_order():
     return Tiny(lambda hidden: hidden + sum_in_any_order(hidden * 1e3)[..., None])
-
-
-def clock():
-    """Its noise comes from outside of torch."""
-    return Tiny(lambda hidden: hidden + time.perf_counter_ns() % 1000 * 1e-3)
-
-
-class PutTwice(torch.autograd.Function):
-    """Writes to places of which one comes twice: torch has no deterministic way."""
-
-    @staticmethod
-    def forward(context, hidden):
-        places = torch.zeros(2, dtype=torch.int64)
-        hidden.detach().clone().put_(places, torch.ones(2))
-        return hidden.clone()
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient
-
-
-def put():
-    return Tiny(PutTwice.apply)
 
 
 def fixable():

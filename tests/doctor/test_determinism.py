@@ -35,15 +35,6 @@ def test_a_step_that_repeats_is_well():
     assert facts["cost"] > 0
 
 
-def test_an_operator_that_varies_is_named_with_its_pass():
-    result, facts = examine(patients.any_order())
-    assert result.status is Status.WARNING
-    assert facts["different"] > 1
-    assert set(facts["operators"]) == {"patients::sum_in_any_order in the forward pass"}
-    assert "patients::sum_in_any_order" in result.found
-    assert "No flag of torch changes that" in result.advice
-
-
 def test_a_flag_that_helps_is_named_with_its_cost():
     result, facts = examine(patients.fixable())
     assert result.status is Status.WARNING

@@ -99,6 +99,7 @@ def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
     determinism = checks(out)["determinism"]
     assert (determinism["status"], determinism["ranks"]) == ("warning", [1])
     assert "patients::sum_in_any_order in the forward pass" in determinism["found"]
+    assert "No flag of torch changes that" in determinism["advice"]
 
 
 def test_a_function_that_raises_on_one_rank_does_not_end_the_rest():

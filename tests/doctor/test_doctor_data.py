@@ -9,10 +9,7 @@ import torch
 from rankscope.tools.doctor import Status, loader
 from rankscope.tools.doctor.loader import look
 
-
-def one(results, name):
-    [result] = [result for result in results if result.name == name]
-    return result
+from .test_doctor_judges import one
 
 
 def read(samples, **changes):
@@ -44,11 +41,6 @@ def dealt(order, num_ranks, batch=4):
 
 def judged(samples, **changes):
     return one(loader.STAGE.judge([read(batches, **changes) for batches in samples]), "shards")
-
-
-def test_shards_of_one_shuffle_are_disjoint():
-    generator = np.random.default_rng(0)
-    assert judged(dealt(generator.permutation(400), 4)).status is Status.OK
 
 
 def test_padding_at_the_end_is_a_note():

@@ -7,7 +7,7 @@ import pandas as pd
 import polars as pl
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.record import RunWriter
+from rankscope.record import Run, RunWriter
 
 
 def make_finding(identity="data.duplicate_batches", **changes):
@@ -30,6 +30,17 @@ def write(path, reports):
         run.add(report)
     run.flush()
     return run
+
+
+def record(path, reports, flush_every=None):
+    """Write a run of some workers from its first step to its end, and open it."""
+    writer = RunWriter(path, {})
+    for number, report in enumerate(reports):
+        writer.add(report)
+        if flush_every and number % flush_every == 0:
+            writer.flush()
+    writer.close()
+    return Run.open(path)
 
 
 def read_info(path):

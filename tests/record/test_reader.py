@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
+from record.run_files import make_finding, record
 from record.step_reports import (
     expected_steps,
     expected_workers,
@@ -17,30 +17,6 @@ from record.step_reports import (
 )
 
 W = 4
-
-
-def record(path, reports, info=None):
-    writer = RunWriter(path, {"num_workers": W} if info is None else info)
-    for report in reports:
-        writer.add(report)
-    writer.close()
-    return Run.open(path)
-
-
-def make_finding(identity, step, **changes):
-    values = {
-        "id": identity,
-        "cause": "data.overlapping_shards",
-        "severity": Severity.NOTE,
-        "ranks": (1,),
-        "first_step": 0,
-        "last_step": step,
-        "explanation": "Some samples came twice.",
-        "next_check": "Look at the sampler.",
-        "evidence": {"repeats": 3},
-        "step": step,
-    }
-    return Finding(**(values | changes))
 
 
 # Opening ---------------------------------------------------------------------------------------
@@ -136,15 +112,15 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
 
 def test_the_last_event_of_a_finding_wins(tmp_path):
     writer = RunWriter(tmp_path / "run", {})
-    writer.add_findings([make_finding("a", 1), make_finding("b", 1)])
-    closed = make_finding("a", 7, severity=Severity.ERROR, status="closed", groups=("head",))
+    writer.add_findings([make_finding("a"), make_finding("b")])
+    closed = make_finding("a", last_step=12, status="closed", groups=("head",))
     writer.add_findings([closed])
-    assert Run.open(writer.path).findings() == (closed, make_finding("b", 1))
+    assert Run.open(writer.path).findings() == (closed, make_finding("b"))
 
 
 def test_a_torn_last_line_is_ignored_wherever_it_is_torn(tmp_path):
     run = record(tmp_path / "run", [])
-    lines = [json.dumps(make_finding(name, 1).to_json()).encode() for name in "ab"]
+    lines = [json.dumps(make_finding(name).to_json()).encode() for name in "ab"]
     whole = b"\n".join(lines)
     for end in range(len(lines[0]) + 1, len(whole)):
         (run.path / "findings.jsonl").write_bytes(whole[:end])
@@ -160,7 +136,7 @@ DEEP = f'{{"id": "a", "evidence": {"[" * 900}{"]" * 900}}}'
 @pytest.mark.parametrize("line", ["{", '{"id": "a"}', "\xe9", DEEP])
 def test_a_malformed_line_before_the_last_is_named(tmp_path, line):
     run = record(tmp_path / "run", [])
-    good = json.dumps(make_finding("a", 1).to_json())
+    good = json.dumps(make_finding("a").to_json())
     text = f"{good}\n{line}\n{good}\n"
     (run.path / "findings.jsonl").write_bytes(text.encode("latin-1"))
     with pytest.raises(RunError, match=r"findings\.jsonl, line 2 is not a finding"):

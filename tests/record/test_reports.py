@@ -11,6 +11,7 @@ from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
+from record.run_files import record
 from record.step_reports import make_report
 from support.same import assert_same
 
@@ -95,17 +96,6 @@ def residuals(rng, width, num_groups, step):
     return found_WG
 
 
-def record(path, reports, *, flush_every=None):
-    reports = list(reports)
-    writer = RunWriter(path, {"num_workers": reports[0].gathered.num_workers if reports else W})
-    for number, report in enumerate(reports):
-        writer.add(report)
-        if flush_every and number % flush_every == 0:
-            writer.flush()
-    writer.close()
-    return Run.open(path)
-
-
 @pytest.mark.parametrize("width", [1, 8])
 def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
     live = [summarize(live_step(step, width)) for step in range(40)]
@@ -113,15 +103,6 @@ def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
     for read, report in zip(run.iter_reports(), live, strict=True):
         assert_same(read, as_recorded(report))
         assert_same(as_recorded(read), read)
-
-
-def test_many_steps_in_several_blocks_and_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 10_000)
-    live = [summarize(live_step(step, 7)) for step in range(150)]
-    run = record(tmp_path / "run", live, flush_every=20)
-    assert len(list((run.path / "workers").iterdir())) > 2
-    for read, report in zip(run.iter_reports(), live, strict=True):
-        assert_same(read, as_recorded(report))
 
 
 def test_from_a_later_step_on_earlier_rows_are_not_even_read(tmp_path, monkeypatch):

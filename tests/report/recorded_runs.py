@@ -129,9 +129,10 @@ def record_run(
     num_workers: int = 8,
     num_steps: int = 30,
     change: Change = lambda step: step,
+    status: str = "complete",
     **info: Any,
 ) -> Run:
-    """Record a simulated run and open it."""
+    """Record a simulated run and open it. ``running``: it is not closed."""
     facts = {"model": "tiny (built-in base)", "data": "simulated", "num_workers": num_workers}
     writer = RunWriter(path, {**facts, **info})
     diagnosis = Diagnosis(RunFacts(num_workers))
@@ -143,7 +144,9 @@ def record_run(
     writer.add_many(reports)
     writer.add_findings(events_of(diagnosis, reports))
     writer.add_findings(diagnosis.close())
-    writer.close()
+    writer.flush()
+    if status != "running":
+        writer.close(status)
     return Run.open(path)
 
 

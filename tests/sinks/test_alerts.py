@@ -1,17 +1,15 @@
 """Alerts of a real training: sent by the agent, their places nowhere else."""
 
-import json
 import logging
 import os
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from rankscope import Run, WatchOptions
 from rankscope.report import write_report
 from rankscope.session.start import ALERTS
+from sinks.http_server import http_server
 from sinks.mail_server import mail_server
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -20,17 +18,6 @@ pytestmark = pytest.mark.ranks
 
 SECRET = "tell-nobody"
 NUM_STEPS = 14
-
-
-class _Hook(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.got.append((self.path, body))  # type: ignore[attr-defined]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 def train(rank, folder, hook, mail):
@@ -54,24 +41,17 @@ def train(rank, folder, hook, mail):
 
 
 def test_alerts_come_from_the_agent_and_their_places_are_recorded_nowhere(tmp_path):
-    http = HTTPServer(("127.0.0.1", 0), _Hook)
-    http.got = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    hook = f"slack:http://127.0.0.1:{http.server_port}/T0/{SECRET}"
-    with mail_server() as mail:
+    with http_server() as http, mail_server() as mail:
+        hook = f"slack:http://127.0.0.1:{http.server_port}/T0/{SECRET}"
         mailto = f"mailto:{SECRET}@example.org?smtp={mail.place}"
         results = run_ranks(train, 2, str(tmp_path), hook, mailto)
         messages, recipients = list(mail.messages), set(mail.recipients)
-    http.shutdown()
-    thread.join()
-    http.server_close()
+        got = list(http.got)
     assert results == [([[], []], [True, True], set())] * 2
-    got = http.got  # type: ignore[attr-defined]
-    assert {path for path, _ in got} == {f"/T0/{SECRET}"}
-    assert all(body.keys() == {"text"} for _, body in got)
+    assert {path for path, *_ in got} == {f"/T0/{SECRET}"}
+    assert all(body.keys() == {"text"} for _, _, body, _ in got)
     for name in ("option", "environment"):
-        text = next(body["text"] for _, body in got if body["text"].startswith(f"{name}: "))
+        text = next(body["text"] for _, _, body, _ in got if body["text"].startswith(f"{name}: "))
         assert "data.duplicate_batches opened on rank 0, 1" in text
         assert f"rankscope report {tmp_path / name}" in text
         run = Run.open(tmp_path / name)

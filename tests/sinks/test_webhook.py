@@ -1,9 +1,6 @@
 """A webhook that is taken, refused, or not there for a while."""
 
-import json
 import logging
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -12,43 +9,13 @@ from rankscope.sinks.base import SinkError, plain_finding
 from rankscope.sinks.delivery import PAUSES
 from rankscope.sinks.webhook import WebhookSink
 from sinks.findings import FINDING, finding, run_info
+from sinks.http_server import http_server
 
 
 @pytest.fixture
 def server():
-    """A server on the loopback: ``answers`` are its next status codes, then it takes all.
-
-    An answer may come with a place to go on to.
-    """
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            answer = http.answers.pop(0) if http.answers else 200
-            code, place = answer if isinstance(answer, tuple) else (answer, None)
-            http.got.append((self.path, self.headers["Content-Type"], json.loads(body), code))
-            self.send_response(code)
-            if place is not None:
-                self.send_header("Location", place)
-            self.end_headers()
-
-        def do_GET(self):
-            http.got.append((self.path, None, None, "GET"))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    http = HTTPServer(("127.0.0.1", 0), Handler)
-    http.answers, http.got = [], []
-    http.url = f"http://127.0.0.1:{http.server_port}/hook"
-    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield http
-    http.shutdown()
-    thread.join()
-    http.server_close()
+    with http_server() as there:
+        yield there
 
 
 def opened(tmp_path, url, **options):

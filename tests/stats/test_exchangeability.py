@@ -9,7 +9,6 @@ from rankscope.stats.bets import (
     BetKind,
     Betting,
     distances,
-    normal_scores,
     rank_units,
     worker_bets,
 )
@@ -59,13 +58,6 @@ def test_every_bet_pays_on_its_own_kind():
     assert (e_BU[kinds == "low", 4] < 1).all()
     assert e_BU[kinds == "rare", 4] > 4
     assert e_BU[kinds == "spread", 4] > 2
-
-
-def test_normal_scores_are_odd_and_grow():
-    scores = normal_scores(9)
-    assert len(scores) == 17
-    np.testing.assert_allclose(scores, -scores[::-1], atol=1e-12)
-    assert (np.diff(scores) > 0).all()
 
 
 def feed(test, rng, num_steps, change=None, num_signals=1):

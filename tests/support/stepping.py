@@ -1,10 +1,12 @@
 """Feeds detectors of exact evidence with steps that are given by their columns."""
 
+import json
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from rankscope.agent.assembly import summarize
+from rankscope.agent.message import StepMessage
 from rankscope.bus.detector import RunFacts, finding_of
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import StepReport
@@ -75,6 +77,12 @@ def run(detector, num_steps, start=0, **columns):
         for step in range(start, start + num_steps)
         for evidence in observe(detector, step, **columns)
     ]
+
+
+def named_message(step, names):
+    """Return what a rank sends of a step beside numbers: names, which may be none."""
+    packed = json.dumps(names).encode() if names else b""
+    return StepMessage(step, names=np.frombuffer(packed, np.uint8))
 
 
 def describe(evidence):

@@ -173,7 +173,6 @@ def steps_with(rows):
     events = []
     for t, (nonfinite, loss, calls) in enumerate(rows):
         columns = {"nonfinite": nonfinite, "loss": loss, "optimizer_steps": calls}
-        columns = {name: values for name, values in columns.items() if values is not None}
         step = gathered(t, [[2 * t], [2 * t + 1]], **columns)
         events += diagnosis.observe(summarize(step))
     live = {finding.id: finding for finding in diagnosis.findings}

@@ -14,61 +14,34 @@ from rankscope.files import to_plain
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, unpack_state
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
-from support.streams import gathered, replicated, sharded
+from support.streams import gathered, replicated
+
+from .test_together import reports_of
 
 W = 8
 HOSTS = ("a",) * 4 + ("b",) * 4
 
 
-def stream(num_steps, *, seed=0, copied=False):
-    """Return reports of a job with odd losses on rank 2 from step 12 on, and a NaN in step 9.
+def copied(step):
+    """Let rank 5 draw rank 4's samples in every other step, and ranks 0 and 1 point alike."""
+    batches, sketches_WK = list(step.samples), step.sketches_WK.copy()
+    if step.step % 2:
+        batches[5] = batches[4]
+    sketches_WK[1] = sketches_WK[0] + 0.5 * sketches_WK[1]
+    return replace(step, samples=tuple(batches), sketches_WK=sketches_WK)
 
-    It has four micro-batches a step and three groups. With ``copied``, rank 5 draws rank 4's
-    samples in every other step, and the gradients of ranks 0 and 1 are alike.
-    """
-    rng = np.random.default_rng(seed)
-    reports = []
-    samples = replicated(300, 4, range(W)) if copied else sharded(3000, W, 4)
-    for step, batches in enumerate(islice(samples, num_steps)):
-        if copied and step % 2:
-            batches[5] = batches[4]
-        loss = rng.normal(2, 0.1, W)
-        loss[2] += 0.5 * (step >= 12)
-        micro_losses = loss[:, None] + rng.normal(0, 0.2, (W, 4))
-        loss = micro_losses.mean(axis=1)
-        if step == 9:
-            loss[6] = np.nan
-        sketches_WK = rng.normal(0.3, 1, (W, 53)).astype(np.float32)
-        if copied:
-            sketches_WK[1] = sketches_WK[0] + 0.5 * sketches_WK[1]
-        norms_W = np.linalg.norm(sketches_WK, axis=1)
-        report = gathered(
-            step,
-            batches,
-            sketches_WK,
-            loss=loss,
-            grad_norm=norms_W,
-            nonfinite=~np.isfinite(loss),
-            optimizer_steps=[1] * W,
-            samples_named=[True] * W,
-            loss_weight=[80.0] * W,
-            loss_sem=micro_losses.std(axis=1, ddof=1) / 2,
-            busy_seconds=0.1 + 0.05 * (np.arange(W) == 3) + 0.001 * rng.random(W),
-            step_seconds=[0.2] * W,
-            reduced_norm=[float(np.linalg.norm(sketches_WK.mean(axis=0)))] + [0.0] * (W - 1),
-        )
-        report = replace(
-            report,
-            micro_losses=tuple(micro_losses),
-            micro_weights=tuple(np.full((W, 4), 20.0)),
-            micro_norms=tuple(norms_W[:, None] * rng.uniform(1.5, 2.5, (W, 4))),
-            micro_scales=tuple(np.full((W, 4), 0.25)),
-            groups=("embedding", "layers.0", "head"),
-            group_norms_WG=rng.normal(1, 0.1, (W, 3)) + norms_W[:, None],
-            group_sketches_WGK=rng.normal(0.3, 1, (W, 3, 31)).astype(np.float32),
-        )
-        reports.append(summarize(report))
-    return reports
+
+def odd_losses(step):
+    """Let rank 2's losses be higher from step 12 on, and rank 6's be NaN in step 9."""
+    losses_W = step.workers["loss"] + 0.5 * (np.arange(W) == 2) * (step.step >= 12)
+    losses_W[6] = np.nan if step.step == 9 else losses_W[6]
+    nonfinite_W = ~np.isfinite(losses_W)
+    workers = {**step.workers, "loss": losses_W, "nonfinite": nonfinite_W}
+    return replace(step, workers=workers)
+
+
+def stream(num_steps, change=odd_losses):
+    return reports_of(change, W, num_steps=num_steps)
 
 
 def through_a_file(state):
@@ -84,9 +57,9 @@ def spoken(findings):
     return plain(f for f in findings if f.cause != "time.straggler")
 
 
-@pytest.mark.parametrize(("copied", "cut"), [(True, 1), (False, 13)])
-def test_a_restored_diagnosis_says_what_one_without_a_break_says(copied, cut):
-    reports = stream(80, copied=copied)
+@pytest.mark.parametrize(("change", "cut"), [(copied, 1), (odd_losses, 13)])
+def test_a_restored_diagnosis_says_what_one_without_a_break_says(change, cut):
+    reports = stream(80, change)
     whole, first, second = (Diagnosis(RunFacts(W, HOSTS)) for _ in range(3))
     for report in reports[:cut]:
         assert whole.observe(report) == first.observe(report)

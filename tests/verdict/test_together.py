@@ -14,11 +14,13 @@ from support.streams import gathered, sharded
 GROUPS = ("embedding", "layers.0", "head")
 LAID_OUT_OTHERWISE = {"OverlappingShards", "ResumeMismatch"}  # the same samples, in other pieces
 STEPS = 260
+MICRO = 4
 
 
 def make_step(t, batches, observed):
-    """Return a step of a healthy job, with all that detectors read often."""
+    """Return a step of a healthy job of four micro-batches, with all that detectors read often."""
     width, rng = len(batches), np.random.default_rng([t, len(batches)])
+    micro_losses_WM = 2 + rng.normal(size=(width, MICRO)) / 4
     sketches_WK = 0.5 + rng.normal(size=(width, 67)).astype(np.float32)
     step = gathered(
         t,
@@ -26,7 +28,7 @@ def make_step(t, batches, observed):
         sketches_WK=sketches_WK if observed else None,
         samples_named=[True] * width,
         batch_digest=rng.integers(2**62, size=width),
-        loss=2 + rng.normal(size=width) / 8,
+        loss=micro_losses_WM.mean(axis=1),
         loss_sem=np.full(width, 0.1),
         loss_weight=rng.integers(90, 110, width),
         grad_scale=np.ones(width),
@@ -37,10 +39,18 @@ def make_step(t, batches, observed):
         step_seconds=rng.normal(0.11, 0.001, width),
         lr=np.full(width, 1e-3),
     )
+    step = replace(
+        step,
+        micro_losses=tuple(micro_losses_WM),
+        micro_weights=tuple(np.full((width, MICRO), 25.0)),
+        micro_scales=tuple(np.full((width, MICRO), 1 / MICRO)),
+    )
     if not observed:
         return step
+    norms_W1 = step.workers["grad_norm"][:, None]
     return replace(
         step,
+        micro_norms=tuple(norms_W1 * rng.uniform(1.5, 2.5, (width, MICRO))),
         reduced_copies=width,
         groups=GROUPS,
         group_norms_WG=rng.lognormal(0, 0.1, (width, 3)),
@@ -102,9 +112,9 @@ def several_faults(step):
     return stale_tokens(corrupted(not_finite(step)))
 
 
-def reports_of(change, width, every):
+def reports_of(change, width, every=1, num_steps=STEPS):
     batches = sharded(600, width, 3)
-    steps = [change(make_step(t, next(batches), t % every == 0)) for t in range(STEPS)]
+    steps = [change(make_step(t, next(batches), t % every == 0)) for t in range(num_steps)]
     return [summarize(undo_common_scale(step)) for step in steps]
 
 

@@ -11,11 +11,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.evidence.canary.state import NotPutBackError
 
-CPU = torch.device("cpu")
-
-
-def run(model: nn.Module, *args: Any, seed: int = 1) -> Any:
-    return run_batch(model, capture_batch(args, {}).plain(), CPU, seed=seed).read()
+from .test_replay import CPU, run
 
 
 class Stateful(nn.Module):

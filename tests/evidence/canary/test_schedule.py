@@ -5,14 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.canary import (
-    CanaryCause,
-    CanaryResults,
-    judge,
-)
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.pace import LAG
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,
     SHARE,
@@ -21,63 +15,6 @@ from rankscope.evidence.canary.schedule import (
     Planned,
     Schedule,
 )
-
-
-def results(digests, again=None, peers=None, losses=None) -> CanaryResults:
-    digests = np.array(digests, np.int64)
-    losses = np.ones(len(digests)) if losses is None else np.array(losses, float)
-    return CanaryResults(
-        suspect=1,
-        peer=0,
-        losses_W=losses,
-        norms_W=2 * losses,
-        digests_W=digests,
-        again_W=digests if again is None else np.array(again, np.int64),
-        peer_losses_W=losses,
-        peer_norms_W=losses,
-        peer_digests_W=digests if peers is None else np.array(peers, np.int64),
-    )
-
-
-def test_workers_that_agree_in_every_bit_differ_by_their_data():
-    verdict = judge(results([5, 5, 5]), differing=(2,))
-    assert (verdict.verdict, verdict.ranks, verdict.exact) == (CanaryCause.DATA, (1,), True)
-    assert verdict.distance == 0
-
-
-@pytest.mark.parametrize(
-    ("digests", "differing", "expected", "ranks"),
-    [
-        ([5, 5, 6, 5], (), CanaryCause.HARDWARE, (2,)),
-        ([5, 5, 6, 5], (2,), CanaryCause.STATE, (2,)),
-        ([5, 5, 6, 5], (1,), CanaryCause.HARDWARE, (2,)),  # what differs there does not matter
-        ([5, 6], (), CanaryCause.INCONCLUSIVE, (0, 1)),
-        ([5, 5, 6, 6], (3,), CanaryCause.STATE, (3,)),
-    ],
-)
-def test_what_stays_with_a_worker_is_its_state_or_its_hardware(digests, differing, expected, ranks):
-    losses = 1 + 0.1 * (np.array(digests) - 5)
-    verdict = judge(results(digests, losses=losses), differing=differing)
-    assert (verdict.verdict, verdict.ranks) == (expected, ranks)
-    assert not verdict.within_rounding
-    assert not verdict.exact
-
-
-def test_a_worker_that_does_not_repeat_itself_is_named():
-    verdict = judge(results([5, 5, 6], again=[5, 5, 7]), differing=(2,))
-    assert (verdict.verdict, verdict.ranks) == (CanaryCause.NONDETERMINISTIC, (2,))
-
-
-def test_workers_that_all_compute_at_random_are_all_named():
-    verdict = judge(results([5, 6, 7], again=[1, 2, 3], losses=[1, 2, 3]))
-    assert (verdict.verdict, verdict.ranks) == (CanaryCause.NONDETERMINISTIC, (0, 1, 2))
-
-
-def test_without_a_result_nothing_is_concluded():
-    verdict = judge(results([5, MISSING_INT, 5]))
-    assert (verdict.verdict, verdict.ranks) == (CanaryCause.INCONCLUSIVE, (1,))
-    assert np.isnan(verdict.distance)
-
 
 # When -----------------------------------------------------------------------------------------
 

@@ -11,14 +11,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
-from rankscope.evidence.canary.replay import loss_without_gradient, run_batch
+from rankscope.evidence.canary.replay import loss_without_gradient
 
-CPU = torch.device("cpu")
-
-
-def run(model: nn.Module, *args: Any, seed: int = 1) -> Any:
-    return run_batch(model, capture_batch(args, {}).plain(), CPU, seed=seed).read()
-
+from .test_replay import CPU, run
 
 # Gradients that the model accumulates by itself ------------------------------------------------
 

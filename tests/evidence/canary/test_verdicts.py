@@ -71,6 +71,26 @@ def test_state_is_told_where_it_is_known_to_differ():
     assert later.cause == "compute.worker_outlier"
 
 
+@pytest.mark.parametrize(
+    ("how", "cause", "ranks"),
+    [
+        (
+            {"digests": (5, 5, 6, 6), "losses": (1, 1, 2, 2), "differs": 3},
+            "state.parameters_differ",
+            (3,),
+        ),
+        (
+            {"digests": (5, 6, 7, 8), "again": (1, 2, 3, 4), "losses": (1, 2, 3, 4)},
+            "compute.nondeterministic",
+            (0, 1, 2, 3),
+        ),
+    ],
+)
+def test_of_halves_state_decides_and_workers_at_random_are_all_named(how, cause, ranks):
+    [found] = told(CanaryVerdicts(4), step(**how))
+    assert (found.cause, found.ranks) == (cause, ranks)
+
+
 def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
     bad = {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1), "differs": 1}
     held, left_out = StateKind.HELD, StateKind.LEFT_OUT

@@ -2,8 +2,6 @@
 
 import copy
 import math
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -89,14 +87,13 @@ def clip_shards(rank, folder):
 
 
 @pytest.mark.ranks
-def test_the_norm_after_clipping_follows_from_the_record():
-    with tempfile.TemporaryDirectory() as folder:
-        after = run_ranks(clip_shards, 2, Path(folder) / "run")[0]
-        run = Run.open(Path(folder) / "run")
-        steps, scales = run.per_worker("applied_scale")
-        norms = np.asarray(run.steps("grad_norm_reduced")["grad_norm_reduced"])[steps]
-        np.testing.assert_allclose(scales[:, 0] * norms, np.array(after)[steps], rtol=1e-6)
-        [found] = [f for f in run.findings() if f.cause == "sync.clip_norm"]
+def test_the_norm_after_clipping_follows_from_the_record(tmp_path):
+    after = run_ranks(clip_shards, 2, tmp_path / "run")[0]
+    run = Run.open(tmp_path / "run")
+    steps, scales = run.per_worker("applied_scale")
+    norms = np.asarray(run.steps("grad_norm_reduced")["grad_norm_reduced"])[steps]
+    np.testing.assert_allclose(scales[:, 0] * norms, np.array(after)[steps], rtol=1e-6)
+    [found] = [f for f in run.findings() if f.cause == "sync.clip_norm"]
     assert (found.first_step, str(found.severity)) == (STEPS, "warning")
 
 

@@ -1,13 +1,11 @@
 """Modules in training mode on some workers, and in evaluation mode on others."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from torch import nn
 
-from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
@@ -15,7 +13,7 @@ from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff, make_combiner
 from rankscope.evidence.environment.probe import ModeMeter
 from rankscope.wrappers.facts import FLAGS_EVERY
-from support.stepping import evidence_of, run, words
+from support.stepping import evidence_of, named_message, run, words
 from support.streams import gathered
 
 
@@ -42,8 +40,7 @@ class Workers:
             columns, names = meter.take()
             digest = columns["modes"]
             self.sent += bool(names)
-            packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
-            messages.append(StepMessage(number, names=packed))
+            messages.append(named_message(number, names))
             digests.append(MISSING_INT if digest != digest else digest)
         columns = {"modes": np.array(digests, np.int64)}
         found = self.combiner.combine(as_columns(messages), columns)

@@ -23,20 +23,6 @@ def make_parameter():
     return parameter
 
 
-def settings_digest(*groups, **settings):
-    """Return the digest of the settings with which an optimizer is called."""
-    return collected(*groups, **settings)["settings_digest"]
-
-
-def collected(*groups, kind=torch.optim.AdamW, **settings):
-    """Return what is known of the settings with which an optimizer is called."""
-    groups = groups or ({},)
-    optimizer = kind([{"params": [make_parameter()], **group} for group in groups], **settings)
-    meter = watched(optimizer)
-    optimizer.step()
-    return meter.take()
-
-
 def test_settings_on_an_accelerator_are_not_waited_for():
     elsewhere = torch.tensor(0.5, device="meta")
     with pytest.raises(RuntimeError):

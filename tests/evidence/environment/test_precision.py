@@ -7,9 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.wrappers.facts import PrecisionMeter, environment_facts, precision_words
+from support.loops import train_watched
 from support.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -82,14 +82,12 @@ def test_it_can_be_read_where_only_the_new_settings_of_tf32_are_used(model):
 def train_with_another_kernel(rank, run_dir):
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
-        for _ in range(5):
-            with sdpa_kernel(SDPBackend.MATH) if rank == 1 else nullcontext():
-                loss = model(torch.randn(4, 2)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+    def loss_of(step):
+        with sdpa_kernel(SDPBackend.MATH) if rank == 1 else nullcontext():
+            return model(torch.randn(4, 2)).square().mean()
+
+    train_watched(model, optimizer, run_dir, 5, loss_of)
 
 
 @pytest.mark.ranks

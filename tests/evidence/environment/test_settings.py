@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
@@ -19,7 +18,7 @@ from rankscope.evidence.environment.settings import (
     CALLS,
     DifferentSettings,
 )
-from support.stepping import evidence_of, observe, run, words
+from support.stepping import evidence_of, named_message, observe, run, words
 from support.streams import gathered
 
 NAN = float("nan")
@@ -64,8 +63,7 @@ def test_settings_that_differ_are_named_with_their_values():
             digests.append(meter.take()["settings_digest"])
             names = meter.named()
             sent += bool(names)
-            packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
-            messages.append(StepMessage(number, names=packed))
+            messages.append(named_message(number, names))
         digests_W = np.array(digests, np.int64)
         none_W = np.full(3, MISSING_INT)
         digested = {"modes": none_W, "settings_digest": digests_W}

@@ -69,3 +69,29 @@ def test_shares_of_owners_add_up_to_the_mean_and_a_wrong_one_stays_wrong(local_W
     total_SK = sum(part.reduced_SK for part in found.parts_W)
     right_S = np.isclose(total_SK, mean_SK, rtol=1e-5, atol=1e-7).all(1)
     assert np.flatnonzero(~right_S).tolist() == ([] if wrong is None else [wrong])
+
+
+@pytest.mark.parametrize(
+    ("weights_W", "noise", "known"),
+    [([1, 1, 8, 1], 0.0, True), ([1, 1, 1, 1], 3.0, False)],
+    ids=["one worker counts more", "noise is added"],
+)
+def test_a_loop_may_mean_another_gradient_than_a_sum_of_the_workers_own(
+    local_WSK, weights_W, noise, known
+):
+    given_SK = np.einsum("w,wsk->sk", weights_W, local_WSK) / W
+    given_SK += noise * np.random.default_rng(1).standard_normal(given_SK.shape)
+    found = normalise_user_reduction(parts_of(local_WSK, everywhere(given_SK))).parts_W[0]
+    assert np.isfinite(found.reduced_SK).all() == known
+    assert np.isfinite(found.reduced_squares_S).all()
+
+
+def test_gradients_of_experts_by_place_are_not_held_against_the_mean_of_all(local_WSK):
+    given_WSK = everywhere(local_WSK.mean(axis=0))
+    given_WSK[:, 1] = given_WSK[[0, 1, 0, 1], 1] * np.array([1, 2, 1, 2], np.float32)[:, None]
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
+    assert found.factor == 1
+    others = [0, *range(2, S)]
+    for part, given_SK in zip(found.parts_W, given_WSK, strict=True):
+        assert np.isnan(part.reduced_SK[1]).all()
+        np.testing.assert_array_equal(part.reduced_SK[others], given_SK[others])

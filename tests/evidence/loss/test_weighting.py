@@ -56,6 +56,17 @@ def watch(detector, steps, first=0):
     return found
 
 
+def told(detector, steps, **columns):
+    """Return all evidence in order; ``columns`` are of all workers, or follow from the tokens."""
+    found = []
+    for step, parts in enumerate(steps):
+        seen = observation(step, *parts)
+        for name, value in columns.items():
+            seen.gathered.workers[name][:] = value(parts[0]) if callable(value) else value
+        found += evidence_of(detector, seen)
+    return found
+
+
 def lengths(steps, *, micro=1, width=W, ratio=4.0, seed=0):
     """Yield token counts ``[W][M]`` whose largest and smallest differ by about this ratio."""
     rng = np.random.default_rng(seed)
@@ -173,12 +184,8 @@ def test_a_wrong_factor_is_named(value, micro, words):
 
 @pytest.mark.parametrize(("summed", "found"), [(W, 0), (1.0, 13)])
 def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summed, found):
-    detector, evidence = LossScale(W, by_loop=True), []
-    for step, parts in enumerate(constant(1 / W)):
-        seen = observation(step, *parts)
-        seen.gathered.workers["summed_workers"][:] = summed
-        evidence += evidence_of(detector, seen)
-    assert len(evidence) == found
+    detector = LossScale(W, by_loop=True)
+    assert len(told(detector, constant(1 / W), summed_workers=summed)) == found
 
 
 @pytest.mark.parametrize(
@@ -194,16 +201,10 @@ def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severi
     assert set(found) == {LONG_WINDOW, *([SHORT_WINDOW] if others else [])}
 
 
-def sums(detector, times=1, tokens=None, **columns):
-    """Return all evidence on losses that are sums over tokens; ``columns`` of all workers."""
-    found = []
-    for step, drawn in enumerate(lengths(20)):
-        tokens_W = drawn if tokens is None else np.full_like(drawn, tokens)
-        seen = observation(step, tokens_W, times * tokens_W)
-        for name, value in columns.items():
-            seen.gathered.workers[name][:] = value(tokens_W) if callable(value) else value
-        found += evidence_of(detector, seen)
-    return found
+def sums(detector, tokens=None, **columns):
+    """Return all evidence on losses that are sums over tokens."""
+    drawn = (t if tokens is None else np.full_like(t, tokens) for t in lengths(20))
+    return told(detector, [(tokens_W, tokens_W) for tokens_W in drawn], **columns)
 
 
 def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped():
@@ -236,12 +237,8 @@ def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
     ],
 )
 def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, said):
-    detector, found = LossScale(W), []
-    for step, parts in enumerate(constant(loss, micro=3)):
-        seen = observation(step, *parts)
-        seen.gathered.workers["schedule_scale"][:] = schedule
-        seen.gathered.workers["applied_scale"][:] = applied
-        found += evidence_of(detector, seen)
+    columns = {"schedule_scale": schedule, "applied_scale": applied}
+    found = told(LossScale(W), constant(loss, micro=3), **columns)
     assert bool(found) == bool(said)
     for evidence in found[-1:]:
         assert said in describe(evidence)[0]

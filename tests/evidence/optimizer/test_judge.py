@@ -4,15 +4,12 @@ The optimizers are torch's own. Several in one process stand for those of severa
 """
 
 import copy
-import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
@@ -28,7 +25,7 @@ from rankscope.evidence.optimizer.judge import (
 )
 from rankscope.evidence.optimizer.probe import PendingHoldings
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import evidence_of, words
+from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
 
@@ -57,13 +54,8 @@ class Rank:
         return [self.optimizer.state[p] for p in self.model.parameters()]
 
 
-def message_of(kind, held):
-    """Return what a rank sends in a step."""
-    return StepMessage(0, names=np.frombuffer(json.dumps({KEY: {kind: held}}).encode(), np.uint8))
-
-
 def step_of(number, kind, ranks, lr=0.01):
-    messages = as_columns([message_of(str(kind), one.held()) for one in ranks])
+    messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
     rows = HeldValues(KEY).combine(messages, {})
     one = gathered(number, [[]] * len(ranks), lr=[lr] * len(ranks))
     return StepReport(replace(one, **rows), {})

@@ -1,14 +1,11 @@
 """Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
 
-import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
@@ -16,7 +13,7 @@ from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.optimizer.judge import LostUpdates
 from rankscope.evidence.optimizer.probe import WINDOW, RestMeter
-from support.stepping import evidence_of, words
+from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
 
@@ -42,8 +39,7 @@ def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.
         optimizer.step()
         pending = meter.see_update()
         if pending is not None:
-            sent = {KEY: {"rounded": pending.read()}}
-            message = StepMessage(number, names=np.frombuffer(json.dumps(sent).encode(), np.uint8))
+            message = named_message(number, {KEY: {"rounded": pending.read()}})
             rows = HeldValues(KEY).combine(as_columns([message]), {})
             found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
     return found

@@ -368,44 +368,35 @@ def test_values_far_out_on_any_worker_are_no_sign_of_one():
 
 
 def followed_by_norms(job, ranks=(), factor=1.0):
-    """Return a change that lets norms follow label tokens, and the tokens of each step."""
-    tokens_W = np.empty(job.num_workers)
+    """Return a change that lets norms follow the label tokens, which are new in each step."""
 
     def change(values):
-        tokens_W[:] = 400 * np.exp(0.3 * job.rng.standard_normal(job.num_workers))
+        tokens_W = 400 * np.exp(0.3 * job.rng.standard_normal(job.num_workers))
         tokens_W[list(ranks)] *= factor
+        values["loss_weight"] = tokens_W
         follows_W = np.sqrt(tokens_W / 400)
         values["grad_norm"] *= follows_W
         values["group_norms"] *= follows_W[:, None]
 
-    return change, tokens_W
-
-
-def run_with_tokens(job, detector, num_steps, change, tokens_W):
-    told = []
-    for _ in range(num_steps):
-        report = job.report(change)
-        report.gathered.workers["loss_weight"][:] = tokens_W
-        told += evidence_of(detector, report)
-    return told
+    return change
 
 
 def test_larger_batches_that_explain_a_difference_are_no_finding():
     job, detector = Job(), WorkerOutliers(8)
-    assert run_with_tokens(job, detector, 100, *followed_by_norms(job)) == []
-    assert run_with_tokens(job, detector, 150, *followed_by_norms(job, [5], 2.0)) == []
+    assert job.run(detector, 100, followed_by_norms(job)) == []
+    assert job.run(detector, 150, followed_by_norms(job, [5], 2.0)) == []
 
 
 def test_a_difference_that_sizes_do_not_explain_is_a_warning():
     job, detector = Job(), WorkerOutliers(8)
-    follow, tokens_W = followed_by_norms(job, [5], 1.3)
+    follow = followed_by_norms(job, [5], 1.3)
 
     def change(values):
         follow(values)
         values["grad_norm"][5] *= 2
         values["group_norms"][5] *= 2
 
-    told = run_with_tokens(job, detector, 60, change, tokens_W)
+    told = job.run(detector, 60, change)
     assert {(one.cause, one.severity, one.ranks) for one in told} == {
         ("compute.worker_outlier", Severity.WARNING, (5,))
     }

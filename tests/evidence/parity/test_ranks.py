@@ -189,16 +189,17 @@ def test_masks_and_places_that_all_samples_share_do_not_count():
     assert [*elements_among((tokens, torch.arange(4)), {"mask": mask})] == ["0"]
 
 
+def train_twice(rank, folder):
+    return [train(rank, folder, watched) for watched in (False, True)]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("num_ranks", [2])
-def test_a_watched_training_keeps_its_bits_and_leaves_a_record(tmp_path, num_ranks):
-    plain = run_ranks(train, num_ranks, tmp_path, False)
-    watched = run_ranks(train, num_ranks, tmp_path, True)
-    for own, other in zip(plain, watched, strict=True):
-        assert all(np.array_equal(one, two) for one, two in zip(own, other, strict=True))
+def test_a_watched_training_keeps_its_bits_and_leaves_a_record(tmp_path):
+    for plain, watched in run_ranks(train_twice, 2, tmp_path):
+        assert all(np.array_equal(one, two) for one, two in zip(plain, watched, strict=True))
     side = read_side(tmp_path / "run", "A")
     assert sorted(side.steps) == [0, 1]
-    assert side.world == num_ranks
+    assert side.world == 2
     assert side.drawn
     assert side.steps[0].facts["limits"] == [0.1]
     assert set(side.steps[0].counters.values()) == {1.0}

@@ -252,3 +252,31 @@ def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():
     assert (
         ask(M * given, units=units, scales=scales, known=False).answer is not ReferenceAnswer.AGREES
     )
+
+
+def taken_back(factors, error=0.0):
+    """Return what is found where factors of each parameter's own come after the reduction."""
+    reduced = summed(gradients(), EQUAL) + np.float32(error)
+    found = ask(reduced * np.array(factors)[:, None], reduced=reduced)
+    return found, verified(found, 20, W, M)
+
+
+def test_a_layer_that_is_held_back_and_clipping_by_layer_are_right():
+    found, finding = taken_back([0.0, 0.9, 0.5, 0.1, 1.0])
+    assert (found.answer, str(finding.severity)) == (ReferenceAnswer.AGREES, "note")
+    assert "times 0.1 to 0.9 of each parameter's own" in finding.explanation
+    assert "without layers.0.weight, held back after it" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("factors", "error"),
+    [
+        ([0.5, 0.5, 1.0, 1.0, 1.0], 0.0),  # one factor of some
+        ([2.0, 0.9, 0.5, 0.1, 1.0], 0.0),  # one of them grows
+        ([-0.5, 0.9, 0.5, 0.1, 1.0], 0.0),
+        ([0.0, 0.9, 0.5, 0.1, 1.0], 0.5),  # the reduction is wrong, whatever comes after it
+    ],
+)
+def test_other_changes_after_the_reduction_are_errors(factors, error):
+    _, finding = taken_back(factors, error)
+    assert str(finding.severity) == "error"

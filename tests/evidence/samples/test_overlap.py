@@ -23,6 +23,12 @@ def watch(stream, num_steps, capacity=512, cut=None):
     return found
 
 
+def observed(stream, num_steps, num_workers, *, named=True, **options):
+    detector = OverlappingShards(num_workers, **options)
+    steps = reports(stream, num_steps, named=named)
+    return [one for step in steps for one in evidence_of(detector, step)]
+
+
 FAULTY = {
     "each shuffles": lambda: replicated(8000, 4, range(W)),
     "seeds by rank": lambda: sharded(8000, W, 4, seeds=list(range(W))),
@@ -51,9 +57,7 @@ def test_overlaps_are_found_in_a_share_of_the_samples(name):
     ],
 )
 def test_advice_fits_what_is_known_of_the_samplers(seeds, advice):
-    detector, found = OverlappingShards(W, seeds=tuple(seeds)), []
-    for report in reports(FAULTY["seeds by rank"](), 60):
-        found += evidence_of(detector, report)
+    found = observed(FAULTY["seeds by rank"](), 60, W, seeds=tuple(seeds))
     _, check = describe(found[-1])
     assert check.startswith(advice)
 
@@ -69,11 +73,6 @@ def test_sampling_with_replacement_is_no_error_in_a_share_either():
     assert found
     assert {one.severity for one in found} <= {Severity.NOTE, Severity.WARNING}
     assert found[-1].severity is Severity.NOTE
-
-
-def observed(stream, num_steps, num_workers):
-    detector = OverlappingShards(num_workers)
-    return [one for report in reports(stream, num_steps) for one in evidence_of(detector, report)]
 
 
 def drawn_by(rank, batch_size):
@@ -107,11 +106,7 @@ def neighbours(batch):
     ("stream", "severity"), [(one_step_late(4), Severity.ERROR), (neighbours(4), Severity.NOTE)]
 )
 def test_a_whole_batch_that_comes_a_step_late_is_no_equal_content_side_by_side(stream, severity):
-    detector = OverlappingShards(2)
-    found = [
-        one for report in reports(stream, 40, named=False) for one in evidence_of(detector, report)
-    ]
-    assert found[-1].severity is severity
+    assert observed(stream, 40, 2, named=False)[-1].severity is severity
 
 
 def filled_up(num_workers, *, every_step=False):
@@ -132,12 +127,7 @@ def filled_up(num_workers, *, every_step=False):
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("num_workers", [2, 4, 8])
 def test_batches_that_are_filled_up_are_a_note_from_the_first_step_on(num_workers, named):
-    detector = OverlappingShards(num_workers)
-    found = [
-        one
-        for report in reports(filled_up(num_workers), 80, named=named)
-        for one in evidence_of(detector, report)
-    ]
+    found = observed(filled_up(num_workers), 80, num_workers, named=named)
     assert {one.severity for one in found} == {Severity.NOTE}
     words, _ = describe(found[-1])
     assert "Copies that fill up a batch, so that all workers have equally many samples" in words
@@ -164,12 +154,7 @@ def padded_by(rank, num_workers, size, batch):
     [(None, False, Severity.ERROR), (960, False, Severity.NOTE), (960, True, Severity.ERROR)],
 )
 def test_rows_that_become_other_samples_in_each_epoch_prove_nothing(rows, named, severity):
-    detector = OverlappingShards(3, rows=rows)
-    found = [
-        one
-        for report in reports(padded_by(1, 3, 960, 8), 100, named=named)
-        for one in evidence_of(detector, report)
-    ]
+    found = observed(padded_by(1, 3, 960, 8), 100, 3, named=named, rows=rows)
     assert found[-1].severity is severity
     words, check = describe(found[-1])
     assert ("more different samples than the data set has rows" in words) is (

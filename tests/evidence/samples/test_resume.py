@@ -100,12 +100,6 @@ def test_a_job_that_goes_on_is_silent(num_samples, at):
     assert restart(islice(stream, at), islice(stream, lost, 120)) == []
 
 
-@pytest.mark.parametrize(("num_epochs", "same_order"), [(1, True), (2, False)])
-def test_a_restart_at_an_epochs_end_is_silent(num_epochs, same_order):
-    stream = sharded(512, W, BATCH, reshuffle=not same_order)
-    assert restart(islice(stream, 32 * num_epochs), islice(stream, 100)) == []
-
-
 @pytest.mark.parametrize(("at", "back"), [(20, 5), (45, 6)])
 def test_an_older_checkpoint_is_a_note(at, back):
     batches = list(islice(epochs(512), 150))
@@ -148,22 +142,6 @@ def test_a_job_that_went_back_as_a_whole_is_a_note():
     assert (found.severity, found.key) == (Severity.NOTE, "steps-done-twice")
 
 
-@pytest.mark.parametrize(("seed", "at"), [(0, 5), (1, 60)])
-def test_sampling_with_replacement_is_silent(seed, at):
-    stream = with_replacement(600, W, BATCH, seed)
-    assert restart(islice(stream, at), islice(stream, 150)) == []
-
-
-def test_workers_that_each_shuffle_everything_are_silent():
-    stream = replicated(600, BATCH, range(W))
-    assert restart(islice(stream, 20), islice(stream, 150)) == []
-
-
-def test_samples_that_are_known_from_the_restart_on_are_silent():
-    nothing = [np.empty(0, np.int64)] * W
-    assert restart([nothing] * 20, islice(epochs(400), 60)) == []
-
-
 def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
     n, stop = 10_000, 300
     found = restart(islice(epochs(n), stop), islice(shuffled_again(n, stop), 300), capacity=1 << 10)
@@ -172,11 +150,27 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
     assert "one in 8" in describe(found[0])[0]
 
 
-def test_a_large_epoch_that_goes_on_is_silent():
-    stream = epochs(10_000)
-    assert restart(islice(stream, 630), islice(stream, 1000), capacity=1 << 10) == []
+UNKNOWN = [[np.empty(0, np.int64)] * W] * 20
+HEALTHY = {
+    "an epoch's end": (lambda: sharded(512, W, BATCH), 64, 100, 1 << 18),
+    "the end of the same order": (
+        lambda: sharded(512, W, BATCH, reshuffle=False),
+        32,
+        100,
+        1 << 18,
+    ),
+    "with replacement": (lambda: with_replacement(600, W, BATCH, 0), 5, 150, 1 << 18),
+    "with replacement, later": (lambda: with_replacement(600, W, BATCH, 1), 60, 150, 1 << 18),
+    "each shuffles everything": (lambda: replicated(600, BATCH, range(W)), 20, 150, 1 << 18),
+    "unknown before": (lambda: chain(UNKNOWN, epochs(400)), 20, 60, 1 << 18),
+    "a large epoch": (lambda: epochs(10_000), 630, 1000, 1 << 10),
+    "more and more": (lambda: with_replacement(600_000, W, 64, 2), 80, 300, 1 << 14),
+}
+"""Streams, where they are cut, how many of their steps are shown, and what is remembered."""
 
 
-def test_more_and_more_samples_drawn_with_replacement_are_silent():
-    stream = with_replacement(600_000, W, 64, 2)
-    assert restart(islice(stream, 80), islice(stream, 300), capacity=1 << 14) == []
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_goes_on_as_it_was_is_silent(name):
+    make, at, until, capacity = HEALTHY[name]
+    stream = make()
+    assert restart(islice(stream, at), islice(stream, until), capacity=capacity) == []

@@ -3,13 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
-from rankscope import Run, Severity
 from rankscope.evidence.state.rare import adapted_matrices
-from support.ranks import run_ranks
 
 
 class Adapted(nn.Module):
@@ -82,29 +77,3 @@ def test_a_base_that_the_optimizer_does_not_hold_or_an_adapter_that_has_learned_
     assert found_in(model, lambda names: [n for n in names if "base" not in n]) == []
     nn.init.ones_(model.k.lora_B["default"].weight)
     assert found_in(model) == []
-
-
-def train(rank, folder):
-    for shards in (False, True):
-        for base in (False, True):
-            torch.manual_seed(0)
-            model = Model(["k.base_layer.weight"] if base else [])
-            model = fully_shard(model) if shards else DistributedDataParallel(model)
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-            torch.manual_seed(1 + rank)
-            options = {"canary": False, "announce": False, "agent": "thread"}
-            with rankscope.watch(model, optimizer, run_dir=f"{folder}/{shards}-{base}", **options):
-                for _ in range(6):
-                    model(torch.randn(4, 6)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-
-@pytest.mark.ranks
-def test_a_base_that_trains_is_a_warning_under_ddp_and_in_shards(tmp_path):
-    run_ranks(train, 2, str(tmp_path))
-    for shards in (False, True):
-        assert Run.open(tmp_path / f"{shards}-False").findings() == ()
-        [found] = Run.open(tmp_path / f"{shards}-True").findings()
-        assert (found.id, found.severity) == ("state.adapted_trains", Severity.WARNING)
-        assert found.evidence["names"] == ["k.base_layer.weight"]

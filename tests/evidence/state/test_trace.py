@@ -102,62 +102,28 @@ def test_a_tensor_may_change_at_once():
     np.testing.assert_array_equal(pending.read().sketches_NK, expected.sketches_NK)
 
 
-# A training, step by step --------------------------------------------------------------------
-
-
-class Training:
-    """A model of two layers, one of them unused, traced by hand."""
-
-    def __init__(self, every=1, optimizer=torch.optim.SGD):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-        self.model.register_parameter("unused", nn.Parameter(torch.ones(3)))
-        self.model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
-        self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        self.optimizer = optimizer(self.trained.values(), lr=0.1)
-        self.seconds = []
-        self.meter = TraceMeter(
-            self.model,
-            self.trained,
-            CPU,
-            self.optimizer,
-            every=every,
-            leave_out=self.seconds.append,
-        )
-
-    def step(self, number):
-        """Make a step; return what was read of it."""
-        self.meter.begin_step(number, paused=False)
-        self.model(random(8, 6, seed=number)).square().sum().backward()
-        self.meter.see_reduced()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        end = StepEnd(number, comparable=True, idle=frozenset(), num_passes=1)
-        return self.meter.collect(end)
-
-
-def digests(trace, kind):
-    rows = zip(trace.kinds, trace.names, trace.digests_N.tolist(), strict=True)
-    return {name: digest for k, name, digest in rows if k is kind}
+def traced_after(num_updates):
+    """Return what is traced of the start of a training that goes on after some updates."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4)
+    model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trained = dict(model.named_parameters())
+    meter = TraceMeter(model, trained, CPU, optimizer, every=1, leave_out=lambda seconds: None)
+    for number in range(num_updates + 1):
+        if number == num_updates:
+            meter.begin_step(number, paused=False)
+        model(random(8, 6, seed=number)).square().sum().backward()
+        optimizer.step()
+    end = StepEnd(num_updates, comparable=True, idle=frozenset(), num_passes=1)
+    return meter.collect(end).copies[0].read()
 
 
 def test_an_optimizer_that_was_loaded_is_digested_at_the_start():
-    first, again, other = (Training(optimizer=torch.optim.Adam) for _ in range(3))
-    for training, number in ((first, 0), (again, 0), (other, 1)):
-        training.step(number)
-        meter = TraceMeter(
-            training.model,
-            training.trained,
-            CPU,
-            training.optimizer,
-            every=1,
-            leave_out=training.seconds.append,
-        )
-        training.meter = meter
-    initial = [training.step(5).copies[0].read() for training in (first, again, other)]
-    known = [digests(each, StateKind.OPTIMIZER) for each in initial]
-    assert known[0] == known[1]
-    assert known[0].keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert all(known[0][name] != known[2][name] for name in known[0])
-    rows = [number for number, kind in enumerate(initial[0].kinds) if kind is StateKind.OPTIMIZER]
-    assert np.isnan(initial[0].norms_N[rows]).all()
+    traces = [traced_after(num_updates) for num_updates in (1, 1, 2)]
+    rows = [n for n, kind in enumerate(traces[0].kinds) if kind is StateKind.OPTIMIZER]
+    assert {traces[0].names[row] for row in rows} == {"weight", "bias"}
+    first, again, other = (trace.digests_N[rows] for trace in traces)
+    assert (first == again).all()
+    assert (first != other).all()
+    assert np.isnan(traces[0].norms_N[rows]).all()

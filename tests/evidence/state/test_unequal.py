@@ -140,6 +140,26 @@ def test_frozen_parameters_that_follow_the_place_in_a_group(by_loop, frozen, dig
     assert found.key == ("frozen-by-place" if severity is Severity.NOTE else found.cause)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "gradients", "by_loop", "severity"),
+    [
+        ([1, 2, 1, 2], [3, 4, 3, 4], True, Severity.NOTE),
+        ([1, 2, 1, 2], [3, 3, 3, 3], True, Severity.ERROR),  # another seed on each second rank
+        ([1, 2, 1, 3], [3, 4, 3, 4], True, Severity.ERROR),  # one of them differs
+        ([1, 2, 3, 4], [5, 6, 7, 8], True, Severity.ERROR),  # nobody holds the same
+        ([1, 2, 1, 2], [3, 4, 3, 4], False, Severity.ERROR),  # a wrapper reduces all of them
+    ],
+)
+def test_experts_that_a_loop_shares_out_by_place(parameters, gradients, by_loop, severity):
+    kinds = {"parameter": parameters, "applied": gradients, "optimizer": parameters}
+    differ = [difference(kind, each) for kind, each in kinds.items() if len(set(each)) > 1]
+    one = step(7, *differ, optimizer_steps=[1] * W)
+    found = {each.key: each.severity for each in evidence_of(UnequalState(W, by_loop=by_loop), one)}
+    key = "trained-by-place" if severity is Severity.NOTE else "state.parameters_differ"
+    assert found[key] is severity
+    assert severity is Severity.ERROR or found.keys() == {key}
+
+
 def in_local_steps(*digests_SW, first=0, local_steps=4, **values):
     """Return what is told of steps with these digests of a parameter; None: it was not read."""
     detector, told = UnequalState(W, local_steps=local_steps), []

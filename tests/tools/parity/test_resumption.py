@@ -41,21 +41,6 @@ def answer(later, a=None):
     return compare(Bounds(own, other))
 
 
-def test_a_resumption_that_restores_everything_is_the_same():
-    found = answer(resumed())
-    assert (found.kind, found.num_steps) == (Kind.SAME, 2), found.headline
-    assert not found.notes
-
-
-def test_lost_moments_are_named_before_their_update():
-    later = resumed()
-    del later.steps[2].figures[f"{HELD}exp_avg"]
-    found = answer(later)
-    assert (found.stage, found.step) == (Stage.STATE, 2)
-    assert "another exp_avg before its first call" in found.headline
-    assert {each.look for each in found.differences} == {"zero in B"}
-
-
 def test_moments_that_are_no_floating_point_numbers_on_one_side_are_not_compared():
     kept, later = whole(), resumed()
     signs = {name: sketched(np.ones(64)) for name in SHAPES}
@@ -110,12 +95,6 @@ def test_skipped_samples_are_named_with_the_step_that_has_them():
     assert "B skips to those of A's step 3" in found.headline
 
 
-def test_repeated_samples_are_named_with_the_step_that_had_them():
-    later = resumed(change=OTHER_GRADIENT)
-    later.steps[2].samples = whole().steps[0].samples
-    assert "B repeats those of A's step 0" in answer(later).headline
-
-
 def test_samples_that_one_rank_repeats_are_named_with_it():
     later = resumed(change=OTHER_GRADIENT)
     step = later.steps[2]
@@ -146,18 +125,6 @@ def test_the_state_of_a_gradient_scaler_is_compared(name, value, words):
     found = answer(of(resumed(), other), of(whole(), scaler))
     assert found.stage is Stage.STATE
     assert found.headline == f"In step 2 the gradient scaler is not restored: {words}."
-
-
-def test_a_permutation_of_random_states_is_named_as_one():
-    later = resumed()
-    owners = {0: 0, 1: 2, 2: 3, 3: 1}
-    later.steps[2].random = {rank: {TORCH: f"2 {owner}"} for rank, owner in owners.items()}
-    found = answer(replace(later, drawn=True))
-    assert found.stage is Stage.RANDOM
-    assert found.headline == (
-        "The random state of step 2 is restored to other ranks, by a permutation: rank 1 holds "
-        "that of rank 2; rank 2 holds that of rank 3; rank 3 holds that of rank 1."
-    )
 
 
 def test_random_numbers_of_equal_states_excuse_nothing():

@@ -1,4 +1,4 @@
-"""Forward passes that exchange tensors among workers, as context parallelism does."""
+"""Workers that differ on purpose: parts of a sequence, by what they exchange or by a constant."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
@@ -18,7 +19,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 60
+LENGTH, STEPS = 16, 60
 END = StepEnd(0, True, frozenset(), 1)
 
 
@@ -35,7 +36,9 @@ class Gathered(Function):
         return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()]
 
 
-class Model(nn.Module):
+class Mixing(nn.Module):
+    """Mixes the tokens of its own part of a sequence, or of the whole, as context parallelism."""
+
     def __init__(self, gathers):
         super().__init__()
         self.words, self.mix = nn.Embedding(9, 4), nn.Linear(4, 4)
@@ -48,37 +51,79 @@ class Model(nn.Module):
         return self.mix(hidden + keys.mean(1, keepdim=True)).square().mean()
 
 
-def train(rank, run_dir, gathers):
-    torch.manual_seed(0)
-    model = Model(gathers)
+def mixing(rank, *, on_purpose):
+    model = Mixing(on_purpose)
     fully_shard(model.mix)
     fully_shard(model)  # which gathers parameters, and that is no exchange
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    torch.manual_seed(1 + rank)
     original = ProcessGroup.allgather
 
     def loss_of(step):
-        loss = model(torch.randint(9, (4, 8)))
+        loss = model(torch.randint(9, (4, LENGTH // 2)))
         assert ProcessGroup.allgather is original
-        return (1 + rank) * loss  # parts of a sequence differ in kind
+        return loss
 
-    train_watched(model, optimizer, run_dir, STEPS, loss_of)
+    return model, loss_of
+
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(LENGTH, 4)
+
+    def forward(self, tokens, places):
+        return (self.words(tokens) + self.places(places)).square().mean()
+
+
+def placed(rank, *, on_purpose):
+    model = DistributedDataParallel(Placed())
+
+    def loss_of(step):
+        places = torch.arange(LENGTH).chunk(2)[rank].roll(0 if on_purpose else step)
+        return model(torch.randint(9, (4, LENGTH // 2)), places.expand(4, -1))
+
+    return model, loss_of
+
+
+CASES = {
+    "mixing": (mixing, "exchanges tensors among them (all-gather)", "exchanged"),
+    "placed": (placed, "an input of its own that stays the same", "constant"),
+}
+ROWS = {"exchanged": {"forward: all-gather"}, "constant": {"inputs: number 1"}}
 
 
 def train_all(rank, folder):
-    for gathers in (False, True):
-        train(rank, f"{folder}/{gathers}", gathers)
+    for name, (make, *_) in CASES.items():
+        for on_purpose in (False, True):
+            torch.manual_seed(0)
+            model, loss_of = make(rank, on_purpose=on_purpose)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            torch.manual_seed(1 + rank)
+            train_watched(
+                model,
+                optimizer,
+                f"{folder}/{name}-{on_purpose}",
+                STEPS,
+                lambda step, loss_of=loss_of: (1 + rank) * loss_of(step),  # parts differ in kind
+            )
 
 
-def test_workers_that_exchange_tensors_in_the_forward_pass_may_differ_on_purpose(tmp_path):
-    run_ranks(train_all, 2, str(tmp_path))
-    for gathers in (False, True):
-        run = Run.open(tmp_path / f"{gathers}")
-        [found] = [one for one in run.findings() if one.id == "workers-differ"]
-        assert found.severity is (Severity.NOTE if gathers else Severity.WARNING)
-        assert ("exchanges tensors among them (all-gather)" in found.explanation) == gathers
-        kinds = run.columns(Table.DIGESTS, "kind")["kind"]
-        assert ("exchanged" in kinds) == gathers
+@pytest.fixture(scope="module")
+def runs(folder):
+    run_ranks(train_all, 2, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("on_purpose", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_workers_that_differ_on_purpose_are_a_note(runs, name, on_purpose):
+    _, words, kind = CASES[name]
+    run = Run.open(runs / f"{name}-{on_purpose}")
+    [found] = [one for one in run.findings() if one.id == "workers-differ"]
+    assert found.severity is (Severity.NOTE if on_purpose else Severity.WARNING)
+    assert (words in found.explanation) == on_purpose
+    rows = run.columns(Table.DIGESTS, "kind", "name")
+    named = {name for name, each in zip(rows["name"], rows["kind"], strict=True) if each == kind}
+    assert named == (ROWS[kind] if on_purpose else set())
 
 
 def exchange(rank, folder):
