@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.mode_runs import STEPS, WIDTH, ModeRun, train_in_modes
+from support.mode_runs import STEPS, ModeRun, train_in_modes
 from support.modes import MODES, MORE_MODES
 from support.ranks import run_ranks
+from support.recorded import WIDTH
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -37,8 +38,8 @@ def test_a_mode_is_measured_as_it_is_and_keeps_its_bits(runs, mode):
     assert run.steps.tolist() == list(range(first, STEPS))
     assert run.run.status == "complete"
     run.check_bits()
-    run.check_norms_and_losses()
-    run.check_reduced_norm()
+    run.check_norms()
+    run.check_spreads_and_losses()
     run.check_reduction()
     run.check_groups()
     run.check_micro_batches()

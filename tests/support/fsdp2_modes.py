@@ -72,6 +72,8 @@ class Mode:
         name: What the mode is called.
         mesh: ``"1-D"``, ``"HSDP"`` (2 replicas), ``"replicas"`` (shard size 1), ``"TP"`` (2).
             HSDP and TP need an even number of ranks.
+        replicates: Torch's ``replicate`` takes the place of ``fully_shard``.
+        tier: How much of the gradient is compared.
         options: Of ``fully_shard``.
         prepare: Changes the model before it is sharded.
         finish: Changes the sharded model; returns what the training calls.
@@ -94,11 +96,8 @@ class Mode:
     rounding: float = 1e-5
     parts: bool = False
     reads_reduced: bool = True
-
-    def fits(self, num_ranks: int) -> bool:
-        """Return whether the mode can run on so many ranks."""
-        halves = self.mesh in ("HSDP", "TP") or "reshard_after_forward" in self.options
-        return num_ranks % 2 == 0 or not halves
+    replicates: bool = False
+    tier: str = "sketch"
 
 
 def _reentrant(net: Net) -> nn.Module:
@@ -171,6 +170,8 @@ _FP16 = {
 
 MODES = [
     Mode("1-D"),
+    Mode("scalars", tier="scalars"),
+    Mode("replicate", replicates=True),
     Mode("resharded to two ranks", options={"reshard_after_forward": 2}),
     Mode("accumulated", accumulate=3),
     Mode("zeroed in place", zero_in_place=True, reads_reduced=False),

@@ -1,12 +1,14 @@
 """Training under the modes of FSDP2, and what an unsharded copy of the model says about it."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -63,10 +65,12 @@ def start(mode: Mode) -> Session:
         for block in net.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
-    for block in net.blocks:
-        fully_shard(block, mesh=data_mesh, **mode.options)
-    keep = mode.options.get("reshard_after_forward") is not True
-    fully_shard(root, mesh=data_mesh, **{**mode.options, "reshard_after_forward": not keep})
+    if mode.replicates:
+        replicate(root, mesh=data_mesh)
+    else:
+        for block in net.blocks:
+            fully_shard(block, mesh=data_mesh, **mode.options)
+        fully_shard(root, mesh=data_mesh, **{**mode.options, "reshard_after_forward": False})
     model = mode.finish(root)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     num_workers = data_mesh.size()
@@ -98,15 +102,22 @@ class Nobody:
         pass
 
 
-def train_step(session: Session, step: int, tap: FSDP2Tap | None) -> None:
-    """Run the backward passes of a step."""
+def train_step(
+    session: Session,
+    step: int,
+    tap: FSDP2Tap | None,
+    see: Callable[[Tensor], object] = lambda loss: None,
+) -> None:
+    """Run the backward passes of a step; ``see`` is given each loss."""
     mode = session.mode
     batches = make_batches(session.worker, step, mode.accumulate)
     for micro, (ids, labels) in enumerate(batches):
         getattr(session.root, mode.unsynchronised)(micro == len(batches) - 1)
         if tap is not None:
             tap.begin_forward(measure=True)
-        (session.model(ids, labels) / len(batches)).backward()
+        loss = session.model(ids, labels)
+        see(loss)
+        (loss / len(batches)).backward()
 
 
 def other_gradients(
