@@ -51,11 +51,6 @@ class Mode:
     def loss_scale(self) -> float:
         return LOSS_SCALE if self.dtype == "fp16" else 1.0
 
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds the whole reduced gradient."""
-        return self.stage == 0 or (self.stage, self.dtype, self.sums) == (1, "bf16", "fp32")
-
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 _OFFLOAD_ALL = {**_OFFLOAD, "offload_param": {"device": "cpu"}}

@@ -41,7 +41,6 @@ class Session:
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     worker: int
-    num_workers: int
 
 
 def start(mode: Mode) -> Session:
@@ -73,9 +72,8 @@ def start(mode: Mode) -> Session:
         fully_shard(root, mesh=data_mesh, **{**mode.options, "reshard_after_forward": False})
     model = mode.finish(root)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    num_workers = data_mesh.size()
     worker = dist.get_rank() // 2 if mode.mesh == "TP" else dist.get_rank()
-    return Session(mode, model, root, oracle, optimizer, data_mesh, worker, num_workers)
+    return Session(mode, model, root, oracle, optimizer, data_mesh, worker)
 
 
 def make_tap(session: Session, reduced: ReadReduced = ReadReduced.SKETCH) -> FSDP2Tap:
@@ -238,10 +236,9 @@ def reduced_error(local: LocalGradient, exact: dict[str, Tensor], copies: int = 
 
 def session_of(model: Any) -> Session:
     """Return a session of a model that is sharded already."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     optimizer = torch.optim.SGD(model.parameters())
     mode = mode_named("1-D")
-    return Session(mode, model, model, model, optimizer, None, rank, world)  # type: ignore[arg-type]
+    return Session(mode, model, model, model, optimizer, None, dist.get_rank())  # type: ignore[arg-type]
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
