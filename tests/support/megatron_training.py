@@ -28,24 +28,15 @@ BUCKET_SIZE = 2000  # elements: two buckets
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of training.
-
-    Attributes:
-        sharded: Whether the reduction is a reduce-scatter, as for the distributed optimizer.
-        no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
-            schedules do with ``overlapped``.
-        summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
-        schedule: Whether Megatron's own schedule and optimizer do a step.
-        tier: How much of the gradient is compared.
-    """
+    """One way of training."""
 
     name: str
     accumulate: int = 1
     overlapped: bool = False
-    sharded: bool = False
-    no_sync: bool = False
-    summed: bool = False
-    schedule: bool = False
+    sharded: bool = False  # by a reduce-scatter, as for the distributed optimizer
+    no_sync: bool = False  # around all micro-batches but the last, as in Megatron's schedules
+    summed: bool = False  # the loss is a sum over tokens, divided by their number afterwards
+    schedule: bool = False  # Megatron's own schedule and optimizer do a step
     dtype: torch.dtype = torch.float32
     tier: str = "sketch"
 

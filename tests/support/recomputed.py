@@ -28,12 +28,8 @@ def _std(values_TW: np.ndarray) -> np.ndarray:
 class Recomputed:
     """The values of a run: by step (T), by worker (W).
 
-    Attributes:
-        loss_mean, loss_std, grad_norm_std, cosine_mean: By step.
-        mean: Mean over steps of the three metrics, by their names.
-        first, last: Averaged loss of the first and of the last 5 steps.
-        ratio: The losses' spread over what sampling gives: a ratio of root mean squares.
-        drawn, distinct: Samples of the whole run.
+    ``first`` and ``last`` are the averaged loss of five steps; ``ratio`` is the losses' spread over
+    what sampling gives.
     """
 
     def __init__(self, run: Path) -> None:
