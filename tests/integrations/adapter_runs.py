@@ -4,6 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from support.loops import PLAN
@@ -29,10 +32,10 @@ def metrics(run, *, without=()):
     }
 
 
-def assert_same_metrics(run, reference, *, without=()):
+def assert_same_metrics(run, reference, *, without=(), status="complete"):
     """Assert that two runs recorded the same, to the last digit."""
     found, expected = metrics(run, without=without), metrics(reference, without=without)
-    assert reference.status == run.status == "complete"
+    assert (run.status, reference.status) == (status, "complete")
     assert len(expected[Table.STEPS, "step"]) > 0
     for column, values in expected.items():
         assert found[column].shape == values.shape, column
@@ -43,6 +46,18 @@ def assert_same_metrics(run, reference, *, without=()):
 def loud(run):
     """Return the causes of all findings above a note."""
     return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
+
+
+def run_page(page, folder, *more):
+    """Run all blocks and examples of a framework's page, on each of its ranks."""
+    return run_framework(page, folder) | run_examples(page, folder, *more)
+
+
+def assert_page_ran(page, ranks):
+    for block in python_blocks(page):
+        assert_block_ran(block, ranks)
+    for command in examples(page):
+        assert_example_ran(command, ranks)
 
 
 def bits(module):
