@@ -14,10 +14,7 @@ from torch import nn
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.probe import (
-    Request,
-    StepEnd,
-)
+from rankscope.bus.probe import Request, StepEnd
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined

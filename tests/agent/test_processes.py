@@ -9,10 +9,7 @@ import time
 import pytest
 
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.processes import (
-    ProcessWatch,
-    stacks_of,
-)
+from rankscope.agent.processes import ProcessWatch, stacks_of
 from rankscope.errors import install_command
 
 PATIENCE = 60.0
