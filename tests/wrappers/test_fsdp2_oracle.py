@@ -32,7 +32,7 @@ ATTACHED_LATE = ("accumulated", "shard size 1")
 
 def train_unwatched(session: Session, steps: range) -> None:
     for step in steps:
-        train_step(session, step, None)
+        train_step(session, step)
         optimize(session)
 
 
@@ -58,7 +58,7 @@ def train_mode(mode: Mode, folder: str) -> dict[str, Any]:
             vectors = {name: v.double().flatten().numpy() for name, v in gradient.items()}
             micro_norms = (mode.accumulate * np.sqrt(micro_squares)).tolist()
             truths.append(Truth(vectors, micro_norms))
-            train_step(session, step, None, scope.loss)
+            train_step(session, step, see=scope.loss)
             optimize(session)
     train_unwatched(session, range(STEPS, STEPS + 1))
     alone = start(mode)
