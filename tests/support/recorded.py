@@ -18,19 +18,12 @@ SKETCH_NORM_ERROR = (2 / WIDTH) ** 0.5
 
 @dataclass(frozen=True)
 class Truth:
-    """One worker's step, computed on a copy of the model that nothing wraps.
+    """One worker's step, computed on a copy of the model that nothing wraps."""
 
-    Attributes:
-        gradient: Float64 vector by parameter, averaged over micro-batches.
-        micro_norms: Norm of each micro-batch's own gradient.
-        loss: Mean over micro-batches, which count alike whatever their tokens.
-        tokens: Label tokens in all micro-batches.
-    """
-
-    gradient: dict[str, np.ndarray]
-    micro_norms: list[float]
-    loss: float = float("nan")
-    tokens: int = 0
+    gradient: dict[str, np.ndarray]  # float64 by parameter, averaged over micro-batches
+    micro_norms: list[float]  # of each micro-batch's own gradient
+    loss: float = float("nan")  # mean over micro-batches, whatever their tokens
+    tokens: int = 0  # label tokens in all micro-batches
 
     @property
     def whole(self) -> np.ndarray:
