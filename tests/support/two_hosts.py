@@ -72,9 +72,10 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
     @staticmethod
-    def address(host: int, network: str = "training") -> str:
-        """Return a host's address in a network."""
-        return f"10.213.{NETWORKS.index(network)}.{host + 1}"
+    def address(host: int, network: str = "training", version: int = 4) -> str:
+        """Return a host's IPv4 or IPv6 address in a network."""
+        number = NETWORKS.index(network)
+        return f"10.213.{number}.{host + 1}" if version == 4 else f"fd00:213:{number}::{host + 1}"
 
     def start(
         self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **how: Any
@@ -157,6 +158,8 @@ class TwoHosts:
                 _ip("-n", switch, "link", "set", port, "master", network, "up")
                 _ip("-n", host, "addr", "add", f"{self.address(number, network)}/24",
                     "dev", network)  # fmt: skip
+                _ip("-n", host, "addr", "add", f"{self.address(number, network, 6)}/64",
+                    "dev", network, "nodad")  # fmt: skip
                 _ip("-n", host, "link", "set", network, "up")
 
 
