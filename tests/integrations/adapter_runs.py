@@ -4,9 +4,6 @@ from pathlib import Path
 
 import numpy as np
 
-from documentation.framework_blocks import run_framework
-from documentation.framework_examples import assert_example_ran, examples, run_examples
-from documentation.framework_pages import assert_block_ran, python_blocks
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from support.loops import PLAN
@@ -46,18 +43,6 @@ def assert_same_metrics(run, reference, *, without=(), status="complete"):
 def loud(run):
     """Return the causes of all findings above a note."""
     return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
-
-
-def run_page(page, folder, *more):
-    """Run all blocks and examples of a framework's page, on each of its ranks."""
-    return run_framework(page, folder) | run_examples(page, folder, *more)
-
-
-def assert_page_ran(page, ranks):
-    for block in python_blocks(page):
-        assert_block_ran(block, ranks)
-    for command in examples(page):
-        assert_example_ran(command, ranks)
 
 
 def bits(module):

@@ -6,14 +6,10 @@ import torch
 import torch.distributed as dist
 
 import rankscope
-from integrations.adapter_runs import (
-    OPTIONS,
-    assert_page_ran,
-    assert_same_metrics,
-    loud,
-    run_in,
-    run_page,
-)
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.integrations.deepspeed import watch
 from support.deepspeed_modes import full_parameters, import_deepspeed
@@ -76,7 +72,7 @@ def work(rank, folder):
     engine = make_engine(rank)
     scope = watch(engine, run_dir=f"{folder}/healthy", config={"mine": 1}, **OPTIONS)
     result = {"watched": train(rank, engine, scope), "unwatched": train(rank, make_engine(rank))}
-    result["page"] = run_page(PAGE, folder)
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -103,8 +99,14 @@ def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
         assert rank["watched"] == rank["unwatched"]
 
 
-def test_blocks_and_examples_of_the_page_run(trained):
-    assert_page_ran(PAGE, [rank["page"] for rank in trained[0]])
+@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+def test_a_block_of_the_page_runs(trained, block):
+    assert_block_ran(block, [rank["page"] for rank in trained[0]])
+
+
+@pytest.mark.parametrize("command", examples(PAGE), ids=str)
+def test_an_example_of_the_page_runs(trained, command):
+    assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 def test_anything_but_an_engine_is_refused():

@@ -10,14 +10,10 @@ import pytest
 import torch.distributed as dist
 
 import rankscope
-from integrations.adapter_runs import (
-    assert_page_ran,
-    assert_same_metrics,
-    bits,
-    loud,
-    run_in,
-    run_page,
-)
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
 from support.ranks import on_ranks
@@ -25,6 +21,8 @@ from support.ranks import on_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PAGES = [f"docs/integrations/{name}.md" for name in ("transformers", "accelerate")]
+BLOCKS = [block for page in PAGES for block in python_blocks(page)]
+EXAMPLES = [command for page in PAGES for command in examples(page)]
 
 
 def import_all():
@@ -55,7 +53,8 @@ def work(rank, folder):
     }
     results["pages"] = {}
     for page in PAGES:
-        results["pages"] |= run_page(page, folder, jobs.start_again)
+        results["pages"] |= run_framework(page, folder)
+        results["pages"] |= run_examples(page, folder, jobs.start_again)
     dist.barrier()
     return results
 
@@ -194,9 +193,14 @@ def test_arguments_and_loader_are_recorded(trained):
     assert "vocabulary" in run_in(trained[1], "sft").info["ranks"][0]["environment"]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_and_examples_of_a_page_run(trained, page):
-    assert_page_ran(page, [rank["pages"] for rank in trained[0]])
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")
+def test_a_block_of_the_pages_runs(trained, block):
+    assert_block_ran(block, [rank["pages"] for rank in trained[0]])
+
+
+@pytest.mark.parametrize("command", EXAMPLES, ids=str)
+def test_an_example_of_the_pages_runs(trained, command):
+    assert_example_ran(command, [rank["pages"] for rank in trained[0]])
 
 
 def test_the_monitor_has_nothing_to_warn_of(trained):

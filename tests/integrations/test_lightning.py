@@ -15,15 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rankscope
-from integrations.adapter_runs import (
-    OPTIONS,
-    assert_page_ran,
-    assert_same_metrics,
-    bits,
-    loud,
-    run_in,
-    run_page,
-)
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
 from support.models import make_batch, make_model
@@ -139,7 +134,7 @@ def work(rank, folder):
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
-    result["page"] = run_page(PAGE, folder)
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -168,8 +163,14 @@ def test_several_optimizers_are_refused(trained):
         assert "expected one optimizer, got 2" in rank["two optimizers"]
 
 
-def test_blocks_and_examples_of_the_page_run(trained):
-    assert_page_ran(PAGE, [rank["page"] for rank in trained[0]])
+@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+def test_a_block_of_the_page_runs(trained, block):
+    assert_block_ran(block, [rank["page"] for rank in trained[0]])
+
+
+@pytest.mark.parametrize("command", examples(PAGE), ids=str)
+def test_an_example_of_the_page_runs(trained, command):
+    assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch):

@@ -6,14 +6,10 @@ import torch.distributed as dist
 from examples.torchtitan_style import Config, ParallelDims, Trainer
 
 import rankscope
-from integrations.adapter_runs import (
-    OPTIONS,
-    assert_page_ran,
-    assert_same_metrics,
-    loud,
-    run_in,
-    run_page,
-)
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.integrations.torchtitan import watch
 from support.ranks import on_ranks
@@ -67,7 +63,7 @@ def work(rank, folder):
         trainer.train()
     except TypeError:
         trainer.close()
-    result["page"] = run_page(PAGE, folder)
+    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
     dist.barrier()
     return result
 
@@ -97,8 +93,13 @@ class TestOnTwoRanks:
         assert run_in(trained[1], "raising").status == "incomplete"
         assert run_in(trained[1], "healthy").status == "complete"
 
-    def test_blocks_and_examples_of_the_page_run(self, trained):
-        assert_page_ran(PAGE, [rank["page"] for rank in trained[0]])
+    @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
+    def test_a_block_of_the_page_runs(self, trained, block):
+        assert_block_ran(block, [rank["page"] for rank in trained[0]])
+
+    @pytest.mark.parametrize("command", examples(PAGE), ids=str)
+    def test_an_example_of_the_page_runs(self, trained, command):
+        assert_example_ran(command, [rank["page"] for rank in trained[0]])
 
 
 @pytest.mark.parametrize(
