@@ -1,20 +1,10 @@
-"""What the detection bench feeds to the detectors: its streams, intervals and rules of others."""
-
-from itertools import islice
+"""The detection bench in small: a fault and a healthy job."""
 
 import numpy as np
 
 from support.benchmarks import load_benchmark
 
-streams, rules, faults, null = map(
-    load_benchmark, ("detection_streams", "detection_rules", "detection_faults", "detection_null")
-)
-STEPS, SIGNALS, WORKERS = 60, 2000, 4
-
-
-def draw(make, seed=3):
-    values = list(islice(make(np.random.default_rng(seed), (SIGNALS, WORKERS)), STEPS))
-    return np.stack(values)
+faults = load_benchmark("detection_faults")
 
 
 def test_a_large_shift_is_found_and_a_healthy_job_is_silent():

@@ -4,18 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.processes import (
-    ProcessWatch,
-    stacks_of,
-)
+from rankscope.agent.processes import ProcessWatch, stacks_of
 from rankscope.errors import install_command
+from support.accidents import wait_until
 
-PATIENCE = 60.0
 SLEEPER = "print('ready', flush=True); import time; time.sleep(600)"
 STUCK = """
 import threading
@@ -30,13 +26,6 @@ def train():
     take_twice(lock)
 
 """
-
-
-def wait_for(condition):
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -83,11 +72,11 @@ def test_a_process_that_runs_is_stopped_goes_on_and_is_killed(start, watch):
     seen = watch(process.pid)
     assert seen.state() == ProcessState.RUNNING
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: seen.state() == ProcessState.STOPPED)
+    wait_until(lambda: seen.state() == ProcessState.STOPPED)
     process.send_signal(signal.SIGCONT)
-    wait_for(lambda: seen.state() == ProcessState.RUNNING)
+    wait_until(lambda: seen.state() == ProcessState.RUNNING)
     process.kill()
-    wait_for(lambda: seen.state() == ProcessState.ENDED)  # a zombie: nobody has waited for it
+    wait_until(lambda: seen.state() == ProcessState.ENDED)  # a zombie: nobody has waited for it
     process.wait()
     assert seen.state() == ProcessState.ENDED
 
@@ -102,9 +91,9 @@ def names(stack):
 def test_a_stopped_process_shows_its_stack_and_stays_stopped(start):
     process = start(STUCK + "train()")
     seen = ProcessWatch(process.pid)
-    wait_for(lambda: "take_twice" in names(stacks_of({process.pid: 0})[process.pid]))
+    wait_until(lambda: "take_twice" in names(stacks_of({process.pid: 0})[process.pid]))
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: seen.state() == ProcessState.STOPPED)
+    wait_until(lambda: seen.state() == ProcessState.STOPPED)
     assert names(stacks_of({process.pid: 0})[process.pid])[0] == "take_twice"
     assert seen.state() == ProcessState.STOPPED
     seen.close()

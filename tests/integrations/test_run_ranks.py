@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from integrations.adapter_runs import assert_same_metrics, metrics
+from integrations.adapter_runs import assert_same_metrics
 from integrations.run_commands import (
     RUN,
     SCRIPTS,
@@ -67,15 +67,6 @@ def digests(folder):
     return run_ranks(by_hand, 2, str(folder), timeout=240)
 
 
-def assert_same(run, reference):
-    mine, its = metrics(run), metrics(reference)
-    assert len(its[Table.STEPS, "step"]) > 0
-    for key, values in its.items():
-        assert mine[key].shape == values.shape, key
-        for found, expected in zip(mine[key], values, strict=True):  # some hold arrays
-            np.testing.assert_array_equal(found, expected, str(key))
-
-
 def assert_silent_but_for_the_end(ended):
     verdict, recorded = [x for x in ended.stderr.splitlines() if x.startswith("rankscope: ")]
     assert "of 2 workers: no fault found" in verdict
@@ -107,8 +98,7 @@ def test_an_fsdp2_script_that_ends_with_a_code(folder, digests):
     assert "nothing was watched" not in ended.stderr
     assert_the_scripts_own(folder, words, digests)
     run = Run.open(run_dir)
-    assert run.status == "incomplete"
-    assert_same(run, Run.open(folder / "fsdp2"))
+    assert_same_metrics(run, Run.open(folder / "fsdp2"), status="incomplete")
 
 
 def test_a_ddp_script_on_two_hosts_whose_launcher_is_part_of_the_command(folder, digests, tmp_path):
@@ -139,8 +129,7 @@ def test_a_ddp_script_on_two_hosts_whose_launcher_is_part_of_the_command(folder,
     assert list(tmp_path.glob("temporary */rankscope-run-*")) == []
     assert_the_scripts_own(tmp_path, words, digests)
     run = Run.open(tmp_path / "host 0" / "run")
-    assert run.status == "complete"
-    assert_same(run, Run.open(folder / "ddp"))
+    assert_same_metrics(run, Run.open(folder / "ddp"))
     assert np.isfinite(run.per_worker("loss")[1]).all()
     assert (run.per_worker("grad_scale")[1] == 1024).all()
     assert (run.per_worker("optimizer_steps")[1] == 1).all()

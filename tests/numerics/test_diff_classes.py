@@ -11,7 +11,7 @@ from torch import nn
 
 from numerics import diff_runs
 from numerics.diff_runs import Training, flip, write_training
-from rankscope.bus.step import StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Stage, compare_runs
@@ -179,14 +179,12 @@ def write_diverging(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any)
         return write_training(path, Training(traced=False, touch=touch, **changes))
 
 
-def flagged(which: Callable[[int, np.ndarray], Any]) -> Callable[..., StepReport]:
+def flagged(which: Callable[[int, np.ndarray], Any]) -> Callable[[GatheredStep], StepReport]:
     plain = diff_runs._report
 
-    def report(training: Training, step: int, **values: Any) -> StepReport:
-        made = plain(training, step, **values)
-        workers = made.gathered.workers
-        workers["nonfinite"][:] = which(step, workers["loss"])
-        return made
+    def report(step: GatheredStep) -> StepReport:
+        step.workers["nonfinite"][:] = which(step.step, step.workers["loss"])
+        return plain(step)
 
     return report
 

@@ -1,13 +1,16 @@
-"""What ``fixed_order`` makes of DDP's gradients in every mode, and of passes that go wrong."""
+"""What ``fixed_order`` makes of DDP's gradients in every mode, and what it refuses."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.errors import UnsupportedError
 from support.ddp import (
     SMALL_BUCKETS,
     flat_gradient,
@@ -16,7 +19,9 @@ from support.ddp import (
     make_ddp,
     watch_gradients,
 )
-from support.fixed_order import in_order
+from support.fixed_order import in_order, rounded
+from support.fsdp2_modes import mode_named
+from support.fsdp2_training import start
 from support.models import make_batch, make_model
 from support.modes import MODES, Mode, train_step
 from support.ranks import run_ranks
@@ -27,60 +32,29 @@ STEPS = 4
 # In the first step of a static graph DDP numbers its buckets in another way.
 MANY_STATIC = Mode("static graph, small buckets", {"static_graph": True, "bucket_cap_mb": 0.001})
 KEPT = {"plain", "bucket views zeroed in place", "no_sync", "used on one rank"}
-ALL_MODES = [*(mode for mode in MODES if mode.name in KEPT), MANY_STATIC]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+IN_BUCKETS = {
+    f"{dtype}, buckets of {size} MB": (Mode("", {"bucket_cap_mb": size}), dtype)
+    for dtype in DTYPES
+    for size in (0.001, 0.01, 25)  # the gradient has 0.02
+}
+CASES = {
+    **{mode.name: (mode, "fp32") for mode in MODES if mode.name in KEPT},
+    MANY_STATIC.name: (MANY_STATIC, "fp32"),
+    **IN_BUCKETS,
+}
 
 
-def train_in_mode(rank: int, mode: Mode) -> list[dict[str, Any]]:
-    model, ddp, optimizer = make_ddp(mode)
+def train_case(rank: int, mode: Mode, dtype: str) -> list[dict[str, Any]]:
+    model, ddp, optimizer = make_ddp(mode, dtype=DTYPES[dtype])
     rankscope.fixed_order(ddp)
     reduced = watch_gradients(optimizer, model)
     steps = []
     for step in range(STEPS):
         local = local_gradient(rank, mode, step, model)
         train_step(rank, mode, step, ddp, optimizer)
-        steps.append({"local": gather_rows(local), "reduced": reduced[step]})
+        steps.append({"local": gather_rows(local.float()), "reduced": reduced[step]})
     return steps
-
-
-def train_in_all_modes(rank: int) -> dict[str, list[dict[str, Any]]]:
-    return {mode.name: train_in_mode(rank, mode) for mode in ALL_MODES}
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return run_ranks(train_in_all_modes, 3)
-
-
-@pytest.mark.parametrize("mode", ALL_MODES, ids=lambda mode: mode.name)
-class TestInEveryMode:
-    def test_the_reduced_gradient_is_the_sum_in_rank_order(self, trained, mode):
-        for step in trained[0][mode.name]:
-            assert np.array_equal(step["reduced"], in_order(step["local"]))
-            assert step["reduced"].any()
-
-    def test_every_rank_holds_the_same_bits(self, trained, mode):
-        for rank in trained[1:]:
-            for step, first in zip(rank[mode.name], trained[0][mode.name], strict=True):
-                assert step["reduced"].tobytes() == first["reduced"].tobytes()
-
-
-def train(rank: int, *, fixed: bool) -> bytes:
-    model, ddp, optimizer = make_ddp(SMALL_BUCKETS)
-    if fixed:
-        rankscope.fixed_order(ddp)
-    for step in range(2 * STEPS):
-        train_step(rank, SMALL_BUCKETS, step, ddp, optimizer)
-    assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 2
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
-
-
-def compare_bits(rank: int) -> list[bytes]:
-    return [train(rank, fixed=fixed) for fixed in (False, True)]
-
-
-def test_two_workers_get_the_very_bits_of_plain_ddp():
-    for plain, fixed in run_ranks(compare_bits, 2):
-        assert plain == fixed
 
 
 def poison(rank: int) -> list[dict[str, Any]]:
@@ -106,11 +80,95 @@ def poison(rank: int) -> list[dict[str, Any]]:
     return results
 
 
-def test_a_value_that_is_not_finite_stays_where_it_is():
-    for result in run_ranks(poison, 3)[0]:
+def refused(model: nn.Module) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        rankscope.fixed_order(model)
+    return str(error.value)
+
+
+def refuse(rank: int) -> dict[str, str]:
+    sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
+    hooked = DistributedDataParallel(nn.Linear(3, 3))
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    native = DistributedDataParallel(nn.Linear(3, 3))
+    native._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    waiting = nn.Linear(3, 3)
+    delayed = DistributedDataParallel(
+        waiting,
+        delay_all_reduce_named_params=[("bias", waiting.bias)],
+        param_to_hook_all_reduce=waiting.weight,
+    )
+    messages = {
+        "got delay_all_reduce_named_params": refused(delayed),
+        "one that has a hook": refused(native),
+        "got Linear": refused(nn.Linear(3, 3)),
+        "got an embedding with sparse=True": refused(sparse),
+        "got complex parameters": refused(
+            DistributedDataParallel(nn.Linear(3, 3, dtype=torch.complex64))
+        ),
+        "got one that has a hook": refused(hooked),
+        "got OwnReduceScatter": refused(start(mode_named("own reduce-scatter")).model),
+        "at most 2 replicas of each shard, got 3": refused(start(mode_named("shard size 1")).model),
+    }
+
+    def no_all_to_all(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Backend x does not support alltoall_base")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", no_all_to_all)
+        messages["gloo says"] = refused(DistributedDataParallel(nn.Linear(3, 3)))
+        messages["a backend with all-to-all"] = refused(start(mode_named("1-D")).model)
+    return messages
+
+
+def do_all(rank: int) -> dict[str, Any]:
+    trained = {name: train_case(rank, *case) for name, case in CASES.items()}
+    return {**trained, "poisoned": poison(rank), "refused": refuse(rank)}
+
+
+@pytest.fixture(scope="module")
+def on_three():
+    return run_ranks(do_all, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_mean_is_the_sum_in_rank_order_divided_and_rounded_once(on_three, name):
+    for rank in on_three:
+        for step in rank[name]:
+            expected = rounded(in_order(step["local"]), CASES[name][1])
+            assert expected.any()
+            assert step["reduced"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_size_of_buckets(on_three, dtype):
+    names = [name for name in IN_BUCKETS if name.startswith(dtype)]
+    assert len({on_three[0][name][-1]["reduced"].tobytes() for name in names}) == 1
+
+
+def test_a_value_that_is_not_finite_stays_where_it_is(on_three):
+    for result in on_three[0]["poisoned"]:
         poisoned = ~np.isfinite(result["reduced"])
         assert poisoned.sum() == 1
         assert np.array_equal(result["reduced"][~poisoned], result["clean"][~poisoned])
+
+
+def test_what_cannot_be_reduced_in_order_is_refused_in_one_sentence(on_three):
+    for rank in on_three:
+        for part, message in rank["refused"].items():
+            assert part in message
+            assert message.startswith("fixed_order needs ")
+            assert message.endswith(": leave the reduction as it is, or change that")
+
+
+def train(rank: int, *, fixed: bool) -> bytes:
+    model, ddp, optimizer = make_ddp(SMALL_BUCKETS)
+    if fixed:
+        rankscope.fixed_order(ddp)
+    for step in range(2 * STEPS):
+        train_step(rank, SMALL_BUCKETS, step, ddp, optimizer)
+    assert len(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 2
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 
 
 class InterruptedPassError(Exception):
@@ -139,6 +197,11 @@ def interrupt(rank: int) -> dict[str, Any]:
     return {"local": gather_rows(local), "reduced": reduced[0]}
 
 
-def test_training_goes_on_after_a_backward_pass_that_raised():
-    for rank in run_ranks(interrupt, 2):
-        assert np.array_equal(rank["reduced"], in_order(rank["local"]))
+def do_both(rank: int) -> tuple[bytes, bytes, dict[str, Any]]:
+    return train(rank, fixed=False), train(rank, fixed=True), interrupt(rank)
+
+
+def test_two_workers_get_the_very_bits_of_plain_ddp_and_go_on_after_a_pass_that_raised():
+    for plain, fixed, later in run_ranks(do_both, 2):
+        assert plain == fixed
+        assert np.array_equal(later["reduced"], in_order(later["local"]))

@@ -73,11 +73,11 @@ def reduce_fsdp2(rank: int, mode: Mode) -> dict[str, Any]:
     session = start(mode)
     rankscope.fixed_order(session.model)
     rankscope.fixed_order(session.model)
-    train_step(session, 0, None)
+    train_step(session, 0)
     optimize(session)
     local, _ = local_gradient(session, 1)
     local_WP = {name: gather_rows(part.float().flatten()) for name, part in local.items()}
-    train_step(session, 1, None)
+    train_step(session, 1)
     return {"local": local_WP, "reduced": reduced_by_name(session)}
 
 
@@ -156,7 +156,7 @@ def train_both(rank: int, run_dir: str) -> dict[str, dict[str, bytes]]:
                 session.model, session.optimizer, run_dir=run_dir, overhead_budget=None, **options
             )
         for step in range(STEPS):
-            train_step(session, step, None)
+            train_step(session, step)
             optimize(session)
         if scope is not None:
             scope.close()

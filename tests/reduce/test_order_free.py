@@ -17,7 +17,7 @@ from rankscope.lab.reductions import reduction
 from rankscope.lab.reductions.accumulator import Accumulator
 from rankscope.lab.reductions.order_free import order_free
 from support.comm_hooks import register_comm_hook
-from support.order_free import MICRO_BATCHES, STEPS, Case, Trained, digest, train
+from support.order_free import MICRO_BATCHES, STEPS, Case, Trained, digest, make_micro_batch, train
 from support.ranks import run_ranks
 
 VIEWS = {"gradient_as_bucket_view": True}
@@ -85,7 +85,7 @@ def reduce_by_hand(rank: int) -> None:
         alone.load_state_dict(trained.model.state_dict())
         for each in sums:
             each.clear()
-        batches = [everything_batch(step, micro) for micro in range(MICRO_BATCHES)]
+        batches = [make_micro_batch(step, micro) for micro in range(MICRO_BATCHES)]
         tokens = sum(batch["labels"].numel() for batch in batches)
         for batch in batches:
             alone.zero_grad()
@@ -96,12 +96,6 @@ def reduce_by_hand(rank: int) -> None:
         trained.step(step)
         for gradient, each in zip(trained.gradients, sums, strict=True):
             assert torch.equal(gradient.flatten(), each.value())
-
-
-def everything_batch(step: int, micro: int) -> dict[str, Any]:
-    from support.order_free import make_micro_batch
-
-    return make_micro_batch(step, micro)
 
 
 @pytest.mark.ranks

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.mode_runs import STEPS
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+STEPS = 4
 
 
 class Net(nn.Module):

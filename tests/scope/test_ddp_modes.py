@@ -2,20 +2,154 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from support.mode_runs import STEPS, WIDTH, ModeRun, train_in_modes
-from support.modes import MODES, MORE_MODES
+from rankscope import Run
+from rankscope.bus.evidence import Table
+from support.loops import collect_warnings
+from support.modes import (
+    MODES,
+    MORE_MODES,
+    POISONED_STEP,
+    Mode,
+    Training,
+    assert_same_bits,
+    micro_batches,
+)
 from support.ranks import run_ranks
+from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
+STEPS = 4
 OTHERS = ("plain", "bucket views", "no_sync", "unused parameters")
 """Modes whose hooks are those of a harder one."""
 
 ALL = [mode for mode in MODES + MORE_MODES if mode.name not in OTHERS]
+
+
+def train_in_modes(rank: int, modes: list[Mode], folder: str) -> dict[str, dict[str, Any]]:
+    """Train in each mode alone, then watched with a look at the truth before each step.
+
+    The third time is in the tier without sketches, where the reduced gradient shows directions.
+    """
+    warnings = collect_warnings()
+    results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in modes}
+    assert warnings == []
+    return results
+
+
+def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
+    alone = Training(rank, mode)
+    for step in range(STEPS):
+        alone.step(step)
+    watched = Training(rank, mode, run_dir, sketch_width=WIDTH, reduced="sketch")
+    result: dict[str, Any] = {"truth": [], "reduced_norm": [], "grad_scale": []}
+    for step in range(STEPS):
+        result["truth"].append(watched.oracle(step))
+        result["grad_scale"].append(watched.multiplier)
+        result["reduced_norm"].append(watched.step(step))
+    watched.close()
+    scalars = Training(rank, mode, f"{run_dir} in scalars", tier="scalars")
+    for step in range(STEPS):
+        scalars.step(step)
+    scalars.close()
+    return {**result, "bits": [each.state() for each in (alone, watched, scalars)]}
+
+
+class ModeRun(Recorded):
+    """One mode's recorded run, and the truth."""
+
+    def __init__(self, ranks: list[dict[str, Any]], mode: Mode, folder: Path) -> None:
+        super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in ranks])
+        self.ranks = ranks
+        self.mode = mode
+        self._scalars = Run.open(folder / f"{mode.name} in scalars")
+        self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
+
+    def check_bits(self) -> None:
+        for rank in self.ranks:
+            alone, *watched = rank["bits"]
+            for each in watched:
+                assert_same_bits(alone, each)
+
+    def check_spreads_and_losses(self) -> None:
+        losses_TW, norms_TW = self.truth("loss"), self.truth("norm")
+        np.testing.assert_allclose(self.per_worker("loss"), losses_TW, rtol=1e-6)
+        close = {"rtol": 1e-4, "atol": 1e-9}
+        np.testing.assert_allclose(self.column("loss_std"), losses_TW.std(axis=1), **close)
+        found_T = self.column("grad_norm_std")
+        for step in self.steps:
+            fine_W = ~self.overflowed_TW[step]
+            np.testing.assert_allclose(found_T[step], norms_TW[step, fine_W].std(), **close)
+
+    def check_directions_without_sketches(self) -> None:
+        """Hold cosines with the others against the gradients in float64."""
+        weighted_T = self._scalars.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"]
+        cosines_TW = self._scalars.per_worker("cosine_rest")[1]
+        for step in range(STEPS):
+            shown = step in self.fine_steps() and self.mode.shows_both_gradients()
+            if not shown:
+                assert np.isnan(cosines_TW[step]).all()
+            elif self.mode.hook == "PowerSGD" and step >= 2:
+                assert np.isfinite(cosines_TW[step]).all()  # of what is not their mean
+            else:
+                gradients = self.gradients(step)
+                sent = to_bfloat16(gradients) if self.mode.hook == "rounding" else gradients
+                expected_W = cosines_with_the_rest(gradients, sent)
+                np.testing.assert_allclose(cosines_TW[step], expected_W, atol=1e-6)
+                if not self.mode.hook:
+                    expected = self.weighted_cosine(step)
+                    np.testing.assert_allclose(weighted_T[step], expected, atol=1e-6)
+
+    def check_micro_batches(self) -> None:
+        assert self.per_worker("loss_weight").tolist() == self.truth("tokens").tolist()
+        rows = self.run.columns(Table.MICRO, "step", "rank", "micro", "loss_weight")
+        several = self.mode.accumulate if self.mode.accumulate > 1 else 0
+        assert len(rows["step"]) == several * STEPS * len(self.ranks)
+        for step, rank, micro, weight in zip(*rows.values(), strict=True):
+            labels = micro_batches(int(rank), int(step), self.mode)[micro]["labels"]
+            assert weight == (labels != -100).sum()
+        self.check_micro_norms()
+
+    def check_scale_and_skipped_steps(self) -> None:
+        expected_TW = np.array([rank["grad_scale"] for rank in self.ranks]).T
+        np.testing.assert_allclose(self.per_worker("grad_scale"), expected_TW, rtol=1e-6)
+        skipped = self.mode.scaler * (np.arange(STEPS) == POISONED_STEP)
+        calls = [[1 - skip] * len(self.ranks) for skip in skipped.tolist()]
+        assert self.per_worker("optimizer_steps").tolist() == calls
+        nonfinite_TW = self.per_worker("nonfinite").astype(bool)
+        assert nonfinite_TW.tolist() == self.overflowed_TW.tolist()
+        assert all(finding.severity != "error" for finding in self.run.findings())
+
+    def check_reduction(self) -> None:
+        """Hold the reduced gradient against the mean, or against what a hook makes of it."""
+        fine = self.fine_steps()
+        expected = np.array(self.ranks[0]["reduced_norm"])[fine]
+        np.testing.assert_allclose(self.column("grad_norm_reduced")[fine], expected, rtol=1e-6)
+        residuals = self.column("reduction_residual")
+        for step in self.steps:
+            gradients = self.gradients(step)
+            mean = gradients.mean(axis=0)
+            if self.overflowed_TW[step].any():
+                assert not np.isfinite(residuals[step])
+            elif self.mode.hook == "rounding":
+                hooked = to_bfloat16(gradients).mean(axis=0)
+                exact = np.linalg.norm(hooked - mean) / np.linalg.norm(mean)
+                np.testing.assert_allclose(residuals[step], exact, rtol=4 * SKETCH_NORM_ERROR)
+                np.testing.assert_allclose(np.linalg.norm(hooked), expected[step], rtol=1e-6)
+            elif self.mode.hook == "PowerSGD" and step >= 2:
+                assert residuals[step] > 0.01
+            else:
+                assert residuals[step] < 1e-5
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(values).float().bfloat16().double().numpy()
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +171,8 @@ def test_a_mode_is_measured_as_it_is_and_keeps_its_bits(runs, mode):
     assert run.steps.tolist() == list(range(first, STEPS))
     assert run.run.status == "complete"
     run.check_bits()
-    run.check_norms_and_losses()
-    run.check_reduced_norm()
+    run.check_norms()
+    run.check_spreads_and_losses()
     run.check_reduction()
     run.check_groups()
     run.check_micro_batches()

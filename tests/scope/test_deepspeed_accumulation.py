@@ -60,15 +60,11 @@ def change_one(engine: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A training: four micro-batches a step, and what is done before the third one's pass.
-
-    Attributes:
-        manual: The engine is not told of the accumulation, and takes each pass for a step's last.
-    """
+    """A training: four micro-batches a step, and what is done before the third one's pass."""
 
     mode: Mode
     fault: Fault | None = None
-    manual: bool = False
+    manual: bool = False  # the engine takes each pass for a step's last
 
     def train(self, rank: int, run_dir: str) -> None:
         engine = make_engine(rank, self.mode, dropout=0.0)

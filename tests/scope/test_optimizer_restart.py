@@ -40,7 +40,7 @@ class Case:
 
     def __init__(self, rank):
         torch.manual_seed(0)
-        self.rank, self.net = rank, Noisy(rank)
+        self.net = Noisy(rank)
         self.model = self.wrap(self.net)
         self.optimizer = self.make_optimizer()
         torch.manual_seed(1 + rank)

@@ -7,7 +7,7 @@ import pytest
 from rankscope import WatchOptions
 from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
-from rankscope.session.options import WatchKeywords
+from rankscope.session.options import WatchKeywords, chosen_tier
 
 
 def test_editors_and_type_checkers_know_every_option():
@@ -36,6 +36,18 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
     with pytest.raises(UsageError) as raised:
         WatchOptions.of(options, named)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("exact", "was removed: use tier='sketch'"),
+        ("all", "tier must be one of 'scalars', 'sketch', got 'all'"),
+    ],
+)
+def test_a_tier_that_is_not_there_is_refused(tier, said):
+    with pytest.raises(UsageError, match=said):
+        chosen_tier(tier)
 
 
 def test_what_is_read_of_the_reduced_gradient_follows_from_the_tier():

@@ -65,7 +65,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     results = {}
     for name in names:
         training.begin()
-        root = None if canary_of(scope) is None else Root(scope, rank)
+        root = None if canary_of(scope) is None else Root(scope)
         first = -1 if scope is None else scope._collector.step
         wait_for(scope, first - 1)
         seen, raised = [], []
@@ -99,11 +99,10 @@ def canary_of(scope: Any) -> Any:
 class Root:
     """Plays the root's part in a canary, which is to run in a certain step."""
 
-    def __init__(self, scope: Any, rank: int) -> None:
+    def __init__(self, scope: Any) -> None:
         self._scope, self._canary = scope, canary_of(scope)
         self._answers: list[bytes] = []
         self._canary._send = self._answers.append
-        self._rank = rank
 
     def before(self, step: int) -> None:
         """Say what is to come, before a step."""

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rankscope.lab.study import base
-from rankscope.lab.study.base import BaseConfig, cache_key, load_base
+from rankscope.lab.study.base import BaseConfig, cache_key, load_base, train_tokenizer
 from rankscope.lab.study.builtin import generate
-from rankscope.lab.study.data import Record
+from rankscope.lab.study.data import Record, load_records
 from support.ranks import forked
 
 SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
@@ -74,3 +76,25 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert ours == queue.get(timeout=240) == _bits(_load(tmp_path))
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(load_records(None).held_out)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_text_survives(tokenizer: Any, text: str) -> None:
+    assert tokenizer.decode(_ids(tokenizer, text)) == text
+
+
+def test_special_tokens_inside_a_text_are_text(tokenizer: Any) -> None:
+    for text in ("a</s>b", "<s>", "<pad>"):
+        assert not {0, 1, 2} & set(_ids(tokenizer, text))
+        assert tokenizer.decode(_ids(tokenizer, text)) == text

@@ -3,14 +3,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
+from safetensors.torch import save_file
 
 from rankscope.errors import UsageError
+from rankscope.lab.study import models
 from rankscope.lab.study.base import train_tokenizer
 from rankscope.lab.study.builtin import generate
 from rankscope.lab.study.data import Record
 from rankscope.lab.study.encoding import encode
-from rankscope.lab.study.models import load_model
+from rankscope.lab.study.models import build_pangu, load_model
 
 RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
 TINY_LLAMA: dict[str, Any] = {
@@ -67,3 +70,103 @@ def test_remote_code_is_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be loaded"):
         load_model(str(directory))
     assert not ran.exists()
+
+
+# The published model ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Shrink the architecture, so that weights for it are quickly written."""
+    config = models.pangu_config()
+    config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
+    config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 2
+    config.head_dim = 16
+    monkeypatch.setattr(models, "pangu_config", lambda: config)
+    return config
+
+
+@pytest.fixture
+def published(small: Any, tmp_path: Path) -> tuple[Path, Any]:
+    """A directory as published, in two shards, and the model that it was made from."""
+    from transformers import LlamaForCausalLM  # a second, for all who collect tests
+
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(small).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    tensors = dict(model.named_parameters())
+    names = sorted(tensors)
+    folder = tmp_path / "published"
+    folder.mkdir()
+    for shard in range(2):
+        part = {name: tensors[name].detach().contiguous() for name in names[shard::2]}
+        save_file(part, folder / f"model-{shard}.safetensors")
+    train_tokenizer(RECORDS, 300).save_pretrained(folder)
+    return folder, model.float()
+
+
+def _sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    text = folder.parent / "text"
+    text.write_text("\n".join(record.output for record in RECORDS))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        user_defined_symbols="[unused10]",
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def test_size_of_the_real_architecture() -> None:
+    with torch.device("meta"):
+        model = build_pangu()
+    hidden, heads, key_values, mlp = 1536, 12 * 128, 6 * 128, 6144
+    attention = 2 * (hidden * heads + heads) + 2 * (hidden * key_values + key_values)
+    block = attention + 3 * hidden * mlp + 2 * hidden
+    expected = 153_376 * hidden + 26 * block + hidden
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert expected == pytest.approx(1.156e9, rel=5e-4)
+    config: Any = model.config
+    assert config.rope_parameters["rope_theta"] == 4e6
+    assert config.rms_norm_eps == 1e-5
+
+
+def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) -> None:
+    folder, original = published
+    loaded = load_model("pangu-1b", weights=folder)
+    assert loaded.label == "pangu-1b (weights from published)"
+    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
+    assert loaded.num_parameters == sum(p.numel() for p in original.parameters())
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(tokens).logits, original(tokens).logits)
+    model: Any = loaded.model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_sentencepiece_tokenizer(published: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = published
+    processor = _sentencepiece(folder)
+    roles = {"eos_token": "[unused10]", "bos_token": {"content": "<s>"}, "pad_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**roles, "auto_map": {"a": "b"}}))
+    tokenizer = load_model("pangu-1b", weights=folder).tokenizer
+    assert tokenizer.eos_token_id == processor.piece_to_id("[unused10]")
+    assert tokenizer.bos_token_id == processor.bos_id()
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    for record in RECORDS[:10]:
+        ids = tokenizer([record.output], add_special_tokens=False)["input_ids"][0]
+        assert ids == processor.encode(record.output)
+    encoded = encode(RECORDS, tokenizer, 512)
+    assert all(sample.input_ids[-1] == tokenizer.eos_token_id for sample in encoded)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.model").is_file()

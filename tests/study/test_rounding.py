@@ -42,12 +42,8 @@ def pair_of(result: GrowthResult, name: str) -> PairResult:
     return pair
 
 
-def reduce_once(gradients, arithmetic: StudiedReduction, bucket: int = 1000, seed: int = 0):
-    return Reducer(arithmetic, bucket, seed).reduce(gradients)
-
-
-def random_gradients(num_micro: int = 16, size: int = 5000):
-    return torch.randn(num_micro, size, generator=torch.Generator().manual_seed(1))
+def reduce_once(gradients, arithmetic: StudiedReduction):
+    return Reducer(arithmetic, 1000, 0).reduce(gradients)
 
 
 def test_the_same_training_again_gives_the_same_bits(result: GrowthResult):
@@ -88,7 +84,7 @@ def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(
 
 
 def test_loss_scale_saves_small_gradients_from_a_16_bit_buffer():
-    tiny = random_gradients() * 1e-8
+    tiny = torch.randn(16, 5000, generator=torch.Generator().manual_seed(1)) * 1e-8
     plain = reduce_once(tiny, StudiedReduction(8, dtype="float16"))
     scaled = reduce_once(tiny, StudiedReduction(8, dtype="float16", loss_scale=65536.0))
 

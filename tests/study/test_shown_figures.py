@@ -42,8 +42,8 @@ def only_data(page: Page, name: str, at: int = 0) -> list[dict]:
     return spec["datasets"][layers[at]["data"]["name"]]
 
 
-def assert_curve(rows, run, name, steps_of="step"):
-    assert [row[steps_of] for row in rows] == run.steps
+def assert_curve(rows, run, name):
+    assert [row["step"] for row in rows] == run.steps
     np.testing.assert_allclose(
         [row["value"] for row in rows], run.by_step[name], rtol=1e-5, atol=2e-7
     )

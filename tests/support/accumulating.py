@@ -36,14 +36,10 @@ class Net(nn.Module):
 
 
 class Waits:
-    """A healthy training whose last micro-batch alone reduces.
+    """A healthy training whose last micro-batch alone reduces."""
 
-    Attributes:
-        steps: T.
-        late: The first step in which something goes wrong.
-        learnt: The step from which on it is known how gradients are read.
-    """
-
+    # How many, the first in which something goes wrong, and that since which it is known how
+    # gradients are read.
     steps, late, learnt = 6, 3, 0
     num_layers = 2
     reduces = False

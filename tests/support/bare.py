@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import rankscope
 from support.loops import PLAN, collect_warnings
@@ -22,14 +22,12 @@ class BareLoop:
     """
 
     micro_batches = 1
-    branch = False
 
     def __init__(self, rank: int, run_dir: str | None, **options: Any) -> None:
         self.rank, self.num_workers = rank, dist.get_world_size()
         self.warnings = collect_warnings()
-        self.model: TinyLM = make_model(branch=self.branch)
+        self.model: TinyLM = make_model()
         self.prepare()
-        self.called: nn.Module = self.wrap(self.model)
         self.optimizers = self.make_optimizers()
         torch.manual_seed(100 + rank)
         self.norms: list[float] = []
@@ -37,14 +35,10 @@ class BareLoop:
         if run_dir is not None:
             options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
             several = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
-            self.scope = rankscope.watch(self.called, several, run_dir=run_dir, **options)
+            self.scope = rankscope.watch(self.model, several, run_dir=run_dir, **options)
 
     def prepare(self) -> None:
         """Change the model before it is trained."""
-
-    def wrap(self, model: TinyLM) -> nn.Module:
-        """Return what the training calls."""
-        return model
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)]
@@ -53,12 +47,9 @@ class BareLoop:
     def trained(self) -> Parameters:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def batch(self, number: int) -> dict[str, Tensor]:
-        return make_batch(self.rank, number)
-
     def loss(self, step: int, micro: int) -> Tensor:
-        batch = self.batch(step * self.micro_batches + micro)
-        loss: Tensor = self.called(**batch)["loss"]
+        batch = make_batch(self.rank, step * self.micro_batches + micro)
+        loss: Tensor = self.model(**batch)["loss"]
         return loss / self.micro_batches
 
     def backward(self, loss: Tensor) -> None:

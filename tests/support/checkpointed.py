@@ -13,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedLM(nn.Module):
-    """Two blocks, one of which may be used twice.
+    """Two blocks, in checkpoints that are "reentrant" or "non-reentrant", or in none.
 
-    Args:
-        kind: Which checkpoints, "" for none. "reentrant" and "non-reentrant"; with the second
-            block used twice when "shared" precedes it, one around the whole model when
-            "everything" does.
+    After "shared", the second block is used twice; after "everything", one is around the model.
     """
 
     def __init__(self, kind: str) -> None:

@@ -13,14 +13,8 @@ _PACKAGE = str(Path(rankscope.__file__).parent)
 class Cut:
     """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
 
-    Args:
-        at: Number of the line; None to count them all.
-        file: Counts the lines of files with this in their names alone.
-        function: Counts the lines of functions of this name alone.
-
-    Attributes:
-        count: Lines so far.
-        cut: Whether the line was reached.
+    Without a number, it counts them all; those of one function, or of files with a word in their
+    names, alone.
     """
 
     def __init__(self, at: int | None = None, *, file: str = "", function: str = "") -> None:

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from support.models import make_model
 from support.modes import MODES, Mode, micro_batches
 
-PLAIN = MODES[0]
 SMALL_BUCKETS = next(mode for mode in MODES if mode.name == "small buckets")
 
 
@@ -47,5 +46,5 @@ def flat_gradient(model: nn.Module) -> Tensor:
 def watch_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[np.ndarray]:
     """Return a list that gets each step's reduced gradient, as the optimizer finds it."""
     seen: list[np.ndarray] = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model).numpy()))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model).float().numpy()))
     return seen

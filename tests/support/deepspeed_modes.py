@@ -25,36 +25,26 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Mode:
     """One way of training.
 
-    Attributes:
-        sums: Dtype in which gradients are accumulated; by default the parameters' own.
-        style: Who says where a step ends: ``"engine"`` counts, ``"boundary"`` is set by the
-            training, ``"unmanaged"`` ends with ``step``; ``"no_sync"`` and ``"coalesce"`` are the
-            contexts of these names; in ``"torch"`` the loss's own ``backward`` is called.
-        branch: ``"never"``: an unused branch; ``"rank 0"``: used by rank 0 only.
-        checkpoint: ``"reentrant"`` or ``"plain"``: layers that the backward pass recomputes.
-        in_parts: Whether the accumulated gradient is never whole.
+    Its style is what ends a step: ``"engine"`` counts, ``"boundary"`` is set by the training,
+    ``"unmanaged"`` ends with ``step``; ``"no_sync"`` and ``"coalesce"`` are the contexts of these
+    names; in ``"torch"`` the loss's own ``backward`` is called.
     """
 
     name: str
     stage: int
     accumulate: int = 1
     dtype: str = "fp32"
-    sums: str = ""
+    sums: str = ""  # in which gradients are accumulated; by default the parameters' own
     zero: dict[str, Any] = field(default_factory=dict)
     style: str = "engine"
-    branch: str = ""
-    checkpoint: str = ""
+    branch: str = ""  # "never": an unused branch; "rank 0": used by rank 0 only
+    checkpoint: str = ""  # "reentrant" or "plain": layers that the backward pass recomputes
     compiled: bool = False
-    in_parts: bool = False
+    in_parts: bool = False  # the accumulated gradient is never whole
 
     @property
     def loss_scale(self) -> float:
         return LOSS_SCALE if self.dtype == "fp16" else 1.0
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds the whole reduced gradient."""
-        return self.stage == 0 or (self.stage, self.dtype, self.sums) == (1, "bf16", "fp32")
 
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}

@@ -37,19 +37,9 @@ def run_on_ranks(
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
 
     ``rankscope run`` goes on in its process as the interpreter would that it starts, so that what
-    it waits for has been imported before.
-
-    Args:
-        num_ranks: How many ranks.
-        words: What follows ``rankscope`` on the command line.
-        folder: Of the ranks.
-        timeout: Seconds that they may take.
-        prepare: Imports what would take every rank seconds to import, if anything does.
-        script: Whether the first word is a script, which runs in the place of ``rankscope``.
-        variables: Of the environment, besides those that a launcher sets.
-
-    Returns:
-        The largest exit code of a rank, and what all of them printed and said.
+    it waits for has been imported before; ``prepare`` imports what else takes seconds. With
+    ``script``, the first word is a script, which runs in the place of ``rankscope``. Returns the
+    largest exit code of a rank, and what all of them printed to both streams.
     """
     import torch.distributed as dist
 
@@ -78,15 +68,7 @@ def torchrun(
 ) -> tuple[int, str, str]:
     """Run a script or a module as ``torchrun`` does, on ranks that are forked.
 
-    Args:
-        options: Of ``torchrun``.
-        command: What each rank runs: a script, or ``-m`` and a module; then its arguments.
-        folder: Of the ranks, if it is to be another.
-        timeout: Seconds that they may take.
-        variables: Of the environment, besides those that the launcher sets.
-
-    Returns:
-        As of :func:`run_on_ranks`.
+    Returns as :func:`run_on_ranks` does.
     """
     given = ([*options, *command], None if folder is None else str(folder), variables)
     return _run(_fork_under_torchrun, given, timeout)

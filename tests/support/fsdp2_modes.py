@@ -66,39 +66,21 @@ def make_batches(worker: int, step: int, count: int) -> list[tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of using FSDP2.
-
-    Attributes:
-        name: What the mode is called.
-        mesh: ``"1-D"``, ``"HSDP"`` (2 replicas), ``"replicas"`` (shard size 1), ``"TP"`` (2).
-            HSDP and TP need an even number of ranks.
-        options: Of ``fully_shard``.
-        prepare: Changes the model before it is sharded.
-        finish: Changes the sharded model; returns what the training calls.
-        accumulate: Micro-batches in a step.
-        unsynchronised: What turns the reduction off in all micro-batches but the last.
-        zero_in_place: Gradients are set to zero instead of None.
-        rounding: Relative error that the mode's precision allows in the reduced gradient.
-        parts: Gradients are reduced in parts, so that norms come from the sketch.
-        reads_reduced: Whether the reduced gradient can be told.
-    """
+    """A way of using FSDP2."""
 
     name: str
-    mesh: str = "1-D"
-    options: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Net], nn.Module] = lambda net: net
-    finish: Callable[[Any], nn.Module] = lambda model: model
+    mesh: str = "1-D"  # or "HSDP" (2 replicas), "replicas" (shard size 1), "TP" (2)
+    options: dict[str, Any] = field(default_factory=dict)  # of ``fully_shard``
+    prepare: Callable[[Net], nn.Module] = lambda net: net  # before it is sharded
+    finish: Callable[[Any], nn.Module] = lambda model: model  # returns what the training calls
     accumulate: int = 1
-    unsynchronised: str = "set_requires_gradient_sync"
+    unsynchronised: str = "set_requires_gradient_sync"  # off in all micro-batches but the last
     zero_in_place: bool = False
-    rounding: float = 1e-5
-    parts: bool = False
-    reads_reduced: bool = True
-
-    def fits(self, num_ranks: int) -> bool:
-        """Return whether the mode can run on so many ranks."""
-        halves = self.mesh in ("HSDP", "TP") or "reshard_after_forward" in self.options
-        return num_ranks % 2 == 0 or not halves
+    rounding: float = 1e-5  # relative error of the reduced gradient
+    parts: bool = False  # reduced in parts, so that norms come from the sketch
+    reads_reduced: bool = True  # whether the reduced gradient can be known
+    replicates: bool = False  # by torch's ``replicate``, in the place of ``fully_shard``
+    tier: str = "sketch"
 
 
 def _reentrant(net: Net) -> nn.Module:
@@ -171,6 +153,8 @@ _FP16 = {
 
 MODES = [
     Mode("1-D"),
+    Mode("scalars", tier="scalars"),
+    Mode("replicate", replicates=True),
     Mode("resharded to two ranks", options={"reshard_after_forward": 2}),
     Mode("accumulated", accumulate=3),
     Mode("zeroed in place", zero_in_place=True, reads_reduced=False),

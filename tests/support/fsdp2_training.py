@@ -1,31 +1,21 @@
 """Training under the modes of FSDP2, and what an unsharded copy of the model says about it."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rankscope.bus.groups import group_parameters
 from rankscope.gradients.names import canonical_name
-from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.fsdp2 import FSDP2Tap
-from rankscope.wrappers.fsdp2_model import fsdp2_device, fsdp2_parameters
-from rankscope.wrappers.tap import LocalGradient, ReadReduced
-from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
-
-WIDTH = 1021
-EXACT = 1e-5
+from support.fsdp2_modes import Mode, make_batches, make_net
 
 
 @dataclass
@@ -39,7 +29,6 @@ class Session:
     optimizer: torch.optim.Optimizer
     mesh: DeviceMesh
     worker: int
-    num_workers: int
 
 
 def start(mode: Mode) -> Session:
@@ -63,74 +52,34 @@ def start(mode: Mode) -> Session:
         for block in net.blocks:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, mesh["tp"], plan)
-    for block in net.blocks:
-        fully_shard(block, mesh=data_mesh, **mode.options)
-    keep = mode.options.get("reshard_after_forward") is not True
-    fully_shard(root, mesh=data_mesh, **{**mode.options, "reshard_after_forward": not keep})
+    if mode.replicates:
+        replicate(root, mesh=data_mesh)
+    else:
+        for block in net.blocks:
+            fully_shard(block, mesh=data_mesh, **mode.options)
+        fully_shard(root, mesh=data_mesh, **{**mode.options, "reshard_after_forward": False})
     model = mode.finish(root)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    num_workers = data_mesh.size()
     worker = dist.get_rank() // 2 if mode.mesh == "TP" else dist.get_rank()
-    return Session(mode, model, root, oracle, optimizer, data_mesh, worker, num_workers)
+    return Session(mode, model, root, oracle, optimizer, data_mesh, worker)
 
 
-def make_tap(session: Session, reduced: ReadReduced = ReadReduced.SKETCH) -> FSDP2Tap:
-    parameters = fsdp2_parameters(session.model)
-    groups = group_parameters(parameters)
-    sketcher = Sketcher(fsdp2_device(session.model), groups, WIDTH)
-    return FSDP2Tap(
-        session.model,
-        parameters,
-        sketcher,
-        lambda work: work(),
-        reduced=reduced,
-        observer=Nobody(),
-    )
-
-
-class Nobody:
-    """A observer that looks away."""
-
-    def see_local(self, name, gradient):
-        pass
-
-    def see_reduced(self):
-        pass
-
-
-def train_step(session: Session, step: int, tap: FSDP2Tap | None) -> None:
-    """Run the backward passes of a step."""
+def train_step(
+    session: Session,
+    step: int,
+    *,
+    begin: Callable[[], object] = lambda: None,
+    see: Callable[[Tensor], object] = lambda loss: None,
+) -> None:
+    """Run the backward passes of a step; ``begin`` comes before each, ``see`` is given its loss."""
     mode = session.mode
     batches = make_batches(session.worker, step, mode.accumulate)
     for micro, (ids, labels) in enumerate(batches):
         getattr(session.root, mode.unsynchronised)(micro == len(batches) - 1)
-        if tap is not None:
-            tap.begin_forward(measure=True)
-        (session.model(ids, labels) / len(batches)).backward()
-
-
-def other_gradients(
-    session: Session, step: int, tap: FSDP2Tap, *, measure: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Ask for the gradient of a layer's output alone, as attacks on a model do."""
-    loss, hidden = hidden_pass(session, step, tap, measure=measure)
-    (gradient,) = torch.autograd.grad(loss, hidden, retain_graph=True)
-    assert gradient.abs().max() > 0
-    return loss, hidden
-
-
-def hidden_pass(
-    session: Session, step: int, tap: FSDP2Tap, *, measure: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Run a forward pass, and return its loss and the first block's output."""
-    outputs: list[Tensor] = []
-    hook = session.root.blocks[0].register_forward_hook(
-        lambda module, args, output: outputs.append(output)
-    )
-    tap.begin_forward(measure=measure)
-    loss: Tensor = session.model(*make_batches(session.worker, step, 1)[0])
-    hook.remove()
-    return loss, outputs[0]
+        begin()
+        loss = session.model(ids, labels)
+        see(loss)
+        (loss / len(batches)).backward()
 
 
 def optimize(session: Session) -> None:
@@ -197,52 +146,3 @@ def state_of(session: Session) -> list[bytes]:
 def _local(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.reshape(-1)
-
-
-def sketch_error(tap: FSDP2Tap, local: LocalGradient, exact: dict[str, Tensor]) -> float:
-    """Return how far what was read is from the sketch of a gradient, relative to it."""
-    totals = tap._sketcher.new_totals()
-    for name, gradient in exact.items():
-        tap._sketcher.measure(name, gradient, totals)
-    error = (local.totals.sketches - totals.sketches).norm() / totals.sketches.norm()
-    return float(error)
-
-
-def norm_error(local: LocalGradient, exact: dict[str, Tensor]) -> float:
-    """Return how far the norm that was read is from a gradient's, relative to it."""
-    squared_norm = sum(float(gradient.double().square().sum()) for gradient in exact.values())
-    return abs(float(local.totals.squared_norms.sum()) / squared_norm - 1) / 2
-
-
-def reduced_error(local: LocalGradient, exact: dict[str, Tensor], copies: int = 1) -> float:
-    """Return how far the norm of the reduced gradient is from that of the mean, relative to it."""
-    assert local.reduced is not None
-    mean = torch.cat([gradient.double().flatten() for gradient in exact.values()])
-    squared_norm = local.reduced.squared_norms.sum()
-    dist.all_reduce(mean)
-    dist.all_reduce(squared_norm)
-    exact_squared_norm = (mean / dist.get_world_size()).square().sum()
-    return abs(float(squared_norm / copies / exact_squared_norm) - 1) / 2
-
-
-def session_of(model: Any) -> Session:
-    """Return a session of a model that is sharded already."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.SGD(model.parameters())
-    mode = mode_named("1-D")
-    return Session(mode, model, model, model, optimizer, None, rank, world)  # type: ignore[arg-type]
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def check(tap: FSDP2Tap, exact: dict[str, Tensor], *, copies: int = 1) -> LocalGradient:
-    """Return what was read, after a look at its sketch and at the reduced gradient's norm."""
-    assert tap.complete
-    assert not tap.aborted
-    local = tap.collect()
-    assert local is not None
-    assert sketch_error(tap, local, exact) < EXACT
-    assert reduced_error(local, exact, copies) < EXACT
-    return local

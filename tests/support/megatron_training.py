@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import rankscope
 from support.loops import PLAN, collect_warnings
 from support.models import make_batch, make_model
+from support.recorded import Truth
 
 MISSING = importlib.util.find_spec("megatron") is None
 BUCKET_SIZE = 2000  # elements: two buckets
@@ -28,24 +29,15 @@ BUCKET_SIZE = 2000  # elements: two buckets
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of training.
-
-    Attributes:
-        sharded: Whether the reduction is a reduce-scatter, as for the distributed optimizer.
-        no_sync: Whether all micro-batches but the last are run inside ``no_sync``, as Megatron's
-            schedules do with ``overlapped``.
-        summed: Whether the loss is a sum over tokens, and divided by their number afterwards.
-        schedule: Whether Megatron's own schedule and optimizer do a step.
-        tier: How much of the gradient is compared.
-    """
+    """One way of training."""
 
     name: str
     accumulate: int = 1
     overlapped: bool = False
-    sharded: bool = False
-    no_sync: bool = False
-    summed: bool = False
-    schedule: bool = False
+    sharded: bool = False  # by a reduce-scatter, as for the distributed optimizer
+    no_sync: bool = False  # around all micro-batches but the last, as in Megatron's schedules
+    summed: bool = False  # the loss is a sum over tokens, divided by their number afterwards
+    schedule: bool = False  # Megatron's own schedule and optimizer do a step
     dtype: torch.dtype = torch.float32
     tier: str = "sketch"
 
@@ -192,11 +184,11 @@ class MegatronLoop:
 
         return model(**batch)["loss"], loss_func
 
-    def truth(self, step: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
-        """Return the next step's local gradient, its micro-batches' norms, and their mean losses.
+    def truth(self, step: int) -> Truth:
+        """Return what is true of the next step, of the loss before it is scaled.
 
         Computed on a copy without Megatron-core, with the random numbers that the training will
-        draw. In float32, by parameter.
+        draw; summed in float32.
         """
         state = torch.get_rng_state()
         alone = make_model().to(self.mode.dtype)
@@ -214,13 +206,14 @@ class MegatronLoop:
                 losses.append(
                     loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
                 )
-                norms.append(
-                    norm({name: p.grad for name, p in named.items() if p.grad is not None})
-                )
-                for name, parameter in named.items():
-                    if parameter.grad is not None:
-                        total[name] += parameter.grad.float()
-        return total, norms, losses
+                own = {name: p.grad.float() for name, p in named.items() if p.grad is not None}
+                parts = [gradient.double().flatten() for gradient in own.values()]
+                norms.append(torch.cat(parts).norm().item() / self.mode.factor)
+                for name, gradient in own.items():
+                    total[name] += gradient
+        scale = self.mode.factor * self.mode.accumulate
+        gradient = {name: g.double().flatten().numpy() / scale for name, g in total.items()}
+        return Truth(gradient, norms, sum(losses) / len(losses))
 
     def bits(self) -> dict[str, bytes]:
         """Return every bit of the training's state on this rank."""
@@ -277,13 +270,3 @@ def _shards(ddp: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         for bucket in group.buckets:
             values, gradients = bucket.param_data.chunk(size), bucket.grad_data.chunk(size)
             yield nn.Parameter(values[rank]), gradients[rank]
-
-
-def norm(gradients: dict[str, Tensor]) -> float:
-    """Return the norm of a gradient, in float64."""
-    return torch.cat([g.double().flatten() for g in gradients.values()]).norm().item()
-
-
-def flat(gradients: dict[str, Tensor]) -> Any:
-    """Return a gradient as a float64 array ``[N]``."""
-    return torch.cat([g.double().flatten() for g in gradients.values()]).numpy()

@@ -1,7 +1,6 @@
 """Training loops under the ways of using DDP that must be watched, run on real ranks."""
 
 import contextlib
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
 from support.models import make_batch, make_model
+from support.recorded import Truth
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Mode:
     hook_after_watch: bool = False
     scaler: bool = False  # autocast, a gradient scaler, and an infinity on rank 1 in step 1
     clip: bool = False
+    replicates: bool = False  # by ``replicate``, in the place of DDP
 
     def shows_both_gradients(self) -> bool:
         """Return whether the reduced gradient is there while the local one still is.
@@ -54,6 +56,7 @@ MODES = [
 ]
 
 MORE_MODES = [
+    Mode("replicate", {}, replicates=True),
     Mode("summed micro-batches", {}, accumulate=3, divide=False),
     Mode("shared reentrant checkpoints", {"static_graph": True}, checkpoint="shared reentrant"),
     Mode("checkpoint wrappers", {}, checkpoint="wrapper"),
@@ -72,7 +75,8 @@ class Training:
     def __init__(self, rank: int, mode: Mode, run_dir: str | None = None, **options: Any) -> None:
         self.rank, self.mode = rank, mode
         self.model = make_mode_model(mode)
-        self.ddp = DistributedDataParallel(self.model, **mode.ddp)
+        wrap = replicate if mode.replicates else DistributedDataParallel
+        self.ddp = wrap(self.model, **mode.ddp)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=1024.0, growth_interval=2, enabled=mode.scaler
@@ -111,7 +115,7 @@ class Training:
         self._optimize()
         return norm.item()
 
-    def oracle(self, step: int) -> "Truth":
+    def oracle(self, step: int) -> Truth:
         """Return what is true of the step that comes next, computed without DDP or monitor."""
         return _compute(self.rank, self.mode, step, self.model, self._forward)
 
@@ -210,33 +214,6 @@ def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["rng"].tobytes() == other["rng"].tobytes()
 
 
-def local_gradient(rank: int, mode: Mode, step: int, model: nn.Module) -> tuple[Tensor, float]:
-    """Return this rank's own gradient ``[P]`` in float64 and its loss as it trains on it."""
-    truth = _compute(rank, mode, step, model, lambda model, batch: model(**batch)["loss"])
-    return torch.from_numpy(np.concatenate(list(truth.gradient.values()))), truth.loss
-
-
-@dataclass(frozen=True)
-class Truth:
-    """One rank's step, computed on a copy of the model that nothing wraps.
-
-    Attributes:
-        gradient: Float64 vector by parameter, averaged over micro-batches.
-        loss: Mean over micro-batches, which count alike whatever their tokens.
-        tokens: Label tokens in all micro-batches.
-        micro_norms: Norm of each micro-batch's own gradient.
-    """
-
-    gradient: dict[str, np.ndarray]
-    loss: float
-    tokens: int
-    micro_norms: list[float]
-
-    @property
-    def norm(self) -> float:
-        return float(np.linalg.norm(np.concatenate(list(self.gradient.values()))))
-
-
 def _compute(
     rank: int,
     mode: Mode,
@@ -245,8 +222,9 @@ def _compute(
     forward: Callable[[nn.Module, dict[str, Any]], Tensor],
 ) -> Truth:
     """Use the random numbers that the training is about to draw, and put the generator back."""
-    alone = copy.deepcopy(model)
-    alone.zero_grad()
+    with torch.random.fork_rng(devices=[]):
+        alone = make_mode_model(mode)
+    alone.load_state_dict(model.state_dict())
     if isinstance(alone, CheckpointedLM):
         alone.kind = ""
     losses, tokens, gradients = [], [], []
@@ -260,7 +238,7 @@ def _compute(
             alone.zero_grad()
     mean = {name: np.mean([g[name] for g in gradients], axis=0) for name in gradients[0]}
     norms = [float(np.linalg.norm(np.concatenate(list(g.values())))) for g in gradients]
-    return Truth(mean, float(np.mean(losses)), sum(tokens), norms)
+    return Truth(mean, norms, float(np.mean(losses)), sum(tokens))
 
 
 def _gradient_by_name(model: nn.Module) -> dict[str, np.ndarray]:

@@ -20,35 +20,21 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A way of training.
-
-    Attributes:
-        name: Of the case.
-        ddp: Options of DDP.
-        average: As ``order_free`` takes it; "" trains with DDP's own reduction.
-        model: "plain", "shared", "branch" (used by the first micro-batch only, so by rank 0 when
-            there are several), "convolution", or which checkpoints.
-        dtype: Of the parameters.
-        zero_in_place: Whether gradients are set to zero rather than dropped.
-        reverse: Whether each worker goes through its micro-batches backwards.
-        scaler: Whether there is a gradient scaler, and an infinity in step 1.
-        discard: Whether a micro-batch is run and thrown away in each step, by "zero_grad" after a
-            pass under ``no_sync``, or by a pass that "raises".
-    """
+    """A way of training."""
 
     name: str
     ddp: dict[str, Any]
-    average: str = "sum"
-    model: str = "plain"
+    average: str = "sum"  # as ``order_free`` takes it; "" trains with DDP's own reduction
+    model: str = "plain"  # or "convolution", which checkpoints, "branch" (in one micro-batch)
     dtype: torch.dtype = torch.float32
     zero_in_place: bool = False
-    reverse: bool = False
-    scaler: bool = False
-    discard: str = ""
+    reverse: bool = False  # each worker goes through its micro-batches backwards
+    scaler: bool = False  # with an infinity in step 1
+    discard: str = ""  # how a micro-batch is thrown away: by "zero_grad", or since it "raises"
 
 
 class Net(nn.Module):
-    """A small model; its head may be the embedding, and it may have a branch or a convolution."""
+    """A small model; it may have a branch or a convolution."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -61,8 +47,6 @@ class Net(nn.Module):
             layer = nn.Conv2d(3, 5, 2, padding=1)
             self.convolution = layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.head = nn.Linear(24, 50, bias=False)
-        if kind == "shared":
-            self.head.weight = self.embedding.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor, use_branch: bool = False) -> Any:
         hidden = self.embedding(input_ids)

@@ -22,16 +22,10 @@ TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
 
 @dataclass(frozen=True)
 class Layout:
-    """One side of a pair.
+    """One side of a pair."""
 
-    Attributes:
-        ranks: Number of ranks; 0 for a process that no launcher has started.
-        words: Arguments of the training.
-        script: The training.
-    """
-
-    ranks: int = 1
-    words: tuple[str, ...] = ()
+    ranks: int = 1  # 0 for a process that no launcher has started
+    words: tuple[str, ...] = ()  # arguments of the training
     script: str = TRAINING
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,12 +90,7 @@ def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 class Recordings:
-    """Recordings of layouts in a folder; each layout is recorded once.
-
-    Args:
-        folder: Where they go.
-        run: See :func:`record`.
-    """
+    """Recordings of layouts in a folder; each layout is recorded once."""
 
     def __init__(self, folder: Path, run: Run = _run) -> None:
         self._folder = folder
@@ -110,11 +99,7 @@ class Recordings:
         self._count = 0
 
     def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Recording:
-        """Return a recorded layout.
-
-        Raises:
-            AssertionError: It has failed.
-        """
+        """Return a recorded layout."""
         key = repr((one, steps, sorted(parity.items())))
         if key not in self._known:
             place = self._folder / str(self._count)  # a failed one leaves its folder behind

@@ -28,27 +28,22 @@ def _std(values_TW: np.ndarray) -> np.ndarray:
 class Recomputed:
     """The values of a run: by step (T), by worker (W).
 
-    Attributes:
-        loss_mean, loss_std, grad_norm_std, cosine_mean: By step.
-        mean: Mean over steps of the three metrics, by their names.
-        first, last: Averaged loss of the first and of the last 5 steps.
-        ratio: The losses' spread over what sampling gives: a ratio of root mean squares.
-        drawn, distinct: Samples of the whole run; ``batch`` and ``different`` those of a step.
+    ``first`` and ``last`` are the averaged loss of five steps; ``ratio`` is the losses' spread over
+    what sampling gives.
     """
 
     def __init__(self, run: Path) -> None:
         workers = pd.read_parquet(run / "workers")
         self.steps = sorted(workers["step"].unique())
         self.losses_TW = self._pivot(workers, "loss")
-        self.norms_TW = self._pivot(workers, "grad_norm")
-        self.num_steps, self.num_workers = self.losses_TW.shape
+        norms_TW = self._pivot(workers, "grad_norm")
         pairs = pd.read_parquet(run / "pairs").sort_values("step")
-        self.pairs_TP = np.stack(list(pairs["cosines"])).astype(float)
+        pairs_TP = np.stack(list(pairs["cosines"])).astype(float)
         by_step = {
             "loss_mean": self.losses_TW.mean(axis=1),
             "loss_std": _std(self.losses_TW),
-            "grad_norm_std": _std(self.norms_TW),
-            "cosine_mean": self.pairs_TP.mean(axis=1),
+            "grad_norm_std": _std(norms_TW),
+            "cosine_mean": pairs_TP.mean(axis=1),
         }
         self.by_step = by_step
         self.mean = {name: float(values.mean()) for name, values in by_step.items()}
@@ -56,39 +51,8 @@ class Recomputed:
         self.last = float(by_step["loss_mean"][-5:].mean())
         expected = pd.read_parquet(run / "steps")["loss_std_expected"].to_numpy()
         self.ratio = float(np.sqrt((by_step["loss_std"] ** 2).sum() / (expected**2).sum()))
-        samples = pd.read_parquet(run / "samples").sort_values("step")
-        drawn_T = [np.concatenate(list(rows)) for _, rows in samples.groupby("step")["samples"]]
-        self.drawn_so_far = np.cumsum([len(drawn) for drawn in drawn_T])
-        self.distinct_so_far = [
-            len(set(np.concatenate(drawn_T[: n + 1]))) for n in range(len(drawn_T))
-        ]
-        self.drawn = int(self.drawn_so_far[-1])
-        self.distinct = self.distinct_so_far[-1]
-        self.batch = self.drawn / self.num_steps
-        self.different = float(np.mean([len(set(drawn)) for drawn in drawn_T]))
-
-    def matrix(self) -> np.ndarray:
-        """Cosines of all pairs, mean over the run."""
-        upper_WW = np.zeros((self.num_workers, self.num_workers))
-        upper_WW[np.triu_indices(self.num_workers, 1)] = self.pairs_TP.mean(axis=0)
-        return upper_WW + upper_WW.T + np.eye(self.num_workers)
-
-    def tiles(self) -> list[str]:
-        """The run's key numbers as a page's tiles print them."""
-        expected = rounded(self.mean["loss_std"] / self.ratio) if self.ratio else None
-        return [
-            f"{rounded(self.first)} → {rounded(self.last)}",
-            f"Loss dispersion {rounded(self.mean['loss_std'])}",
-            f"Gradient-norm dispersion {rounded(self.mean['grad_norm_std'])}",
-            f"Mean cosine {self.mean['cosine_mean']:.3f}",
-            f"Different samples {self.distinct:,} of {self.drawn:,} drawn",
-            f"{self.different:.1f} different per step",
-            *(
-                [f"{float(rounded(self.mean['loss_std'])) / float(expected):.2f} × the {expected}"]
-                if expected
-                else []
-            ),
-        ]
+        drawn = np.concatenate(list(pd.read_parquet(run / "samples")["samples"]))
+        self.drawn, self.distinct = len(drawn), len(set(drawn))
 
     def _pivot(self, workers: pd.DataFrame, name: str) -> np.ndarray:
         table = workers.pivot(index="step", columns="rank", values=name)

@@ -136,15 +136,7 @@ class StudyCommand:
 
 @dataclass(frozen=True)
 class FinishedStudy:
-    """The study of all combinations that all tests of a session share; none of them changes it.
-
-    Some of its records cannot be used. It takes three workers, and two micro-batches in each of
-    seven steps.
-
-    Attributes:
-        done: What it left and printed.
-        options: What it was started with.
-    """
+    """The study of all combinations that all tests of a session share; none of them changes it."""
 
     done: "Done"
     options: Mapping[str, Any]

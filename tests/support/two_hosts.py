@@ -41,11 +41,7 @@ def why_not() -> str | None:
 class TwoHosts:
     """Two hosts, number 0 and 1, while the context lasts; then their processes are killed.
 
-    Args:
-        folder: Where each host gets a temporary directory.
-
-    Attributes:
-        folders: The temporary directory of each.
+    Each gets a temporary directory in the folder.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -15,19 +15,17 @@ from torch import nn
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.wrappers.megatron import (
-    is_megatron,
-)
+from rankscope.wrappers.megatron import is_megatron
 from support.megatron_training import (
     MISSING,
     MODES,
     MegatronLoop,
     Mode,
-    flat,
     import_megatron,
     make_ddp,
 )
 from support.ranks import on_ranks
+from support.recorded import WIDTH, Recorded
 
 pytestmark = [
     pytest.mark.ranks,
@@ -43,12 +41,11 @@ ROUNDING = 1e-5  # of sums in float32, also of gradients in bf16
 def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
     """Train twice, watched and not."""
     reduced = "norm" if mode.tier == "scalars" else "sketch"
-    options = {"tier": mode.tier, "reduced": reduced}
+    options = {"tier": mode.tier, "reduced": reduced, "sketch_width": WIDTH}
     loop = MegatronLoop(rank, mode, f"{folder}/{mode.name}", **options)
     truths = []
     for step in range(STEPS):
-        local, micro_norms, losses = loop.truth(step)
-        truths.append((flat(local), micro_norms, losses))
+        truths.append(loop.truth(step))
         loop.step(step)
     loop.scope.close()
     alone = MegatronLoop(rank, mode, None)
@@ -103,54 +100,6 @@ def look_before_importing() -> None:
 trained = on_ranks(do_all, NUM_RANKS, timeout=280, prepare=look_before_importing)
 
 
-def gradients_of(trained, mode: Mode) -> np.ndarray:
-    """Return local gradients ``[T, W, N]``, of the loss as it was before it was scaled."""
-    by_rank = [[local for local, *_ in seen[mode.name]["truths"]] for seen in trained[0]]
-    return np.array(by_rank).swapaxes(0, 1) / (mode.factor * mode.accumulate)
-
-
-def check_bits(trained, mode):
-    for seen in trained[0]:
-        watched, alone = seen[mode.name]["bits"]
-        assert watched == alone
-        assert seen[mode.name]["warnings"] == []
-
-
-def check_local_norms(run, truths):
-    _, norms_TW = run.per_worker("grad_norm")
-    np.testing.assert_allclose(norms_TW, np.linalg.norm(truths, axis=2), rtol=ROUNDING)
-
-
-def check_cosines(run, truths, mode):
-    units = truths / np.linalg.norm(truths, axis=2, keepdims=True)
-    pairs = [units[:, i] * units[:, j] for i in range(NUM_RANKS) for j in range(i)]
-    means_T = np.mean([pair.sum(1) for pair in pairs], axis=0)
-    found_T = run.columns(Table.STEPS, "cosine_mean")["cosine_mean"]
-    if mode.tier == "sketch":
-        np.testing.assert_allclose(found_T, means_T, atol=0.05)  # it has 4,093 numbers
-    else:
-        assert np.isnan(found_T).all()
-
-
-def check_the_reduced_norm(run, truths):
-    norms_T = run.columns(Table.STEPS, "grad_norm_reduced")["grad_norm_reduced"]
-    expected_T = np.linalg.norm(truths.mean(axis=1), axis=1)
-    np.testing.assert_allclose(norms_T, expected_T, rtol=ROUNDING)
-
-
-def check_micro_batches(trained, run, mode):
-    told = run.columns(Table.MICRO, "grad_norm", "rank", "step")
-    for rank, seen in enumerate(trained[0]):
-        for step, (_, expected, _) in enumerate(seen[mode.name]["truths"]):
-            norms = told["grad_norm"][(told["rank"] == rank) & (told["step"] == step)]
-            norms = norms * mode.factor
-            if mode.tier == "scalars":
-                assert np.isnan(norms).all()
-            elif mode.accumulate > 1:
-                np.testing.assert_allclose(norms, expected, rtol=0.1)
-                np.testing.assert_allclose(norms[0], expected[0], rtol=ROUNDING)
-
-
 def check_the_optimizer(run):
     told = run.per_worker("optimizer_steps")[1]
     assert told.tolist() == [[1] * NUM_RANKS] * STEPS
@@ -165,27 +114,34 @@ def check_what_is_compared_of_the_state(run, mode):
         assert any(told) == known, (kind, told)
 
 
-def check_losses(trained, run, mode):
-    _, losses_TW = run.per_worker("loss")
-    by_rank = [[np.mean(losses) for *_, losses in s[mode.name]["truths"]] for s in trained[0]]
-    tolerance = 1e-2 if mode.dtype is torch.bfloat16 else ROUNDING
-    np.testing.assert_allclose(losses_TW, np.array(by_rank).T, rtol=tolerance)
+def check_directions(recorded: Recorded, mode: Mode) -> None:
+    if mode.tier == "sketch":
+        assert np.abs(recorded.cosine_errors()).max() <= 4 / WIDTH**0.5
+        recorded.check_micro_norms(ROUNDING, 0.1)
+    else:
+        assert np.isnan(recorded.column("cosine_mean")).all()
+        assert np.isnan(recorded.run.columns(Table.MICRO, "grad_norm")["grad_norm"]).all()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_a_healthy_training_is_measured_as_it_is_and_left_as_it_is(trained, mode):
-    run, truths = Run.open(trained[1] / mode.name), gradients_of(trained, mode)
-    check_bits(trained, mode)
-    check_local_norms(run, truths)
-    check_cosines(run, truths, mode)
-    check_the_reduced_norm(run, truths)
-    check_micro_batches(trained, run, mode)
+    ranks, folder = trained
+    run = Run.open(folder / mode.name)
+    recorded = Recorded(run, [seen[mode.name]["truths"] for seen in ranks])
+    recorded.check_norms(ROUNDING)
+    recorded.check_groups(ROUNDING)
+    recorded.check_reduced(ROUNDING, sketched=mode.tier == "sketch")
+    check_directions(recorded, mode)
     check_the_optimizer(run)
     check_what_is_compared_of_the_state(run, mode)
-    check_losses(trained, run, mode)
+    close = 1e-2 if mode.dtype is torch.bfloat16 else ROUNDING
+    np.testing.assert_allclose(recorded.per_worker("loss"), recorded.truth("loss"), rtol=close)
     assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
     assert run.status == "complete"
-    assert all(seen[mode.name]["left"] == 0 for seen in trained[0])
+    for seen in (of_rank[mode.name] for of_rank in ranks):
+        watched, alone = seen["bits"]
+        assert watched == alone
+        assert (seen["warnings"], seen["left"]) == ([], 0)
 
 
 def test_a_reduction_that_errs_is_found(trained):
