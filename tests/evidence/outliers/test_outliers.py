@@ -154,6 +154,15 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
+def run_with_tokens(job, detector, num_steps, change, tokens_W):
+    told = []
+    for _ in range(num_steps):
+        report = job.report(change)
+        report.gathered.workers["loss_weight"][:] = tokens_W
+        told += evidence_of(detector, report)
+    return told
+
+
 def test_label_tokens_and_a_canary_that_agrees_are_in_the_words_of_a_tie():
     job, detector = Job(2, seed=7), WorkerOutliers(2)
     change, tokens_W = times("loss", [1], 1.2), np.array([158.0, 214.0])
