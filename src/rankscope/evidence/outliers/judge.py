@@ -169,7 +169,7 @@ def _level(values_W: Floats, *, relative: bool) -> bool:
     return not near.all()
 
 
-class LabelTokens(Stateful):
+class TokenCounts(Stateful):
     """How many label tokens each worker counts in a step, over the run."""
 
     SETTINGS = ("_num_workers",)
@@ -225,7 +225,7 @@ class WorkerOutliers(_OfWholeSamples):
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
         self._visits = RecentVisits()
-        self._tokens = LabelTokens(num_workers)
+        self._tokens = TokenCounts(num_workers)
         self._zeros = ZeroGroups()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
