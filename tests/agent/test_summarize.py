@@ -8,6 +8,7 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.steps import undo_common_scale
+from support.recorded import cosines_with_the_rest
 from support.streams import gathered
 
 
@@ -53,3 +54,13 @@ def test_sketches_are_those_of_the_loss_before_it_was_scaled():
     undone = undo_common_scale(replace(step, group_sketches_WGK=sketches_WK[:, None]))
     np.testing.assert_array_equal(undone.sketches_WK, sketches_WK / 8)
     np.testing.assert_array_equal(undone.group_sketches_WGK, sketches_WK[:, None] / 8)
+
+
+def test_each_group_is_compared_with_the_same_group_of_the_others():
+    rows_WGK = np.random.default_rng(0).standard_normal((4, 3, 11)).astype(np.float32)
+    step = gathered(3, [[]] * 4, rows_WGK.sum(axis=1))
+    step = replace(step, groups=("a", "b", "c"), group_sketches_WGK=rows_WGK)
+    found_WG = summarize(step).group_cosine_rest_WG
+    for group, rows_WK in enumerate(rows_WGK.astype(np.float64).swapaxes(0, 1)):
+        expected_W = cosines_with_the_rest(rows_WK, rows_WK)
+        np.testing.assert_allclose(found_WG[:, group], expected_W, atol=1e-9)
