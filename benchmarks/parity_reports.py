@@ -147,7 +147,7 @@ REPORTS = (
     replace(_resumed(87, "optimizer state"), watched=True),
     Report(88, "0", "2", "update"),
     Report(89, "0", "2", NOT_COMPARABLE),
-    Report(90, "0", "2", "gradient", of_another_thing=True),
+    Report(90, "0", "2", "update"),
     Report(91, "0", "4", "gradient", watched=True),
     Report(92, "0", "2", "samples", "samples"),
     Report(93, "0", "2", "loss"),

@@ -63,7 +63,7 @@ NAMED_BY = {
     "state.buffers_differ": "R15",
     "data.coverage": "R16",
     "sync.not_reduced": "R20",
-    "sync.clip_norm": "R21 R30",
+    "sync.clip_norm": "R21 R30 R85",
     "sync.accumulation": "R22 R43 R55",
     "state.other_tensors_held": "R26",
     "counters-of-ranks-differ": "R29",
@@ -81,6 +81,7 @@ NAMED_BY = {
     "state.average_rounded": "R63",
     "state.adapted_trains": "R67",
     "state.shards_alike": "R84",
+    "update.differs": "R74",
 }
 """Causes of warnings and errors that name a fault, and the reports that have it."""
 

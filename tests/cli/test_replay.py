@@ -96,6 +96,20 @@ def test_a_bundle_is_shown(path: str):
         assert words in text(result)
 
 
+def test_the_labels_that_count_are_shown_for_both_batches(tmp_path):
+    ids = torch.arange(1, 13).reshape(3, 4)
+    masked = ids.where(ids < 8, -100)
+    batches = tuple(capture_batch((), {"ids": ids, "labels": own}).plain() for own in (ids + 0, masked))
+    said = text(call(str(save_bundle(tmp_path, make_bundle(batches=batches)))))
+    assert "KiB, 12 of 12 labels count" in said
+    assert "KiB, 7 of 12 labels count" in said
+
+
+def test_one_process_repeats_and_shows_nothing_of_the_others(tmp_path):
+    said = text(call(str(save_bundle(tmp_path, with_results([5], [1])))))
+    assert "REPEATS This process repeats its own result in every bit" in said
+
+
 @pytest.mark.parametrize(
     ("digests", "losses", "code", "words"),
     [

@@ -158,8 +158,7 @@ def test_what_is_recorded_is_the_gradient_before_and_after_the_reduction(trained
         recorded.check_reduced(ROUNDING[mode.dtype])
     assert (recorded.per_worker("grad_carried_over") == 0).all()
     assert (recorded.per_worker("optimizer_steps")[:-1] >= 1).all()
-    if "offload_optimizer" not in mode.zero:  # whose copies on the host keep their gradients
-        assert [f for f in run.findings() if f.severity > Severity.NOTE] == []
+    assert [f for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)

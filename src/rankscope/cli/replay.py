@@ -43,6 +43,7 @@ from rankscope.record.stores import at_hand
 if TYPE_CHECKING:
     from rankscope.tools.replay import Replayed
 
+_IGNORED = -100  # the label that torch's losses leave out
 _LOOK = {True: ("●", "AGREES", "green"), False: ("◆", "DIFFERS", "red")}
 
 
@@ -227,15 +228,32 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
     more = ", …" if len(batch.arrays) > 6 else ""
     size = batch.num_bytes
     words = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
-    return f"{samples}, {count(len(batch.arrays), 'tensor')} ({shapes}{more}), {words}"
+    tensors = f"{count(len(batch.arrays), 'tensor')} ({shapes}{more})"
+    return f"{samples}, {tensors}, {words}{_labels(bundle, which)}"
+
+
+def _labels(bundle: ReplayBundle, which: int) -> str:
+    """Return how many labels of a batch count: those of tensors that have -100 in either batch."""
+    marked = {
+        place
+        for batch in bundle.batches
+        for place, array in enumerate(batch.arrays)
+        if array.dtype.kind == "i" and (array == _IGNORED).any()
+    }
+    arrays = bundle.batches[which].arrays
+    counted = [(arrays[at] != _IGNORED) for at in sorted(marked) if at < len(arrays)]
+    return "".join(f", {own.sum():,} of {own.size:,} labels count" for own in counted)
 
 
 def _show_verdict(
     console: Console, verdict: CanaryVerdict, results: CanaryResults, *, here: bool = False
 ) -> None:
-    sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
-    head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
-    show(console, head)
+    agrees = verdict.verdict is CanaryCause.DATA
+    sign, word, colour = _LOOK[agrees]
+    cause = f"  {verdict.verdict}"
+    if agrees and len(results.losses_W) == 1:  # which shows nothing of the others
+        word, cause = "REPEATS", ""
+    show(console, Text.assemble((f"{sign} {word}", f"bold {colour}"), (cause, "dim")))
     show(console, plain(verdict_in_words(verdict, results, here=here)))
 
 

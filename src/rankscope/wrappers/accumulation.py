@@ -42,7 +42,8 @@ class Accumulation:
     and a backward pass of one may add to gradients of another, which are thrown away later. So the
     parameters whose gradients are old are left out of a step where another optimizer's are new.
 
-    An optimizer of copies, one for each parameter, gets the gradients of the parameters.
+    An optimizer of copies, one for each parameter, gets the gradients of the parameters. To other
+    tensors of its own, as DeepSpeed's on the host, no backward pass adds.
     """
 
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
@@ -109,8 +110,9 @@ class Accumulation:
             self._waiting_passes = 0
         if self._reduced and all(part.state() is None for part in self._parts):
             self._dropped_passes = num_passes
-        self._old = [part for part in self._parts if part.is_unchanged(part.applied, whole=True)]
-        used = [part for part in self._parts if part.is_used or self._num_updates < _FEW_UPDATES]
+        parts = [part for part in self._parts if not part.is_apart]
+        self._old = [part for part in parts if part.is_unchanged(part.applied, whole=True)]
+        used = [part for part in parts if part.is_used or self._num_updates < _FEW_UPDATES]
         adds = bool(self._old) and len(self._old) == len(used)
         if adds:
             self._old = []  # nothing shows which are updated next
@@ -155,6 +157,7 @@ class _Part:
         self.names = frozenset(name for name, p in parameters.items() if id(p) in own)
         if not self.names and _shapes(self._parameters()) == _shapes(parameters.values()):
             self._copied = tuple(parameters.values())
+        self.is_apart = bool(parameters) and not (self.names or self._copied)
 
     def see_applied(self) -> None:
         """Note the state of a gradient that was applied: the one that a pass reaches late."""
