@@ -153,9 +153,9 @@ class Detector(Stateful, ABC):
         raise NotImplementedError
 
     def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
-        """Return evidence that a restarted job's first step is of another training than before.
+        """Return evidence that one of a restarted job's first steps begins another training.
 
-        Its key is ``BEGUN_ANEW``. A restored detector is asked, before it processes that step.
+        Its key is ``BEGUN_ANEW``. A restored detector is asked before it processes such a step.
         """
         return None
 

@@ -31,6 +31,7 @@ SEEN_LIVE = ("time.hang", "verify.", "update.", "sync.partial_gradient", "state.
 """Prefixes of causes whose findings do not come from the tables."""
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
+_FIRST_STEPS = 16  # of a restarted job; a gradient scaler may skip its first updates
 
 
 class Diagnosis:
@@ -50,7 +51,7 @@ class Diagnosis:
         self._events = FindingEvents()
         self._step = -1
         self._begun_at = 0
-        self._continues = False  # whether the next step is the first one of a restarted job
+        self._first_steps = 0  # that are still to come, of a restarted job
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -97,7 +98,7 @@ class Diagnosis:
         self._events = FindingEvents()
         for finding, count in reported:
             self._events.note(finding, count)
-        self._continues = True
+        self._first_steps = _FIRST_STEPS
 
     def observe(self, report: StepReport) -> list[Finding]:
         """Diagnose one step as its record will hold it; return the findings to record."""
@@ -107,17 +108,24 @@ class Diagnosis:
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
         """Diagnose consecutive steps, however many; return the findings of each to record."""
         recorded = [as_recorded(report) for report in reports]
-        closed = self._begin(recorded[0].gathered) if self._continues and recorded else []
-        batches = batches_of(recorded, self._batches)
-        found = [events for steps in batches for events in self._observe(steps)]
-        return [[*closed, *found[0]], *found[1:]] if closed else found
+        first, rest = recorded[: self._first_steps], recorded[self._first_steps :]
+        self._first_steps -= len(first)
+        found = []
+        for one in first:
+            closed = self._begin(one.gathered)
+            [events] = self._observe_all([one])
+            found.append([*closed, *events])
+        return found + self._observe_all(rest)
+
+    def _observe_all(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
+        batches = batches_of(reports, self._batches)
+        return [events for steps in batches for events in self._observe(steps)]
 
     def _begin(self, first: GatheredStep) -> list[Finding]:
-        """Begin a restarted job; return what changes if it is another training than before.
+        """Ask whether a step begins another training than before; return what changes then.
 
-        All that was found before is over then, and detectors begin with nothing.
+        All that was found before is over, and detectors begin with nothing.
         """
-        self._continues = False
         shown = (detector.begins_anew(first) for detector in self._detectors)
         anew = next((evidence for evidence in shown if evidence is not None), None)
         if anew is None:
@@ -128,7 +136,7 @@ class Diagnosis:
         self._detectors = _judges_of(self._run)
         self._batches = RecentBatches(self._num_workers)
         self._events = FindingEvents(changed)
-        self._num_steps = 0
+        self.num_steps = 0
         self._step = self._begun_at = first.step
         note = self._update(anew)
         return changed if note is None else [*changed, note]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run, Severity
+from rankscope.record.states import STATE_FILE, read_number
 from rankscope.verdict.assessment import progress_of
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import train_watched
@@ -75,4 +76,5 @@ def test_a_training_that_begins_anew_is_judged_by_itself(runs, number):
         f"Of the training before step {STEPS}: "
     )
     assert progress_of(run).earlier_steps == 0
+    assert read_number(run.path / STATE_FILE, "num_steps") == STEPS
     assert {f.id: f for f in diagnose_run(run)} == found
