@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -33,6 +34,9 @@ def copied_batches(rank, run_dir, num_steps, kill):
     writer.STATE_BYTES_PER_FLUSH = 1  # so the state is older than the tables
     told = []
     loop = Loop(rank, run_dir, flush_seconds=0.0, on_finding=told.append)
+    if not kill:  # from a checkpoint
+        with torch.no_grad():
+            next(loop.ddp.parameters()).mul_(0.5)
     for step in range(num_steps):
         loop.step(step, rank=0)
     if kill:
@@ -82,11 +86,11 @@ def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
     assert [result[0] for result in run_ranks(few_steps, 1, str(tmp_path / "run"))] == [2]
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
     assert [result[0] for result in results] == [2] * 2
-    assert "it had 1 workers, this job has 2" in results[0][1][1]
+    assert "it had 1 workers, this job has 2" in results[0][1][0]
     (tmp_path / "run-2" / STATE_FILE).write_bytes(b"torn")
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
     assert [result[0] for result in results] == [2] * 2
-    assert "damaged" in results[0][1][1]
+    assert "damaged" in results[0][1][0]
     assert "continues" not in Run.open(tmp_path / "run-3").info
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
     assert [result[0] for result in results] == [5] * 2
