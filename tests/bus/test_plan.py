@@ -36,6 +36,7 @@ def test_rates_may_be_of_any_kind_of_number():
     ("given", "message"),
     [
         (["token"], "expected a dict, got list"),
+        ({"randm": "same"}, "got 'randm'; did you mean 'random'?"),
         ({"lr": 0.1}, "plan has entries loss_weighting, .*learning_rate, .*; got 'lr'"),
         ({"loss_weighting": "sample"}, "'token' or 'worker', got 'sample'"),
         ({"random": True}, "'same' or 'different', got True"),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from enum import StrEnum
 from numbers import Integral, Real
 from typing import Any
@@ -89,7 +90,9 @@ class Plan:
         known = list(cls.__slots__)
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise UsageError(f"plan has entries {', '.join(known)}; got {unknown[0]!r}")
+            near = get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"plan has entries {', '.join(known)}; got {unknown[0]!r}{hint}")
         return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
 
     def to_json(self) -> dict[str, Any]:

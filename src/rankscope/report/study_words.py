@@ -176,7 +176,9 @@ def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
     if not bad:
         short = sum(entry.severity == "early" for entry in entries)
         if short:
-            return worst, f"No fault found, in {short} of {len(entries)} too few steps to judge."
+            of = count(len(entries), "configuration")
+            has = "has" if short == 1 else "have"
+            return worst, f"No fault found; {short} of {of} {has} too few steps to be judged."
         if len(entries) == 1:
             return worst, "The one configuration of this study passes."
         return worst, f"All {len(entries)} configurations of this study pass."
