@@ -82,6 +82,7 @@ def test_a_line_ends_after_a_dot_of_a_long_name_and_nowhere_in_a_short_one():
     text = f"<b> {long} of 0.25, fc.weight; {long}."
     broken = "model.<wbr>layers.<wbr>0.<wbr>self_attn.<wbr>q_proj.<wbr>weight"
     assert breakable(text) == f"&lt;b&gt; {broken} of 0.25, fc.weight; {broken}."
+    assert breakable("at most 0.01 %.") == "at most 0.01&nbsp;%."
 
 
 def test_a_headline_with_a_long_name_may_break_at_its_dots(tmp_path: Path):

@@ -346,8 +346,12 @@ _LONG_NAME = re.compile(r"(?=[\w.]{25})[^\W\d]\w*(?:\.\w+)+")
 
 
 def breakable(text: object) -> Markup:
-    """Return a text as markup in which a line may end after each dot of a long name."""
-    return Markup(_LONG_NAME.sub(lambda name: name[0].replace(".", ".<wbr>"), str(escape(text))))
+    """Return a text as markup in which a line may end after each dot of a long name.
+
+    No line ends between a number and its ``%``.
+    """
+    escaped = str(escape(text)).replace(" %", "&nbsp;%")
+    return Markup(_LONG_NAME.sub(lambda name: name[0].replace(".", ".<wbr>"), escaped))
 
 
 @functools.cache
