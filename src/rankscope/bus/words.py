@@ -78,6 +78,11 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def all_workers(number: int) -> str:
+    """Return the words for all workers: ``both workers``, ``all 4 workers``."""
+    return "both workers" if number == 2 else f"all {count(number, 'worker')}"
+
+
 def dtype_name(dtype: object) -> str:
     """Return a type of torch's by its name alone: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

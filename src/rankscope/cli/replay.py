@@ -23,7 +23,7 @@ from rankscope.bus.canary import (
     why,
 )
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import count, name_ranks, ranks_of_job
+from rankscope.bus.words import all_workers, count, name_ranks, ranks_of_job
 from rankscope.cli.output import (
     JsonOption,
     function_option,
@@ -127,7 +127,7 @@ def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults, *, here: bo
                 "code, parameters or hardware: run it under torchrun on the hosts of the run."
             )
         return (
-            f"All {count(num_workers, 'worker')} agree on both batches {same}. If "
+            f"{all_workers(num_workers).capitalize()} agree on both batches {same}. If "
             f"{name_ranks([results.suspect])} differs in training, it differs by its data."
         )
     if verdict.distance != verdict.distance:

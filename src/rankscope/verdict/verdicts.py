@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rankscope.bus.detector import BEGUN_ANEW, Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import all_workers, count, name_ranks
 from rankscope.stats.bets import bound_in_words
 from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
 from rankscope.verdict.dispersion import (
@@ -170,11 +170,10 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
 
 
 def _duplicates(values: Values, finding: Finding) -> Verdict:
-    num_workers = values["num_workers"]
+    num_workers = _number(values, "num_workers")
     useful = _number(finding, "workers_with_own_batches")
     whole = len(finding.ranks) == num_workers
-    every = "Both workers" if num_workers == 2 else f"All {num_workers} workers"
-    who = every if whole else name_ranks(finding.ranks).capitalize()
+    who = (all_workers(num_workers) if whole else name_ranks(finding.ranks)).capitalize()
     work = f"{useful} workers, not {num_workers}" if useful > 1 else "one worker"
     return Verdict(
         f"{who} train on the same batches: the job does the work of {work}.",

@@ -15,7 +15,7 @@ from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import count, name_ranks, ranks_of_job
+from rankscope.bus.words import all_workers, count, name_ranks, ranks_of_job
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment, assess
@@ -123,7 +123,7 @@ def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
     if not ranks:
         return "the job"
     if len(set(ranks)) == num_workers > 1:
-        return "both workers" if num_workers == 2 else f"all {num_workers:,} workers"
+        return all_workers(num_workers)
     return name_ranks(ranks)
 
 

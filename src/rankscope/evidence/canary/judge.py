@@ -24,7 +24,7 @@ from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import all_workers, name_ranks
 from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.state import Stateful
 
@@ -225,7 +225,8 @@ def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict
         others = f". The others repeat theirs, and {why(verdict, (), fault.hooks, compared=True)}"
     return {
         "step": f"{fault.last:,}",
-        "workers": count(num_workers, "worker"),
+        "everyone": all_workers(num_workers),
+        "Everyone": all_workers(num_workers).capitalize(),
         "computes": "computes a different result" if one else "compute different results",
         "repeats": "does not repeat its own result" if one else "do not repeat their own results",
         "size": fault.size,
