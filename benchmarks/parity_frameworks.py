@@ -430,7 +430,9 @@ def run_pairs(patterns: list[str], folder: Path, *, command: bool) -> int:
             found = forked(pair, kept, folder / "output", assets)
         same = str(found["answer"]).startswith("the same")
         right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
-        right &= pair.words in " ".join([found["headline"], *found.get("notes", ())])
+        right &= pair.words in " ".join(
+            [found["headline"], found["advice"], *found.get("notes", ())]
+        )
         wrong += not right
         expected = pair.stage or "the same"
         verdict = "yes" if right else "no"
