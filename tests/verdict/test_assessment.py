@@ -90,6 +90,8 @@ def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
     assert "samples are unknown" in found.headline
     assert found.values["samples_drawn"] is None
     assert found.values["distinct_samples"] is None
+    counted = {**found.values, "samples_drawn": 240, "global_batch": 8.0}  # and not identified
+    assert "samples are unknown" in judge(counted, ()).headline
     run = record_run(tmp_path / "equal", change=unidentified, **SHARED)
     found = assess(run)
     assert found.severity is Severity.ERROR

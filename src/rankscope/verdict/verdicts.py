@@ -319,7 +319,7 @@ def _without_findings(values: Values, progress: RunProgress) -> Verdict:
     num_workers = values["num_workers"]
     if num_workers == 1:
         return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
-    if values["samples_drawn"] is None:
+    if values["samples_drawn"] is None or values["effective_batch"] is None:
         return _without_samples(values)
     who = f"the {num_workers} workers train on different samples"
     spread = spread_in_words(values)
