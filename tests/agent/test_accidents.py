@@ -112,8 +112,8 @@ def kill_agent(loop, step, agent):
 
 
 def has_greeted(loop):
-    """Return whether the agent runs; steps need not wait for that."""
-    return loop.scope.findings == () and loop.scope.traffic.received > 0
+    """Return whether the agent runs, with or without a finding; steps need not wait for that."""
+    return loop.scope.findings is not None and loop.scope.traffic.received > 0  # findings reads
 
 
 def let_agents_catch_up(loop, step):
