@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -181,9 +182,17 @@ def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):
 
 
 @pytest.mark.ranks
-def test_on_ranks_that_agree(path: str):
-    command = ["replay", path, "--model", "cli.test_replay:model"]
-    code, out, err = run_on_ranks(3, command, TESTS)
+def test_on_ranks_that_agree(path: str, tmp_path: Path):
+    """All ranks begin with the same parameters where a script seeds by rank."""
+    script = """
+        import os
+        import torch
+        from support.models import TinyLM
+        torch.manual_seed(int(os.environ["RANK"]))
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = ["replay", path, "--model", "script:TinyLM"]
+    code, out, err = run_on_ranks(3, command, tmp_path)
     assert code == 0, err
     assert "All 3 workers agree on both batches in every bit." in " ".join(out.split())
 

@@ -71,11 +71,14 @@ def load_model(name: str, checkpoint: Path | None) -> nn.Module:
     """Return the model that the function ``MODULE:FUNCTION`` makes, with a checkpoint's parameters.
 
     The module may lie in the working directory; the checkpoint is a state dict, as safetensors or
-    as ``torch.save`` writes it. UsageError without such a function or model, RunError if the
-    checkpoint cannot be used.
+    as ``torch.save`` writes it. torch's generators are seeded before, so that all ranks begin with
+    the same parameters. UsageError without such a function or model, RunError if the checkpoint
+    cannot be used.
     """
     try:
-        model = find_function("--model", name)()
+        make = find_function("--model", name)
+        torch.manual_seed(0)  # importing the module may have seeded by rank
+        model = make()
     except UsageError:
         raise
     except Exception as error:
