@@ -10,6 +10,7 @@ import pytest
 import vl_convert
 
 from rankscope.agent.assembly import summarize
+from rankscope.bus.finding import Finding, Severity
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.report import document, write_figures, write_report, write_study_report
@@ -75,6 +76,19 @@ def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: 
     for finding in copied_run.findings():
         assert finding.explanation in words
         assert finding.next_check in words
+
+
+def test_ranks_stand_out_beside_findings_that_name_all(tmp_path: Path):
+    """The worst findings name the ranks in red, until those would be more than half of all."""
+    record_run(tmp_path / "run", num_workers=4, num_steps=4)
+    found = [
+        Finding("a", "inconclusive", Severity.WARNING, (2,), 1, 3, "Rank 2 differs.", "Look."),
+        Finding("b", "inconclusive", Severity.NOTE, (0, 1, 2, 3), 1, 3, "All differ.", "Look."),
+    ]
+    events = "".join(f"{json.dumps(one.to_json())}\n" for one in found)
+    (tmp_path / "run" / "findings.jsonl").write_text(events)
+    page = read(write_report(Run.open(tmp_path / "run"), tmp_path / "report.html"))
+    assert "In red: rank 2, named above." in page.words
 
 
 def test_a_line_ends_after_a_dot_of_a_long_name_and_nowhere_in_a_short_one():

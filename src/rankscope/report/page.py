@@ -66,7 +66,7 @@ class FigureSource:
     """The data of the figures of one run.
 
     ``overviews`` are the workers' signals over the whole run, by name; ``named`` are ranks that
-    findings name and that stand out (empty when most are named); ``drawn`` have lines of their own.
+    findings name and that stand out; ``drawn`` have lines of their own.
     """
 
     tables: Tables
@@ -94,13 +94,12 @@ def read_source(tables: Tables, run: Run, named: Sequence[int]) -> FigureSource:
     """Read the data of a run's figures."""
     overviews = run.overviews(*OVERVIEWS)
     drawn = series.chosen(series.known_bins(overviews["loss"]), named)
-    shown = [rank for rank in named if rank in drawn]
     return FigureSource(
         tables=tables,
         run=run,
         steps=run.steps(*_STEPS),
         overviews=overviews,
-        named=shown if len(shown) <= max(1, run.num_workers // 2) else [],
+        named=[rank for rank in named if rank in drawn],
         drawn=drawn,
     )
 
@@ -391,8 +390,7 @@ def write_run_page(run: Run, path: Path | None = None) -> Path:
 def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") -> RunView:
     """Make the view of a run's page; ``key`` prefixes names of figures and ids of findings."""
     verdict = verdict_of(run, assessment, key)
-    named = sorted({rank for finding in verdict.findings for rank in finding["named"]})
-    source = read_source(tables, run, named)
+    source = read_source(tables, run, _standing_out(verdict.findings, run.num_workers))
     notes: dict[str, str] = defaultdict(str)
     specs = (
         _timeline_figure(source, verdict.findings, notes)
@@ -416,6 +414,16 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
         num_steps=num_steps,
         notes=notes,
     )
+
+
+def _standing_out(findings: Sequence[Mapping[str, Any]], num_workers: int) -> list[int]:
+    """Return the ranks that findings name, the worst first, while they are at most half of all."""
+    shown: set[int] = set()
+    for finding in findings:
+        ranks = shown.union(finding["named"])
+        if len(ranks) <= max(1, num_workers // 2):
+            shown = ranks
+    return sorted(shown)
 
 
 def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[Path]:
