@@ -56,6 +56,15 @@ def test_everything_measured_is_healthy_and_has_no_limits(tmp_path):
     assert last_line(run) == "80 steps of 2 workers: no fault found."
 
 
+def test_a_run_without_losses_is_healthy_and_learns_how_to_give_them(tmp_path):
+    run = record(tmp_path / "run", losses=())
+    found = assess(run)
+    assert "A loss was recorded in none of 80 steps." in found.headline
+    assert "call scope.loss(loss) before loss.backward()" in found.recommendation
+    assert "Nothing to change" not in found.recommendation
+    assert "scope.loss gives it where the loop computes it" in last_line(run)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -135,7 +135,8 @@ class MeasuredParts:
         """The verdict without any finding, in a clause."""
         if not self.enough:
             return f"not enough was measured to judge: {self.limits}"
-        return f"no fault found{f', but {self.limits}' if self.limits else ''}"
+        hint = "" if self.has_losses else "; scope.loss gives it where the loop computes it"
+        return f"no fault found{f', but {self.limits}{hint}' if self.limits else ''}"
 
 
 class CoverageCount:

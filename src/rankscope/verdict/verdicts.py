@@ -246,6 +246,9 @@ _WATCH_ALL = (
     "Call watch() once all parameters are unfrozen and in the optimizer; where they join later, "
     "close the scope and call watch() again then."
 )
+_GIVE_LOSS = (
+    "Where the training's own code computes the loss, call scope.loss(loss) before loss.backward()."
+)
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
     "data.duplicate_batches": _duplicates,
@@ -271,10 +274,10 @@ def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
 
 
 def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
-    if coverage.joined_by is None:
-        return verdict.recommendation
-    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
-    return f"{own}{_WATCH_ALL}"
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else verdict.recommendation
+    watch = "" if coverage.joined_by is None else _WATCH_ALL
+    loss = "" if coverage.has_losses else _GIVE_LOSS
+    return " ".join(filter(None, [own, watch, loss])) or NOTHING_TO_CHANGE
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
