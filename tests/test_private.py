@@ -18,8 +18,8 @@ from torch import nn
 import rankscope
 from rankscope import private
 from rankscope.errors import UnsupportedError
-from rankscope.integrations.hooks import BackwardCalls
 from rankscope.private import USES, Patch, Use, callers, find, lacking
+from rankscope.wrappers.backward_calls import BackwardCalls
 from rankscope.wrappers.passes import BackwardEnd
 
 SOURCE = Path(rankscope.__file__).parent

@@ -52,7 +52,7 @@ def keep_peak(folder: Path) -> None:
 
 if chosen.modules:
     import rankscope.evidence.parity.probe
-    import rankscope.integrations.backward_loss
+    import rankscope.wrappers.backward_loss
     import rankscope.wrappers.pipelining  # noqa: F401
 torch.set_num_threads(1)
 world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from rankscope.integrations.backward_loss import unscaled
 from rankscope.integrations.beginning import agree, bare_models
+from rankscope.wrappers.backward_loss import unscaled
 
 
 def ask_all(problems, patience):

@@ -21,7 +21,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankscope.errors import RunError, UnsupportedError
-from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.private import find
@@ -54,16 +53,14 @@ _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its lik
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """A script's training that is being watched, with the losses that its model does not return."""
+    """A script's training that is being watched."""
 
     scope: Scope
-    losses: BackwardLoss
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
 
     def close(self, error: BaseException | None) -> None:
         """Finish the run; one that ``error`` has ended is incomplete."""
-        self.losses.remove()
         self.scope.__exit__(None if error is None else type(error), error, None)
 
 
@@ -115,14 +112,9 @@ def begin(
             process_group=find_worker_group(model) if alone else None,
             **{"resume": earlier is None, **job.options},
         )
-    losses = BackwardLoss(scope, models)
-    try:
-        losses.install()
-    except Exception as error:
-        _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
     follow_calling_trainer(scope)
     _log_unwatched(context, models, found=bool(optimizers))
-    return Watching(scope, losses, models, optimizers)
+    return Watching(scope, models, optimizers)
 
 
 def _agree(group: dist.ProcessGroup, problem: str, patience: float) -> str:

@@ -33,10 +33,11 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rankscope.bus.words import printable
-from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, at_end, reaches
+from rankscope.integrations.hooks import AfterImport, CallHook, at_end
 from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
 from rankscope.record.stores import Store
+from rankscope.wrappers.backward_calls import BackwardCalls, reaches
 from rankscope.wrappers.untraced import untraced
 
 if TYPE_CHECKING:

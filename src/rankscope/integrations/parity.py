@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,7 +215,7 @@ class _Training:
         from torch.optim import optimizer as of_torch
 
         from rankscope.evidence import EVIDENCE
-        from rankscope.integrations.backward_loss import BackwardLoss
+        from rankscope.wrappers.backward_loss import BackwardLoss
         from rankscope.wrappers.pipelining import JoinedStages
 
         model, *others = models
@@ -254,7 +255,8 @@ class _Training:
         self._fed = False
         self._updated = False
         self._count = 0
-        self._losses = BackwardLoss(self._recorder, list(models))
+        give = partial(self._recorder.loss, spare=True)
+        self._losses = BackwardLoss(self._recorder, list(models), give)
         before, after = self.before_forward, self.after_forward
         passes = (
             ()

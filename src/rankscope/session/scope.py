@@ -41,6 +41,7 @@ from rankscope.session.meetings import JoinedMesh
 from rankscope.session.opening import RunHandle, start_recorder_thread
 from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
+from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
 from rankscope.wrappers.find import is_compiled, is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
@@ -86,7 +87,7 @@ class Scope:
 
     def __init__(
         self,
-        model: torch.nn.Module,  # what the training calls: the wrapped or compiled one
+        models: Sequence[torch.nn.Module],  # wrapped or compiled; the training calls the first
         optimizer: torch.optim.Optimizer | None,  # several as one; None if unknown
         instruments: Instruments,
         handle: RunHandle,
@@ -99,6 +100,7 @@ class Scope:
         sinks: Sinks | None = None,  # that live in this process
         announce_end: bool = False,  # rank 0 prints the run's place at the end
     ) -> None:
+        model = models[0]
         self._handle = handle
         self._announces_end = announce_end
         self._agent_seconds = 0.0
@@ -146,6 +148,9 @@ class Scope:
             with contextlib.suppress(AttributeError):  # torchtitan's container has no such hooks
                 self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
+        self._losses = BackwardLoss(self, models, partial(self._take_loss, spare=True))
+        self._hooks.append(self._losses)
+        self._losses.install()
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -203,7 +208,10 @@ class Scope:
         summed: tuple[Tensor | float, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
-        """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
+        """Give the local loss of a micro-batch, in place of the one that ``backward`` shows.
+
+        Without it, that is the model's ``.loss`` or the scalar on which ``backward`` is called.
+        From the first call on, the latter does not count.
 
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one
@@ -222,12 +230,15 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        again = in_backward() and not spare  # inside a checkpoint's recomputation
-        if again or self._collector.repeating:
+        if in_backward() and not spare:  # inside a checkpoint's recomputation
             return
+        self._losses.remove()
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
-        give = partial(self._collector.give_loss, **more)
-        self._guard(give, value, weight)
+        self._take_loss(value, weight, **more)
+
+    def _take_loss(self, value: Any, weight: Any = None, **more: Any) -> None:
+        if not self._collector.repeating:
+            self._guard(partial(self._collector.give_loss, **more), value, weight)
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.

@@ -142,10 +142,12 @@ def watch(
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
     if isinstance(model, torch.nn.Module):
+        models: Sequence[torch.nn.Module] = [model]
         wrapped = find_wrapper(model, options.process_group)
     else:
-        wrapped = find_parts(model)
-        model = model[0]
+        models = model
+        wrapped = find_parts(models)
+        model = models[0]
     optimizers: list[Any] = plain_optimizers(optimizer)
     if len(optimizers) > 1:
         optimizers = [JointOptimizer(optimizers)]
@@ -229,7 +231,7 @@ def watch(
         else:
             stages = meet()
     scope = Scope(
-        model,
+        models,
         optimizer,
         instruments,
         handle,

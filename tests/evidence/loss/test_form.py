@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from rankscope.evidence.loss.probe import LossMeter
-from rankscope.integrations.backward_loss import unscaled
+from rankscope.wrappers.backward_loss import unscaled
 from rankscope.wrappers.loss_form import LossForm, read_form
 
 OWN, ITEMS, WORKERS = 3, 11, 4

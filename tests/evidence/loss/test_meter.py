@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from rankscope.errors import UsageError
 from rankscope.evidence.loss.probe import LossMeter, read_losses
-from rankscope.integrations.backward_loss import unscaled
+from rankscope.wrappers.backward_loss import unscaled
 from support.collected import to_arrays
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.steps import LEAST_SCALER
-from rankscope.integrations.hooks import BackwardCalls, reaches
+from rankscope.wrappers.backward_calls import BackwardCalls, reaches
 from rankscope.wrappers.calls import ModuleHook
 from rankscope.wrappers.labels import is_spread
 from rankscope.wrappers.loss_form import (
@@ -41,8 +41,8 @@ _PIPELINING = "torch.distributed.pipelining"
 _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
 
 
-class TakesLosses(Protocol):
-    """What gets the losses: a scope."""
+class Trained(Protocol):
+    """What knows of the forward passes: a scope."""
 
     @property
     def training(self) -> bool:
@@ -56,30 +56,21 @@ class TakesLosses(Protocol):
     def present_step(self) -> int:
         """The number of the step that is under way."""
 
-    def loss(
-        self,
-        value: Tensor | float,
-        weight: Tensor | float | None = None,
-        *,
-        factor: Tensor | float | None = None,
-        constant: Tensor | float | None = None,
-        summed: tuple[Tensor | float, Tensor | float] | None = None,
-        spare: bool = False,
-    ) -> None:
-        """Take a loss: see :meth:`rankscope.Scope.loss`."""
-
 
 class BackwardLoss:
-    """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
+    """Passes on the losses on which ``backward`` is called, where they depend on a scope's model.
 
     That is on an output of its last forward pass, or on its parameters, as the training calls a
     method in its place, or another part of the model, or the forward pass itself calls
-    ``backward``. They only count when the model's output has no ``.loss`` that backward goes
-    through. The forward pass of the first of ``models``, its parts, begins a micro-batch.
+    ``backward``. ``give`` takes them as :meth:`rankscope.Scope.loss` does. The forward pass of the
+    first of ``models``, its parts, begins a micro-batch.
     """
 
-    def __init__(self, scope: TakesLosses, models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, scope: Trained, models: Sequence[nn.Module], give: Callable[..., None]
+    ) -> None:
         self._scope = scope
+        self._give = give
         self._model = models[0]
         self._outputs: dict[Any, Tensor | None] = {}
         self._parameters = frozenset(id(p) for model in models for p in model.parameters())
@@ -89,7 +80,10 @@ class BackwardLoss:
         self._calls: BackwardCalls | None = None
 
     def install(self) -> None:
-        """See every call of ``backward`` from now on."""
+        """See every call of ``backward`` from now on; where that fails, none."""
+        self._safely(self._install)
+
+    def _install(self) -> None:
         self._calls = BackwardCalls(torch.autograd, self._see)
         self._hook = ModuleHook(self._model, self._before_forward, self._after_forward)
 
@@ -154,18 +148,15 @@ class BackwardLoss:
         if not any(reaches([loss], self._is_of_model) for loss in losses):
             return
         if len(losses) > 1:
-            self._scope.loss(
-                torch.stack([loss.detach().sum() for loss in losses]).sum(), spare=True
-            )
+            self._give(torch.stack([loss.detach().sum() for loss in losses]).sum())
             return
         found = unscaled(losses[0], self._outputs)
-        self._scope.loss(
+        self._give(
             found.loss,
             found.tokens,
             factor=found.factor,
             constant=found.constant,
             summed=found.summed,
-            spare=True,
         )
 
     def _is_of_model(self, node: Any) -> bool:
