@@ -172,8 +172,8 @@ USES = (
     Use(
         "torch.autograd",
         "_make_grads",
-        "integrations.hooks",
-        "the roots of a backward pass, which are the losses of a script that rankscope run watches",
+        "wrappers.backward_calls",
+        "the roots of a backward pass, which are the losses that no model's output holds",
         "losses outside of the model's output are not recorded",
         need="roots",
     ),
@@ -196,7 +196,7 @@ USES = (
         "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
         " _saved_target _saved_ignore_index _saved_self_sym_numel _saved_self_sym_sizes"
         " _input_metadata",
-        "wrappers.loss_form integrations.backward_loss",
+        "wrappers.loss_form wrappers.backward_loss",
         "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
         "the loss counts as it is, with an unknown weight",
     ),
@@ -335,7 +335,7 @@ USES = (
     Use(
         "torch._C",
         "DisableTorchFunctionSubclass",
-        "integrations.backward_loss",
+        "wrappers.backward_loss",
         "to read a loss of the training's own class of tensors without its functions",
         "rankscope run sees no losses that the model does not return, with one warning",
     ),
