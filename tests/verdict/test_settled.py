@@ -43,6 +43,7 @@ def test_the_latest_bundle_of_a_finding(tmp_path):
     assert latest_bundle(tmp_path, {"canary-data"}, until=75) == replay / "rank-3-step-70"
     assert latest_bundle(tmp_path, {"rank-1"}) is None
     assert latest_bundle(tmp_path / "none", {"rank-1"}, until=9) is None
+    assert latest_bundle(tmp_path, {"rank-2"}, over_by=50) == replay / "rank-2-step-9"
 
 
 def test_every_rule_has_its_page_in_the_package():

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.canary import CanaryCause, CanaryResults, CanaryVerdict
+from rankscope.bus.canary import SINGLE, CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.bus.finding import Finding
 from rankscope.bus.messages import PlainBatch
 from rankscope.bus.step import MISSING_INT
@@ -148,13 +148,20 @@ def find_bundles(run_dir: Path) -> list[Path]:
     return sorted(file.parent for file in (run_dir / FOLDER).glob(f"[!.]*/{_INFO}"))
 
 
-def latest_bundle(run_dir: Path, reasons: Collection[str], until: int = -1) -> Path | None:
-    """Return the latest bundle for one of some findings' ids, or for any up to step ``until``."""
+def latest_bundle(
+    run_dir: Path, reasons: Collection[str], until: int = -1, over_by: int | None = None
+) -> Path | None:
+    """Return the latest bundle for one of some findings' ids, or for any up to step ``until``.
+
+    ``over_by``: the last step that showed the findings, where they are over.
+    """
     names = set(map(_file_name, reasons))
     steps = {}
     for folder in find_bundles(run_dir):
         name, _, step = folder.name.rpartition("-step-")
-        if step.isdecimal() and (name in names or int(step) <= until):
+        if not step.isdecimal() or (over_by is not None and int(step) > over_by):
+            continue
+        if name in names or int(step) <= until:
             steps[folder] = int(step)
     return max(steps, key=lambda folder: steps[folder], default=None)
 
@@ -166,6 +173,7 @@ def results_to_json(results: CanaryResults) -> dict[str, Any]:
         "suspect": results.suspect,
         "peer": results.peer,
         "projected": results.projected,
+        "unit": results.unit,
         **{n: [None if v == MISSING_INT else v for v in c] for n, c in columns.items()},
         **{name: to_plain(getattr(results, name)) for name in _FLOAT_COLUMNS},
     }
@@ -226,6 +234,7 @@ def _results(plain: Mapping[str, Any]) -> CanaryResults:
         suspect=int(plain["suspect"]),
         peer=int(plain["peer"]),
         projected=bool(plain.get("projected", False)),
+        unit=float(plain.get("unit", SINGLE)),
         **columns,
     )
 

@@ -29,7 +29,16 @@ from rankscope.bus.words import shortened
 from rankscope.stats.arrays import Floats, Ints
 
 ROUNDING = 1e-4
-"""Relative difference of losses and gradient norms up to which rounding explains it."""
+"""Relative difference of losses and gradient norms up to which rounding explains it, in 32 bits."""
+
+SINGLE = 2.0**-24
+"""Unit roundoff of 32 bits."""
+
+_UNITS = 2.0
+"""Unit roundoffs of the forward pass by which another kernel may move losses and gradient norms."""
+
+_PROJECTED_UNITS = 8.0
+"""The same for a projection, in which outputs of both signs cancel."""
 
 Bools = NDArray[np.bool_]
 
@@ -69,6 +78,12 @@ class CanaryResults:
     again_losses_W: Floats = field(default_factory=lambda: np.empty(0))  # empty where not recorded
     again_norms_W: Floats = field(default_factory=lambda: np.empty(0))  # likewise
     projected: bool = False  # the losses are projections of the outputs
+    unit: float = SINGLE  # unit roundoff of the coarsest type in the forward pass
+
+    @property
+    def rounding(self) -> float:
+        """Relative difference up to which rounding explains it."""
+        return max(ROUNDING, self.unit * (_PROJECTED_UNITS if self.projected else _UNITS))
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -96,11 +111,6 @@ class CanaryVerdict:
     hooks: tuple[str, ...] = ()  # of modules that set them apart, in words
     compared: bool = False  # it is known what all workers ran
 
-    @property
-    def within_rounding(self) -> bool:
-        """Whether another order of summation would explain the differences."""
-        return self.distance <= ROUNDING
-
 
 def results_of(step: GatheredStep) -> CanaryResults | None:
     """Return the results of the canary that all workers ran in a step; None without one."""
@@ -127,6 +137,7 @@ def results_in(columns: Mapping[str, NDArray[Any]]) -> CanaryResults | None:
         again_losses_W=columns["canary_again_loss"],
         again_norms_W=columns["canary_again_norm"],
         projected=bool(columns["canary_projected"].all()),
+        unit=float(np.nan_to_num(columns.get("canary_unit", SINGLE), nan=SINGLE).max()),
     )
 
 
@@ -218,9 +229,9 @@ def _judge_unsteady(
     most = 2 * unsteady.sum() > len(unsteady)
     if not most or len(unsteady) == 1:  # alone, it may be rounding or chance
         return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
-    if distance <= ROUNDING:  # kernels that add in any order, as many do on accelerators
+    if distance <= results.rounding:  # kernels that add in any order, as many do on accelerators
         return CanaryVerdict(CanaryCause.DATA, (results.suspect,), distance)
-    far = ~(distances_W <= ROUNDING)
+    far = ~(distances_W <= results.rounding)
     if 2 * far.sum() < len(far):
         return _blame(_ranks(far), True, distance, differing)
     return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
@@ -270,15 +281,16 @@ def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
     for name, runs in zip(names, results.by_run, strict=True):
         size, words = max(_apart(values_W, ranks) for values_W in runs)
         largest = max(largest, size)
-        if size > ROUNDING and not (parts and name == names[1]):
+        if size > results.rounding and not (parts and name == names[1]):
             parts.append(f"{name} is {words}")
     if not parts and not largest:
         return "in some of the gradient's elements; loss and norm are the same"
     if not parts:
         return f"by {largest:.1g} of loss or gradient, no more than rounding may"
+    against = _AGAINST.format(_percent(results.rounding))
     if len(set(ranks)) == len(results.losses_W):
-        return f"they differ by {_percent(largest)}, {_AGAINST.format(_percent(ROUNDING))}"
-    return f"{parts[0]}, {_AGAINST.format(_percent(ROUNDING))}"
+        return f"they differ by {_percent(largest)}, {against}"
+    return f"{parts[0]}, {against}"
 
 
 _AGAINST = "and rounding explains at most {}"

@@ -232,6 +232,7 @@ def _results(
         peer_norms_W=column(against_W, "grad_norm"),
         peer_digests_W=column(against_W, "digest"),
         projected=all(one.projected for one in first_W),
+        unit=max(one.unit for one in first_W),
     )
 
 

@@ -15,7 +15,16 @@ from support.stepping import evidence_of
 from support.streams import gathered
 
 
-def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None, kinds=()):
+def step(
+    number=32,
+    digests=(5, 5, 5, 5),
+    again=None,
+    losses=None,
+    differs=None,
+    kinds=(),
+    unit=2**-24,
+    projected=False,
+):
     """Return a step with a canary of rank 2 against rank 3; without one if digests are None."""
     samples = [np.arange(2)] * 4
     columns = {"replica": [0] * 4}
@@ -32,6 +41,8 @@ def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None,
             "canary_against_norm": losses,
             "canary_against_digest": digests,
             "canary_program": [1] * 4,
+            "canary_unit": [unit] * 4,
+            "canary_projected": [projected] * 4,
         }
     found = gathered(number, samples, **columns)
     if differs is not None:
@@ -110,6 +121,18 @@ def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
         ),
         ({"digests": (5, 6, 5, 5)}, "loss and norm are the same"),
         ({"digests": (5, 6, 5, 5), "losses": (1, 1 + 1e-5, 1, 1)}, "no more than rounding may"),
+        (
+            {"digests": (5, 6, 5, 5), "losses": (1, 1.006, 1, 1), "unit": 2**-8},
+            "no more than rounding may",
+        ),
+        (
+            {"digests": (5, 6, 5, 5), "losses": (1, 1.02, 1, 1), "unit": 2**-8, "projected": True},
+            "no more than rounding may",
+        ),
+        (
+            {"digests": (5, 6, 5, 5), "losses": (1, 1.02, 1, 1), "unit": 2**-8},
+            "the loss is 2 % higher, and rounding explains at most 0.78 %",
+        ),
         ({"again": (5, 5, 5, 7)}, "Rank 3 does not repeat its own result"),
         ({"digests": (5, 5, 6, 6)}, "Any of ranks 0–3 may be wrong"),
     ],

@@ -31,7 +31,15 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
         yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
 
 
-def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None, micro_batches=None):
+def watch(
+    gradients_TWP,
+    reduce,
+    applied=None,
+    noise=0.01,
+    loss_scale=None,
+    micro_batches=None,
+    clipped=lambda step: np.nan,
+):
     """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
     rng = np.random.default_rng(1)
     detector, told = None, []
@@ -47,6 +55,7 @@ def watch(gradients_TWP, reduce, applied=None, noise=0.01, loss_scale=None, micr
         workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}
         if applied is not None:
             workers["applied_scale"] = np.full(num_workers, applied(step))
+            workers["clip_factor"] = np.full(num_workers, clipped(step))
         if loss_scale is not None:
             workers["grad_scale"] = np.full(num_workers, loss_scale)
         if micro_batches is not None:
@@ -87,6 +96,18 @@ def test_a_division_after_the_reduction():
     assert (told[0].first_step, told[0].count) == (0, STEPS_APPLIED)
     assert told[0].last_step == STEPS_APPLIED - 1
     assert f"{STEPS_APPLIED} observed steps" in describe(told[0])[0]
+
+
+def test_a_sum_after_the_reduction_that_is_clipped():
+    """Clipping hides the factor in the gradient's norm, and not in what the call has seen."""
+    told = watch(
+        gradients(STEPS),
+        mean,
+        applied=lambda t: 4.0 / (2 + t),
+        clipped=lambda t: 1 / (2 + t),
+    )
+    assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
+    assert "multiplied once more by the number of workers" in describe(told[0])[0]
 
 
 @pytest.mark.parametrize(("micro_batches", "found"), [(4, set()), (1, {"sync.wrong_scale"})])

@@ -18,6 +18,7 @@ COLUMNS = (
         ("canary_against_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of its gradient"),
         ("canary_against_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of all bits of its loss and gradient"),
         ("canary_projected", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether these losses are projections of the outputs"),
+        ("canary_unit", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "unit roundoff of the coarsest type in that forward pass"),
         ("canary_program", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of what the forward pass ran: operations and their arguments, constants, parameters, random numbers, settings"),
         ("canary_seconds", DType.FLOAT, "s", Source.LOCAL, Tail.NONE, "time that the canary took from this worker, which is no part of overhead_seconds"),
     ),

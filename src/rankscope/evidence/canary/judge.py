@@ -48,7 +48,10 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
 def next_command(run_dir: Path, finding: Finding, answer: Finding) -> str:
     """Return the command that replays the batches of a finding, or of the one that settles it."""
     until = answer.last_step if answer.id in CANARIES else -1
-    bundle = latest_bundle(run_dir, {finding.id, answer.id}, until)
+    both = (finding, answer)
+    over = all(one.status == "closed" for one in both)
+    over_by = max(one.last_step for one in both) if over else None
+    bundle = latest_bundle(run_dir, {finding.id, answer.id}, until, over_by)
     return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
 
 
@@ -199,7 +202,7 @@ class _CanaryFault(Stateful):
         self.count += 1
         self.verdict = str(verdict.verdict)
         self.ranks = tuple(sorted({*self.ranks, *verdict.ranks}))
-        self.within_rounding = self.within_rounding and verdict.within_rounding
+        self.within_rounding &= verdict.distance <= results.rounding
         self.size = describe_size(results, verdict.ranks)
         self.reasons = verdict.reasons
         self.hooks = verdict.hooks
@@ -209,6 +212,7 @@ class _CanaryFault(Stateful):
             "peer": results.peer,
             "distance": verdict.distance,
             "same_bits": verdict.exact,
+            "projected": results.projected,
             "differs": list(verdict.reasons),
             "losses": results.losses_W[:_MOST_RECORDED].tolist(),
             "gradient_norms": results.norms_W[:_MOST_RECORDED].tolist(),
@@ -232,13 +236,26 @@ def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict
         "size": fault.size,
         "suspect": name_ranks([numbers["suspect"]]),
         "peer": name_ranks([numbers["peer"]]),
-        "loss": f"{numbers['losses'][0]:.4g}",
-        "peer_loss": f"{numbers['peer_losses'][0]:.4g}",
+        "results": _results_in_words(numbers),
         "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
         "why": why(verdict, fault.reasons, fault.hooks, compared=fault.compared),
         "others": others,
         "check": _check(verdict, fault, num_workers),
     }
+
+
+def _results_in_words(numbers: Mapping[str, Any]) -> str:
+    """Return what all workers computed of both batches."""
+    names = {True: "a projection of the outputs", False: "the loss"}
+    name = names[numbers["projected"]]
+    suspect = name_ranks([numbers["suspect"]])
+    peer = name_ranks([numbers["peer"]])
+    loss, peer_loss = (numbers[key][0] for key in ("losses", "peer_losses"))
+    labels = ". Labels were not among what ran" if numbers["projected"] else ""
+    return (
+        f"{name} of {suspect}'s batch was {loss:.4g} on every worker, that of {peer}'s "
+        f"{peer_loss:.4g}{labels}"
+    )
 
 
 def _check(verdict: CanaryCause, fault: _CanaryFault, num_workers: int) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.canary import SINGLE
 from rankscope.bus.messages import PlainBatch
 from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
@@ -32,6 +33,7 @@ from rankscope.wrappers.passes import tensors_in
 
 _log = logging.getLogger("rankscope")
 
+_COARSE_PRODUCTS = 2.0**-11  # unit roundoff of products in TensorFloat-32
 _PERIOD = 8191  # of the signs of the projection of outputs
 _COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
 
@@ -44,16 +46,24 @@ class CanaryResult:
     grad_norm: float  # L2 norm of its gradient
     digest: int  # 64-bit digest of all bits of both
     projected: bool = False  # ``loss`` is a projection
+    unit: float = SINGLE  # unit roundoff of the coarsest type in the forward pass
 
 
 class PendingResult:
     """A result that may still be on the device: scalars, the digest as int64."""
 
     def __init__(
-        self, loss: Tensor, grad_norm: Tensor, digest: Tensor, *, projected: bool = False
+        self,
+        loss: Tensor,
+        grad_norm: Tensor,
+        digest: Tensor,
+        *,
+        projected: bool = False,
+        unit: float = SINGLE,
     ) -> None:
         self.program: PendingProgram | None = None  # what the forward pass ran, if recorded
         self._projected = projected
+        self._unit = unit
         self._loss = HostCopy(loss.double())
         self._norm = HostCopy(grad_norm.double())
         self._digest = HostCopy(digest)
@@ -68,7 +78,7 @@ class PendingResult:
         """Wait for the device and return the result."""
         loss = float(self._loss.numpy())
         norm = float(self._norm.numpy())
-        return CanaryResult(loss, norm, int(self._digest.numpy()), self._projected)
+        return CanaryResult(loss, norm, int(self._digest.numpy()), self._projected, self._unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +114,7 @@ class PendingCanary:
             "canary_against_norm": against.grad_norm,
             "canary_against_digest": against.digest,
             "canary_projected": first.projected,
+            "canary_unit": first.unit,
             "canary_seconds": math.nan if self.took is None else self.took.seconds,
         }
         recorded = self.results[0].program
@@ -140,6 +151,7 @@ def run_batch(
                 recorder.begin(args, kwargs)
             output = module(*args, **kwargs)
             loss = loss_of(output)
+            unit = _unit_roundoff(module, output, device)
             if recorder is not None:
                 recorder.end()
             check_graph(loss, run.nodes)
@@ -149,7 +161,8 @@ def run_batch(
             if any(parameter.grad is not None for parameter in parameters):
                 raise CanaryDeclined(ACCUMULATES)
         with torch.no_grad():
-            result = _result(loss.detach(), gradients, projected=loss_in(output) is None)
+            projected = loss_in(output) is None
+            result = _result(loss.detach(), gradients, projected=projected, unit=unit)
         result.program = None if recorder is None else recorder.pending()
         return result
     except (CanaryDeclined, NotPutBackError):
@@ -212,7 +225,20 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool) -> PendingResult:
+def _unit_roundoff(module: nn.Module, output: Any, device: torch.device) -> float:
+    """Return the unit roundoff of the coarsest type in a forward pass that has just run."""
+    tensors = [*module.parameters(), *tensors_in(output)]
+    types = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if torch.is_autocast_enabled(device.type):
+        types.add(torch.get_autocast_dtype(device.type))
+    units = [torch.finfo(dtype).eps / 2 for dtype in types]
+    coarse = torch.get_float32_matmul_precision() != "highest"
+    return max([*units, _COARSE_PRODUCTS if coarse else SINGLE])
+
+
+def _result(
+    loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool, unit: float
+) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
     dense = [g.to_dense() if g.layout is not torch.strided else g for g in present]
     squares = [g.to(loss.device, torch.float32).square().sum() for g in dense]
@@ -221,7 +247,7 @@ def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool
     for gradient in gradients:
         own = 0 if gradient is None else digest_tensor(gradient).to(digest.device)
         digest = digest * _MIX + own
-    return PendingResult(loss.reshape(()), norm, digest, projected=projected)
+    return PendingResult(loss.reshape(()), norm, digest, projected=projected, unit=unit)
 
 
 _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number

@@ -384,7 +384,9 @@ class ReductionChecks(Detector):
 
     def _check_applied(self, gathered: GatheredStep) -> FaultEvidence | None:
         """Find gradients that are divided, or multiplied, by W once more after the reduction."""
-        scales_W = gathered.workers["applied_scale"]
+        clipped_W = gathered.workers["clip_factor"]  # by calls that are known
+        clipped_W = np.where(np.isfinite(clipped_W), clipped_W, 1.0)
+        scales_W = gathered.workers["applied_scale"] / clipped_W
         width = self._num_workers
         first = float(scales_W[0])
         spread = float(scales_W.max()) - float(scales_W.min())
