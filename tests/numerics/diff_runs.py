@@ -116,8 +116,8 @@ def _train(training: Training, step: int, recorded: int, parameters: Tensors) ->
         "lr": lr,
         "settings_digest": int(lr * 1e9),
         "state_layout": 7,
-        "reduced_digest": digest(reduced) + recorded % 3,  # of a slot that follows the step
-        "param_digest": digest(parameters) + recorded % 3,
+        "reduced_digest": digest(reduced),
+        "param_digest": digest(parameters),
     }
     columns = {name: [value] * width for name, value in alike.items()}
     norms = [_norm(gradient) for gradient in locals_]

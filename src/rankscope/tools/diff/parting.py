@@ -28,8 +28,7 @@ COLUMNS = {
 }
 """Columns of the workers table by stage; each is compared by its type."""
 BEFORE = ("parameter", "optimizer", "buffer")
-_BY_SLOT = {"reduced_digest", *COLUMNS[Stage.UPDATE]}
-"""Digests of a part of the tensors, which follows from layout and step number."""
+_NEED_LAYOUT = {"reduced_digest", *COLUMNS[Stage.UPDATE]}
 _OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
 """Columns that rank 0 reports for all workers: comparable between other numbers of them."""
 
@@ -317,9 +316,9 @@ class Pair:
             differs_PW = one != other
             return ComparedColumn(stage, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
         known_PW = (one != MISSING_INT) & (other != MISSING_INT)
-        if name in _BY_SLOT:
+        if name in _NEED_LAYOUT:
             layout_a, layout_b = self.values("state_layout")
-            known_PW &= (layout_a == layout_b) & (not self.alignment.offset)
+            known_PW &= layout_a == layout_b
         return ComparedColumn(stage, name, known_PW & (one != other), np.full(one.shape, np.nan))
 
     def _only_one_diverged(self) -> ComparedColumn:
