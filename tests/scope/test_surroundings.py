@@ -39,13 +39,21 @@ NO_CANARY = {
     "reentrant checkpoint": "a checkpoint runs the forward pass inside a backward pass",
     "dual level": "the forward pass runs under forward-mode differentiation",
 }
-VERIFIED = ("verify.declined", "the gradient is that of what backward was called on")
-"""It was computed again and agrees; the loops give no loss, so that its factor is not known."""
+VERIFIED = ("verify.agrees", "what one process")
+"""It was computed again, for the loss on which backward was called."""
 OTHERWISE_VERIFIED = {
     "checkpoint without generators": ("verify.gradient", "is not what one process would"),
+    "reentrant checkpoint": (
+        "verify.declined",
+        "the gradient is that of what backward was called on",
+    ),
     "dual level": ("verify.declined", "forward-mode differentiation"),
 }
-"""Without the generators, a recomputation drops other units: the gradient is wrong indeed."""
+"""Without the generators, a recomputation drops other units: the gradient is wrong indeed.
+
+Autograd does not see through a reentrant checkpoint around the model, so that the loop's loss is
+not known.
+"""
 
 STEPS = 6
 KEEP, RUN, VERIFY = 2, 4, 5
