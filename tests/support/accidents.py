@@ -80,7 +80,6 @@ class Job:
 
     @property
     def done(self) -> list[int]:
-        """Steps that each rank has ended."""
         return [counter.value for counter in self.counters]
 
     def wait_for_steps(self, count: int, seconds: float = 60.0) -> None:
@@ -96,7 +95,6 @@ class Job:
         return time.time()
 
     def results(self, seconds: float = 150.0) -> list[Any]:
-        """Return what the ranks have returned."""
         found = []
         for rank, pipe in enumerate(self._results):
             assert pipe.poll(seconds), f"rank {rank} hangs"
@@ -112,7 +110,6 @@ class Job:
         return time.monotonic() - began
 
     def info(self) -> dict[str, Any]:
-        """Return what ``run.json`` says."""
         return dict(json.loads((self.run_dir / "run.json").read_text()))
 
     def _find_agent(self) -> int:

@@ -206,8 +206,6 @@ class Begun:
 
 
 class Done:
-    """A study that has ended."""
-
     def __init__(self, path: Path, process: Ended) -> None:
         self.path = path
         self.code = process.returncode
@@ -227,7 +225,6 @@ def has_rows(run: Path) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
