@@ -40,9 +40,8 @@ HEAVY = {
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built(folder):
     """Build both once, and return where they are."""
-    folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,6 +1,5 @@
 """What is said of findings while the training goes on."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.verdict.news import Announcer
+from support.findings import events_of
 from support.forked_ranks import torchrun
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -26,7 +26,6 @@ SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
 
 
 def said(changed, known=()):
-    """Return the lines that some changes lead to."""
     lines = []
     announcer = Announcer(lambda line, is_fault: lines.append((line, is_fault)))
     for finding, change in changed:
@@ -41,17 +40,12 @@ def test_consequences_of_another_finding_are_not_printed():
     assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
 
 
-def events_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "findings.jsonl").read_text().splitlines()]
-
-
 WAYS = ("forgotten", "healthy", "silent")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """Train in all ways under one launcher; return the folder of all runs and what was printed."""
-    folder = tmp_path_factory.mktemp("announced")
     options = ["--standalone", "--nproc-per-node", "2"]
     code, out, err = torchrun(options, str(SCRIPT), "--folder", str(folder), *WAYS)
     assert (code, out) == (0, ""), err

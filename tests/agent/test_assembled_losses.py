@@ -1,4 +1,4 @@
-"""A worker's loss of a step, from those of its micro-batches; and messages that were lost."""
+"""A worker's loss of a step, from those of its micro-batches."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ BY_TOKENS, ALIKE = 2.5, 2.0
 
 
 def loss_of(multipliers_M):
-    """Return the recorded loss and weight of a worker with two micro-batches."""
     message = StepMessage(
         step=0,
         slots=np.frombuffer(pack_values({}), np.int64),
@@ -93,20 +92,3 @@ def test_a_sum_over_the_worker_s_own_tokens_is_their_mean(own, divisor, known):
         assert step.workers["loss"] == pytest.approx([2.0, 2.0])
         assert step.workers["loss_weight"] == pytest.approx([sum(own), 7.0])
         assert step.workers["grad_scale"] == pytest.approx([1.0, 1.0])
-
-
-def message_of(step):
-    return StepMessage(step=step, slots=np.frombuffer(pack_values({}), np.int64))
-
-
-def test_a_worker_whose_messages_were_lost_is_named_once(caplog):
-    assembly = Assembly(Layout(num_workers=2), 0)
-    for step in range(8):
-        assembly.add([0], message_of(step))
-        if step in (0, 3, 7):
-            assembly.add([1], message_of(step))
-    assert [messages[0].step for messages in assembly.take(8)] == [0, 3, 7]
-    assert assembly.lost == [1, 2, 4, 5, 6]
-    assert assembly.lost_of == {1: 5}
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("rank 1: its data up to step 2 was lost")

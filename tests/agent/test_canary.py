@@ -65,7 +65,6 @@ class Worker:
             self.canary.on_request(message.step, message.content)
 
     def compute(self, step: int) -> dict[str, float]:
-        """Run forward and backward; return what the step says of canaries."""
         torch.set_rng_state(self.generator)
         batch = make_batch(self.rank, step)
         if self.canary is not None:
@@ -151,7 +150,6 @@ class Job:
 
     @property
     def ran(self) -> list[int]:
-        """The steps in which all workers ran a canary."""
         return [s.step for s in self.seen if (s.workers["canary_digest"] != MISSING_INT).all()]
 
     def bits(self) -> list[Any]:
@@ -167,7 +165,6 @@ class Job:
 
 @functools.cache
 def bits_unwatched(num_workers: int, steps: int) -> list[Any]:
-    """Return what a training without canaries ends with."""
     return Job(num_workers, watched=False).run(steps).bits()
 
 

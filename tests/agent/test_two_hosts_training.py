@@ -37,13 +37,12 @@ def num_bytes_waiting(hosts):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """Train 2 ranks on each host, three times; half into it, the agents' link is cut.
 
     In the first training, "mended", for three seconds; in the second, "broken", until something
     has not arrived, and the connection breaks; in the third, "cut", for good.
     """
-    folder = tmp_path_factory.mktemp("two hosts")
     with TwoHosts(folder / "hosts") as hosts:
         env = {
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -98,7 +97,7 @@ def test_steps_that_a_broken_connection_held_are_counted_and_the_run_goes_on(tra
     recorded, lost = run.columns(Table.STEPS, "step")["step"].tolist(), run.info["lost_steps"]
     assert sorted([*recorded, *lost]) == list(range(STEPS["broken"]))
     assert 0 < len(lost) < STEPS["broken"] // 2
-    assert set(run.info["lost_of"]) <= {"2", "3"}
+    assert {*run.info["lost_of"]} in ({"2"}, {"3"}, {"2", "3"})
     assert said.count("was lost on the way") == 1
     findings = {finding.id: list(finding.ranks) for finding in run.findings()}
     assert findings["data.duplicate_batches"] == [1, 2]

@@ -18,7 +18,6 @@ LLAMA = [
 
 
 def members(groups):
-    """Return the parameters of each group by its name, in order."""
     return {
         name: [parameter for parameter, at in groups.index_of.items() if at == index]
         for index, name in enumerate(groups.names)

@@ -17,13 +17,8 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept")
-
-
-@pytest.fixture(scope="module")
-def bench(kept: Path) -> Iterator[Bench]:
-    with Bench(kept) as bench:
+def bench(folder: Path) -> Iterator[Bench]:
+    with Bench(folder) as bench:
         yield bench
 
 
@@ -32,21 +27,21 @@ def bench(kept: Path) -> Iterator[Bench]:
     [("D5", 8, 0), ("D1", 32, 31), ("T2", 24, 10), ("D25", 44, 20), ("D26", 8, 4), ("M4", 4, 0)],
 )
 def test_a_fault_is_found_within_some_steps_with_its_cause_and_worker(
-    bench, kept, name, steps, delay
+    bench, folder, name, steps, delay
 ):
     score = bench.run(catalogue()[name], num_steps=steps)
     assert score.problem == ""
     assert score.as_expected
     assert score.delay <= delay
-    assert list(kept.glob(f"{name}-w4-s0*"))
+    assert list(folder.glob(f"{name}-w4-s0*"))
 
 
-def test_a_healthy_job_raises_notes_at_most(bench, kept):
+def test_a_healthy_job_raises_notes_at_most(bench, folder):
     score = bench.run(catalogue()["H33"], num_steps=24)
     assert score.problem == ""
     assert score.as_expected
     assert not score.false_alarms
-    steps = Run.open(kept / "H33-w4-s0").columns(Table.STEPS, "step")["step"]
+    steps = Run.open(folder / "H33-w4-s0").columns(Table.STEPS, "step")["step"]
     assert len(steps) == 24
 
 

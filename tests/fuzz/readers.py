@@ -104,7 +104,6 @@ def _report(place: Path, name: str, *, again: bool) -> None:
 
 
 def mutate(place: Path, chosen: random.Random) -> str:
-    """Change one file of a directory; return how."""
     file = chosen.choice([path for path in sorted(place.rglob("*")) if path.is_file()])
     ways: list[Callable[[bytes, random.Random], bytes]] = [flip, cut, swap]
     structural = {".json": tree, ".jsonl": lines, ".parquet": table}.get(file.suffix)
@@ -277,7 +276,6 @@ def _size() -> int:
 
 
 def run(seeds: Sequence[int]) -> list[str]:
-    """Return what failed among the cases of these seeds."""
     with tempfile.TemporaryDirectory(prefix="rankscope-fuzz-") as name:
         made = make(Path(name) / "made")
         return [failed for seed in seeds if (failed := one(seed, made, Path(name)))]

@@ -34,7 +34,6 @@ def value(tensor, **options):
 
 @pytest.fixture(params=[pytest.param("native", marks=needs_compiler), "torch"])
 def kernel(request, monkeypatch):
-    """Run a test with each of the two."""
     if request.param == "torch":
         monkeypatch.setattr(bits, "native_sum", lambda: None)
         monkeypatch.setattr(digest, "native_sum", lambda: None)

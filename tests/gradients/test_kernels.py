@@ -31,16 +31,8 @@ def kernel(request):
     return make_kernel(request.param, WIDTH)
 
 
-@pytest.mark.parametrize(
-    ("size", "start", "dtype"),
-    [
-        (1, 0, torch.float16),
-        (90 * WIDTH + 17, 2 * WIDTH - 5, torch.bfloat16),
-        (1000, 10**9 + 7, torch.float32),
-    ],
-)
-def test_totals_follow_their_definition(kernel, size, start, dtype):
-    gradient = random(size, dtype)
+def test_totals_far_inside_of_a_parameter_follow_their_definition(kernel):
+    gradient, start = random(1000), 10**9 + 7
     expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
 
 

@@ -39,7 +39,6 @@ def fresh():
 
 
 def use_level(level, monkeypatch):
-    """Use the library for one level, and return its kernel."""
     opened = load(FOLDER / f"kernels-{level}.so")
     monkeypatch.setattr(native, "load_once", lambda: opened)
     return NativeKernel(WIDTH, period_signs(SEED))

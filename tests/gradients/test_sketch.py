@@ -81,7 +81,6 @@ def sketch(gradient: torch.Tensor, width: int = WIDTH, seed: int = 0) -> torch.T
 
 
 def pairwise(vectors, estimates) -> np.ndarray:
-    """Return the error of each pair's cosine."""
     pairs = itertools.combinations(range(len(vectors)), 2)
     return np.array(
         [cosine(estimates[i], estimates[j]) - cosine(vectors[i], vectors[j]) for i, j in pairs]
@@ -124,7 +123,6 @@ def test_folding_is_linear_and_follows_its_definition():
 
 
 def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a matrix of 600 by 900 in several layouts in memory."""
     wider = torch.zeros(600, 1000)
     wider[:, 50:950] = matrix
     coordinates = matrix.to_sparse()

@@ -41,11 +41,9 @@ def assert_same_metrics(run, reference, *, without=(), status="complete"):
 
 
 def loud(run):
-    """Return the causes of all findings above a note."""
     return [finding.cause for finding in run.findings() if finding.severity > Severity.NOTE]
 
 
 def bits(module):
-    """Return every bit of a module's parameters and buffers."""
     state = module.state_dict().items()
     return {name: value.detach().numpy().tobytes() for name, value in state}

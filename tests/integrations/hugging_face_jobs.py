@@ -94,8 +94,6 @@ class KeepingSFTTrainer(Keeping, SFTTrainer):
 
 
 class Breaking(Trainer):
-    """A trainer whose third step raises."""
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == 2:
             raise ZeroDivisionError("a fault of the training's")

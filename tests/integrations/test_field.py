@@ -33,8 +33,7 @@ def field():
 
 
 @pytest.fixture(scope="module")
-def assets(field, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("assets")
+def assets(field, folder):
     field.make_assets(folder)
     return folder
 
@@ -45,7 +44,6 @@ def import_heavy(package):
 
 
 def run_watched(field, script, folder, run_dir):
-    """Run a script under ``rankscope run`` on two forked ranks."""
     words = [word.replace("{}", str(folder)) for word in script.words]
     command = ["run", "--run-dir", str(run_dir), *(["-m"] if script.module else []), *words]
     prepare = partial(import_heavy, script.package) if script.package in HEAVY else None

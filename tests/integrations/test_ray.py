@@ -27,9 +27,8 @@ SECONDS = 420
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(folder):
     """Return the folder of all runs, and what each worker says."""
-    folder = tmp_path_factory.mktemp("ray")
     paths = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "output.txt").open("w") as output:

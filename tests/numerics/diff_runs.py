@@ -73,7 +73,6 @@ def initial(seed: int) -> Tensors:
 
 
 def write_training(path: Path, training: Training) -> Run:
-    """Train, record, and return the open run."""
     info = {"num_workers": training.workers, "options": {"tier": "sketch"}, **training.info}
     writer = RunWriter(path, info)
     parameters = {n: v.copy() for n, v in (training.start or initial(training.seed)).items()}
@@ -164,7 +163,6 @@ def _trace(tensors: dict[StateKind, Tensors]) -> TensorTrace:
 
 
 def flip(tensors: Tensors, name: str, index: int, bit: int) -> None:
-    """Flip one bit of one element."""
     tensors[name].view(np.uint32)[index] ^= np.uint32(1 << bit)
 
 

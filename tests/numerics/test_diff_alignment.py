@@ -62,8 +62,8 @@ def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, numb
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return write_training(tmp_path_factory.mktemp("alignment") / "a", Training())
+def run(folder: Path) -> Run:
+    return write_training(folder / "a", Training())
 
 
 def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(

@@ -29,7 +29,6 @@ SIXTEEN_BITS = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=[pytest.param("native", marks=needs_compiler), "plain"], autouse=True)
 def arithmetic(request, monkeypatch):
-    """Run each test with the functions in C, and in plain torch."""
     if request.param == "plain":
         monkeypatch.setattr(accumulator, "native_functions", lambda: None)
     else:

@@ -1,5 +1,7 @@
 """What happens to a gradient between its micro-batches, and after the reduction, on real ranks."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -26,9 +28,8 @@ def train_all(rank: int, folder: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(folder: Path) -> dict[str, Run]:
     """Return the runs of trainings, all of which have the bits that they have unwatched."""
-    folder = tmp_path_factory.mktemp("runs")
     assert run_ranks(train_all, 2, str(folder), timeout=400) == [[], []]
     return {name: Run.open(folder / name) for name in CASES}
 

@@ -1,6 +1,5 @@
 """Which worker the others wait for: ranks that are slow before the reduction begins."""
 
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from rankscope.evidence.timing.judge import WARM_UP, WINDOW
 from rankscope.verdict.diagnosis import diagnose_run
 from support.comm_hooks import register_comm_hook
 from support.loops import Loop
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -58,11 +57,7 @@ def train_all(rank: int, folder: str) -> list[str]:
     return warnings
 
 
-@pytest.fixture(scope="module")
-def trained():
-    with tempfile.TemporaryDirectory() as folder:
-        assert run_ranks(train_all, 3, folder) == [[], [], []]
-        yield Path(folder)
+trained = on_ranks(train_all, 3)
 
 
 def busy(folder: Path, name: str) -> np.ndarray:
@@ -72,18 +67,19 @@ def busy(folder: Path, name: str) -> np.ndarray:
 @pytest.mark.parametrize(("name", "slow"), [("first slow", 0), ("last slow", 2)])
 def test_only_the_slow_rank_is_busy_for_long(trained, name, slow):
     """Wall time is the same on all; rank 0 also makes the others wait for its buffers."""
-    busy_TW = busy(trained, name)
+    assert trained[0] == [[], [], []]
+    busy_TW = busy(trained[1], name)
     assert np.isnan(busy_TW[0]).all()
     assert (busy_TW[1:, slow] > SLEEP).all()
     least_W = busy_TW[1:].min(axis=0)  # in some step no other process is in the way
     assert (np.delete(least_W, slow) < least_W[slow]).all()
-    seconds_TW = Run.open(trained / name).per_worker("step_seconds")[1]
+    seconds_TW = Run.open(trained[1] / name).per_worker("step_seconds")[1]
     assert (np.median(seconds_TW[1:], axis=0) > SLEEP).all()
     assert (busy_TW[2:] < seconds_TW[2:] + seconds_TW[1:-1]).all()
 
 
 def test_a_note_names_the_rank_that_the_others_wait_for(trained):
-    run = Run.open(trained / "last slow")
+    run = Run.open(trained[1] / "last slow")
     [finding] = [f for f in run.findings() if f.cause == "time.straggler"]
     assert (finding.ranks, finding.status, str(finding.severity)) == ((2,), "open", "note")
     assert finding.first_step < WARM_UP + WINDOW
@@ -92,11 +88,11 @@ def test_a_note_names_the_rank_that_the_others_wait_for(trained):
 
 
 def test_there_is_no_note_when_all_load_slowly(trained):
-    run = Run.open(trained / "all alike")
+    run = Run.open(trained[1] / "all alike")
     assert np.isfinite(run.per_worker("busy_seconds")[1][1:]).all()
     assert [f for f in run.findings() if f.cause == "time.straggler"] == []
 
 
 def test_with_a_communication_hook_nothing_is_known(trained):
     """It may wait inside the backward pass."""
-    assert np.isnan(busy(trained, "hook")).all()
+    assert np.isnan(busy(trained[1], "hook")).all()

@@ -21,7 +21,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import Loop, collect_warnings, wait_for
+from support.loops import Loop, bits_of, collect_warnings, wait_for
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -107,13 +107,9 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
         wait_for(scope, step - 1)
     if scope is not None:
         scope.close()
-    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
     return {
         "bits": {
-            **{name: value.numpy().tobytes() for name, value in model.state_dict().items()},
-            "momentum": b"".join(momentum.numpy().tobytes() for momentum in momenta),
-            "torch": torch.get_rng_state().numpy().tobytes(),
-            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+            **bits_of(model, [optimizer]),
             "python": random.getstate(),
             "own": model.noise.get_state().numpy().tobytes(),
             "attributes": (model.calls, model.lengths, model.last.numpy().tobytes()),
@@ -143,13 +139,11 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """Return what each rank has of each way, by way."""
     ranks = run_ranks(train_all, 2, str(folder))
     return {way: [of_rank[way] for of_rank in ranks] for way in WAYS}
 
 
 def canary_steps(run: Run) -> list[int]:
-    """Return the steps in which all workers ran a canary."""
     steps, of_TW = run.per_worker("canary_of")
     return [int(step) for step, row in zip(steps, of_TW, strict=True) if np.isfinite(row).all()]
 

@@ -1,6 +1,6 @@
 """Gradients of a model under FSDP2 and tensor parallelism, clipped by code of the training."""
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import rankscope
 from rankscope import Run
 from rankscope.verdict.diagnosis import diagnose_run
-from support.ranks import run_ranks
+from support.loops import watch
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -52,9 +52,7 @@ def train(rank: int, run_dir: str, twice: bool, same_data: bool = False) -> None
     fully_shard(model[0], mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope = rankscope.watch(
-        model, optimizer, run_dir=run_dir, announce=False, agent="thread", canary=False
-    )
+    scope = watch(model, optimizer, run_dir=run_dir, canary=False)
     for step in range(STEPS):
         torch.manual_seed(2 * step + (0 if same_data else mesh["dp"].get_local_rank()))
         batch = torch.randn(4, WIDTH)
@@ -72,16 +70,12 @@ def train_all(rank: int, folder: str) -> None:
     train(rank, f"{folder}/once/run", False, same_data=True)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mesh")
-    run_ranks(train_all, 4, str(folder))
-    return folder
+trained = on_ranks(train_all, 4)
 
 
 @pytest.mark.parametrize("name", ["twice", "once"])
-def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(folder: Path, name: str) -> None:
-    runs = (Run.open(path) for path in (folder / name).iterdir())
+def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(trained: Any, name: str) -> None:
+    runs = (Run.open(path) for path in (trained[1] / name).iterdir())
     found = {f.id: f for run in runs for f in run.findings()}
     if name == "once":
         assert not any(finding.cause == "sync.clip_norm" for finding in found.values())
@@ -92,9 +86,9 @@ def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(folder: Path, name: str
     assert finding.evidence["norm"] == pytest.approx(LIMIT, rel=1e-4)
 
 
-def test_workers_are_named_by_their_ranks_in_the_job(folder: Path) -> None:
+def test_workers_are_named_by_their_ranks_in_the_job(trained: Any) -> None:
     for name, words in {"run": "Ranks 0 and 2 ", "run-from-rank-1": "Ranks 1 and 3 "}.items():
-        run = Run.open(folder / "once" / name)
+        run = Run.open(trained[1] / "once" / name)
         for findings in (run.findings(), diagnose_run(run)):
             [found] = [one for one in findings if one.id == "data.duplicate_batches"]
             assert found.explanation.startswith(words)

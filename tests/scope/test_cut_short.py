@@ -10,7 +10,7 @@ from rankscope.bus.evidence import Table
 from support.cut import Cut
 from support.findings import faults
 from support.loops import Loop
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +27,6 @@ EVIDENCE = {
 
 
 def train(folder: str, cut: Cut) -> list[str]:
-    """Train and be interrupted; return the warnings."""
     loop = Loop(0, folder, hang_seconds=None)
     with contextlib.suppress(KeyboardInterrupt), loop.scope:
         for step in range(NUM_STEPS):
@@ -104,17 +103,14 @@ def cut_while_a_step_is_sent(rank: int, run_dir: str, function: str) -> list[str
     return loop.warnings
 
 
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cut")
-    assert run_ranks(cut_in_all, 2, str(folder)) == [[[]] * len(FUNCTIONS)] * 2
-    return folder
+cut = on_ranks(cut_in_all, 2)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_the_others_count_a_step_that_was_cut_short_here(cut, function):
     """Else this worker's steps would be held against other ones of the others from then on."""
-    run = Run.open(cut / function)
+    assert cut[0] == [[[]] * len(FUNCTIONS)] * 2
+    run = Run.open(cut[1] / function)
     assert run.status == "complete"
     assert faults(run) == {}
     steps, norms_TW = run.per_worker("grad_norm")

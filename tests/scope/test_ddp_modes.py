@@ -1,6 +1,5 @@
 """Every way of using DDP: what real ranks record, against an oracle; and the same bits as alone."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +61,6 @@ def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
 
 
 class ModeRun(Recorded):
-    """One mode's recorded run, and the truth."""
-
     def __init__(self, ranks: list[dict[str, Any]], mode: Mode, folder: Path) -> None:
         super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in ranks])
         self.ranks = ranks
@@ -153,14 +150,9 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def runs():
-    """Return each mode's run by its name."""
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(train_in_modes, 3, ALL, folder, timeout=240)
-        yield {
-            mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, Path(folder))
-            for mode in ALL
-        }
+def runs(folder):
+    ranks = run_ranks(train_in_modes, 3, ALL, str(folder), timeout=240)
+    return {mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, folder) for mode in ALL}
 
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 
-import rankscope
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch
 from support.findings import told
+from support.loops import watch
 from support.models import make_batch
 from support.ranks import run_ranks
 
@@ -68,8 +69,7 @@ class Case:
 
     def train(self, rank: int, run_dir: str) -> None:
         engine = make_engine(rank, self.mode, dropout=0.0)
-        options: dict[str, Any] = {"canary": False, "announce": False, "overhead_budget": None}
-        with rankscope.watch(engine, run_dir=run_dir, **options):
+        with watch(engine, run_dir=run_dir, canary=False):
             for step in range(STEPS):
                 for micro in range(MICRO):
                     if self.fault is not None and micro == CHANGED_BEFORE:
@@ -115,8 +115,7 @@ def train_all(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("runs")
+def runs(folder: Path) -> dict[str, Run]:
     run_ranks(train_all, 2, str(folder), timeout=400, prepare=import_deepspeed)
     return {name: Run.open(folder / name) for name in CASES}
 

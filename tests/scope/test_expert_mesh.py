@@ -20,7 +20,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from support.findings import faults
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -116,7 +116,6 @@ def own_group(*, hybrid: bool) -> dist.ProcessGroup:
 
 
 def build(case: dict[str, Any]) -> Model:
-    """Return a sharded model."""
     dense, sparse, over = meshes(hybrid=case.get("hybrid", False))
     torch.manual_seed(0)
     model = Model(sparse["ep"])
@@ -134,15 +133,12 @@ def train(folder: Path | None, case: dict[str, Any]) -> list[bytes]:
     """Train a model, watched twice or not at all; return its bits."""
     model = build(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"overhead_budget": None, "announce": False, "agent": "thread", "verify_at": [1]}
     scopes = []
     if folder is not None:
         group = own_group(hybrid=case.get("hybrid", False))
         scopes = [
-            rankscope.watch(model, optimizer, run_dir=folder / "run", **options),
-            rankscope.watch(
-                model, optimizer, run_dir=folder / "experts", process_group=group, **options
-            ),
+            watch(model, optimizer, run_dir=folder / name, process_group=own, verify_at=[1])
+            for name, own in (("run", None), ("experts", group))
         ]
     rank = dist.get_rank()
     for step in range(STEPS):
@@ -155,8 +151,6 @@ def train(folder: Path | None, case: dict[str, Any]) -> list[bytes]:
 
 
 class Said(logging.Handler):
-    """Keeps what is logged."""
-
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []

@@ -40,7 +40,6 @@ def press_key(*_: Any) -> None:
 
 
 def run_into(loop: Loop, number: int, place: str, *, named: bool = False) -> None:
-    """Begin with a batch, and give up at the given place."""
     if place == "in forward":
         handle = loop.model.hidden.register_forward_hook(stop)
     else:

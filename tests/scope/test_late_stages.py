@@ -7,10 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import rankscope
 from rankscope import Run
 from rankscope.session.meetings import stages_begin_apart
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -53,9 +52,7 @@ def train(rank, folder):
         fully_shard(stage, mesh=mesh["dp"])
         optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
         with stages_begin_apart():
-            scope = rankscope.watch(
-                stage, optimizer, run_dir=f"{folder}/{name}", announce=False, overhead_budget=None
-            )
+            scope = watch(stage, optimizer, run_dir=f"{folder}/{name}")
         for step in range(STEPS):
             torch.manual_seed(100 * step + 10 * worker + number)
             tokens = torch.randint(VOCABULARY, (4, 6))

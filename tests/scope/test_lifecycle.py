@@ -15,7 +15,7 @@ from rankscope.errors import UnsupportedError
 from support.accidents import wait_until
 from support.loops import Loop
 from support.models import make_batch, make_model
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 
 def skipped_optimizer_step(rank, run_dir):
@@ -26,9 +26,24 @@ def skipped_optimizer_step(rank, run_dir):
     return loop.warnings
 
 
-def test_a_rank_that_skips_its_optimizer_step_does_not_shift_the_channel(tmp_path):
-    assert run_ranks(skipped_optimizer_step, 2, str(tmp_path / "run")) == [[], []]
-    run = Run.open(tmp_path / "run")
+def train_all(rank, folder):
+    works = (skipped_optimizer_step, evaluate_and_pause, named_samples)
+    works += (raising_callback, stopping_callback)
+    return {work: work(rank, f"{folder}/{work.__name__}") for work in works}
+
+
+trained = on_ranks(train_all, 2)
+
+
+def told(trained, work):
+    """Return what both ranks have returned of one training, and its run."""
+    ranks, folder = trained
+    return [rank[work] for rank in ranks], Run.open(folder / work.__name__)
+
+
+def test_a_rank_that_skips_its_optimizer_step_does_not_shift_the_channel(trained):
+    warnings, run = told(trained, skipped_optimizer_step)
+    assert warnings == [[], []]
     steps, counts = run.per_worker("optimizer_steps")
     assert steps.tolist() == list(range(5))
     assert counts.tolist() == [[1, 1], [1, 1], [1, 0], [1, 1], [1, 1]]
@@ -53,9 +68,8 @@ def evaluate_and_pause(rank, run_dir):
     return latest.step, latest.observed, latest.loss_mean, hasattr(latest, "nothing")
 
 
-def test_sampling_pausing_and_evaluation(tmp_path):
-    latest = run_ranks(evaluate_and_pause, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
+def test_sampling_pausing_and_evaluation(trained):
+    latest, run = told(trained, evaluate_and_pause)
     columns = run.columns(Table.STEPS, "step", "observed", "loss_mean", "samples_drawn")
     assert latest == [(7, False, columns["loss_mean"][7], False)] * 2
     assert columns["step"].tolist() == list(range(8))
@@ -80,10 +94,10 @@ def named_samples(rank, run_dir):
     return loop.warnings
 
 
-def test_samples_and_losses_that_are_given_belong_to_their_step(tmp_path):
+def test_samples_and_losses_that_are_given_belong_to_their_step(trained):
     """Ids come before the forward pass, losses here after the backward pass."""
-    assert run_ranks(named_samples, 2, str(tmp_path / "run")) == [[], []]
-    run = Run.open(tmp_path / "run")
+    warnings, run = told(trained, named_samples)
+    assert warnings == [[], []]
     assert run.columns(Table.WORKERS, "samples_named")["samples_named"].all()
     columns = run.columns(Table.SAMPLES, "step", "rank", "samples")
     for step, rank, samples in zip(*columns.values(), strict=True):
@@ -132,11 +146,12 @@ def raising_callback(rank, run_dir):
     return loop.warnings
 
 
-def test_a_callback_that_raises_changes_nothing(tmp_path):
-    for warnings in run_ranks(raising_callback, 2, str(tmp_path / "run")):
+def test_a_callback_that_raises_changes_nothing(trained):
+    of_ranks, run = told(trained, raising_callback)
+    for warnings in of_ranks:
         assert warnings
         assert all("on_finding raised" in warning for warning in warnings)
-    assert Run.open(tmp_path / "run").status == "complete"
+    assert run.status == "complete"
 
 
 def stopping_callback(rank, run_dir):
@@ -160,8 +175,8 @@ def stopping_callback(rank, run_dir):
     return 1000, ""
 
 
-def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(tmp_path):
-    results = run_ranks(stopping_callback, 2, str(tmp_path / "run"))
+def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(trained):
+    results, run = told(trained, stopping_callback)
     assert results[0] == results[1]
     assert results[0][1] == "data.duplicate_batches"
-    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == results[0][0]
+    assert run.table(Table.STEPS).num_rows == results[0][0]

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import rankscope
 from rankscope import Run
 from rankscope.session import meetings, opening, start
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -55,7 +54,6 @@ def mesh_of_all() -> DeviceMesh:
 
 
 def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
-    """Train a model on its share of each batch; return its bits."""
     mesh = mesh_of_all()
     torch.manual_seed(0)
     model = nn.Sequential(Block(mesh["tp"]), Block(mesh["tp"]), nn.Linear(WIDTH, WIDTH))
@@ -68,15 +66,7 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
     fully_shard(model, mesh=data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     watched = run_dir and not (case.get("alone") and dist.get_rank() % 4)
-    scope = watched and rankscope.watch(
-        model,
-        optimizer,
-        run_dir=run_dir,
-        overhead_budget=None,
-        announce=False,
-        agent="thread",
-        canary=False,
-    )
+    scope = watched and watch(model, optimizer, run_dir=run_dir, canary=False)
     tp, cp = mesh["tp"].get_group(), mesh["cp"].get_group()
     worker = dist.get_rank() // 4
     for step in range(STEPS):
@@ -113,12 +103,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {"same": bits["healthy"] == alone, "warnings": warnings}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mesh")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder):
     for result in run_ranks(train_all, 8, str(folder), timeout=240):
         assert result == {"same": True, "warnings": []}
-    return folder
 
 
 def faults(folder: Path, case: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import copy
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run, Severity
 from rankscope.verdict.diagnosis import diagnose_run
+from support.loops import watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -23,8 +22,6 @@ STEPS = 5
 
 
 class Noisy(nn.Module):
-    """Adds noise from a generator of its own."""
-
     def __init__(self, rank):
         super().__init__()
         self.generator = torch.Generator().manual_seed(rank)
@@ -55,8 +52,7 @@ class Case:
         self.optimizer.step()
 
     def train(self, run_dir):
-        options = {"canary": False, "announce": False, "agent": "thread"}
-        with rankscope.watch(self.model, self.optimizer, run_dir=run_dir, **options):
+        with watch(self.model, self.optimizer, run_dir=run_dir, canary=False):
             for _ in range(STEPS):
                 self.model(torch.randn(4, 6)).backward()
                 self.update()
@@ -169,10 +165,9 @@ def train_all(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+def told(folder):
     run_ranks(train_all, 2, str(folder), timeout=240)
-    return lambda case: findings(Path(folder) / f"{case.__name__}-2")
+    return lambda case: findings(folder / f"{case.__name__}-2")
 
 
 def findings(path):

@@ -15,8 +15,6 @@ pytestmark = pytest.mark.ranks
 
 
 class SumOfParts(torch.autograd.Function):
-    """Adds up the ranks' parts of a result."""
-
     @staticmethod
     def forward(ctx, part, group):
         part = part.clone()
@@ -29,8 +27,6 @@ class SumOfParts(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """Adds up the ranks' gradients of an input that all have."""
-
     @staticmethod
     def forward(ctx, inputs, group, right):
         ctx.group, ctx.right = group, right
@@ -45,8 +41,6 @@ class SumOfGradients(torch.autograd.Function):
 
 
 class Divided(nn.Module):
-    """A classifier whose hidden layer is divided over two ranks."""
-
     def __init__(self, place, group=None, *, right=True) -> None:
         super().__init__()
         self.group, self.right = group, right

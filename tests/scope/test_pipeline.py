@@ -18,16 +18,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.findings import faults
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-OPTIONS = {"overhead_budget": None, "announce": False, "agent": "thread"}
 STEPS, LATE, WIDTH, MICRO, BATCH = 5, 2, 8, 4, 8
 
 CASES: dict[str, dict[str, Any]] = {
@@ -72,9 +70,8 @@ def block_of(number: int, tp: DeviceMesh | None = None) -> Block:
 
 
 def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None) -> list[Any]:
-    """Return the scope of each part of this rank; none without a directory."""
     return [
-        rankscope.watch(part, optimizer, run_dir=run_dir / f"part {number}", **OPTIONS)
+        watch(part, optimizer, run_dir=run_dir / f"part {number}")
         for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True))
         if run_dir is not None
     ]
@@ -100,7 +97,6 @@ def mesh_of(tp: int) -> DeviceMesh:
 
 
 def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) -> list[Any]:
-    """Return the parts of this rank, sharded."""
     pp = mesh["pp"].get_local_rank()
     parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
     for part in parts:
@@ -121,7 +117,6 @@ def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any
 
 
 def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
-    """Train the parts of one rank; return their bits."""
     tp = case.get("tp", 1)
     mesh = mesh_of(tp)
     over = mesh["tp"] if tp > 1 else None
@@ -160,13 +155,11 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {"same": same, "warnings": warnings}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pipeline")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder):
     for result in run_ranks(train_all, 8, str(folder), timeout=400):
         assert all(result["same"].values()), result["same"]
         assert result["warnings"] == []
-    return folder
 
 
 def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:

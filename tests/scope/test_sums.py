@@ -6,11 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from support.ranks import run_ranks
+from support.loops import watch
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -25,7 +25,7 @@ def train(rank, run_dir, by_loop, max_norm, factor):
         model.set_gradient_divide_factor(1.0)
         model.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope = rankscope.watch(model, optimizer, run_dir=run_dir, announce=False, canary=False)
+    scope = watch(model, optimizer, run_dir=run_dir, canary=False)
     for step in range(STEPS):
         torch.manual_seed(2 * step + rank)
         batch = torch.randn(8, WIDTH)
@@ -54,15 +54,11 @@ def train_all(rank, folder):
         train(rank, f"{folder}/{name}", by_loop, max_norm, 0.5)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sums")
-    run_ranks(train_all, 2, str(folder))
-    return folder
+trained = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_that_are_divided_by_the_workers_are_right(folder, name):
-    run = Run.open(folder / name)
+def test_losses_that_are_divided_by_the_workers_are_right(trained, name):
+    run = Run.open(trained[1] / name)
     assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
     assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {CASES[name][2]}

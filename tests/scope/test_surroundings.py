@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.messages import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
-from support.loops import PLAN, collect_warnings, wait_for
+from support.loops import PLAN, collect_warnings, wait_for, watch
 from support.ranks import run_ranks
 from support.surrounded_training import WRAPPERS, Training
 from support.surroundings import SURROUNDINGS
@@ -67,8 +66,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     training = Training(rank, wrapper)
     scope: Any = None
     if run_dir is not None:
-        options = {"overhead_budget": None, "plan": PLAN, "announce": False}
-        scope = rankscope.watch(training.called, training.optimizer, run_dir=run_dir, **options)
+        scope = watch(training.called, training.optimizer, run_dir=run_dir, plan=PLAN)
     said = _lines()
     results = {}
     for name in names:
@@ -100,7 +98,6 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
 
 
 def canary_of(scope: Any) -> Any:
-    """Return what runs canaries in a session; None without."""
     return None if scope is None else scope._collector._probes.get("canary")
 
 
@@ -113,7 +110,6 @@ class Root:
         self._canary._send = self._answers.append
 
     def before(self, step: int) -> None:
-        """Say what is to come, before a step."""
         now = self._scope._collector.step
         planned = Planned(ASKED_FOR, 0, 1, now, now)
         if step == KEEP:
@@ -127,7 +123,6 @@ class Root:
 
 
 def _lines() -> list[str]:
-    """Return a list that gets every line of the log."""
     lines: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("rankscope")
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

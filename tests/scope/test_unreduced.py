@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from support.loops import PLAN, Loop
+from support.loops import PLAN, Loop, watch
 from support.models import make_batch, make_model
 from support.ranks import on_ranks, run_ranks
 
@@ -150,16 +149,12 @@ def train_locally(rank, folder):
         local_sgd(rank, f"{folder}/{name}", **job)
 
 
-@pytest.fixture(scope="module")
-def trained_locally(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("local")
-    run_ranks(train_locally, 2, str(folder))
-    return folder
+trained_locally = on_ranks(train_locally, 2)
 
 
 @pytest.mark.parametrize("name", LOCAL_JOBS)
 def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name):
-    run = Run.open(trained_locally / name)
+    run = Run.open(trained_locally[1] / name)
     assert run.table(Table.STEPS).num_rows == 50
     told = {f.id: f for f in run.findings() if f.severity > Severity.NOTE}
     assert list(told) == (["averages-differ"] if name == "missed" else [])
@@ -178,7 +173,7 @@ def unfreeze(rank, folder):
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         model.hidden.requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scope = rankscope.watch(ddp, optimizer, run_dir=f"{folder}/{name}", overhead_budget=None)
+        scope = watch(ddp, optimizer, run_dir=f"{folder}/{name}")
         for step in range(STEPS):
             model.hidden.requires_grad_(step > 1)
             ddp(**make_batch(rank, step))["loss"].backward()

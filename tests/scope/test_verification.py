@@ -1,6 +1,5 @@
 """Reference steps inside trainings on real ranks: what they tell, and that they leave no trace."""
 
-import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,15 +16,16 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
-import rankscope
 from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
 from support import deepspeed_modes
-from support.loops import collect_warnings
+from support.findings import events_of
+from support.loops import collect_warnings, watch
 from support.models import TinyLM, make_batch
 from support.ranks import run_ranks
 
 AT, STEPS = 1, 3
+LOCAL = {"local_buffers": True}
 
 SAYS = {
     # what a loop does: what is found, how bad, and a part of the sentence
@@ -74,8 +74,6 @@ class Off:
 
 
 class Loop:
-    """A training that does what its name says, watched or not."""
-
     def __init__(self, rank: int, kind: str, run_dir: str | None) -> None:
         self.rank, self.kind = rank, kind
         self.sharded = kind.startswith("sharded")
@@ -89,15 +87,8 @@ class Loop:
         torch.manual_seed(100 + rank)
         self.scope: Any = None
         if run_dir is not None:
-            self.scope = rankscope.watch(
-                self.wrapped,
-                self.optimizer,
-                run_dir=run_dir,
-                verify_at=() if "asks" in kind else [AT],
-                overhead_budget=None,
-                plan={"local_buffers": True},
-                announce=False,
-            )
+            options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
+            self.scope = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
 
     def _wrap(self, model: TinyLM) -> nn.Module:
         if self.sharded:
@@ -242,14 +233,7 @@ def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
     engine = deepspeed_modes.make_engine(rank, mode, dropout=0.1)
     scope = None
     if run_dir is not None:
-        scope = rankscope.watch(
-            engine,
-            run_dir=run_dir,
-            verify_at=[AT],
-            overhead_budget=None,
-            announce=False,
-            plan={"local_buffers": True},
-        )
+        scope = watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL)
     for step in range(STEPS):
         deepspeed_modes.train_step(rank, mode, step, engine)
     if scope is not None:
@@ -261,8 +245,7 @@ def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
 
 
 def findings(run_dir: Path, family: str) -> list[dict[str, Any]]:
-    events = map(json.loads, (run_dir / "findings.jsonl").read_text().splitlines())
-    return [event for event in events if event["cause"].startswith(family)]
+    return [event for event in events_of(run_dir) if event["cause"].startswith(family)]
 
 
 @pytest.mark.ranks

@@ -1,6 +1,5 @@
 """Reference steps of a causal LM under FSDP2 and tensor parallelism, on real ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import rankscope
 from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
-from support.loops import collect_warnings
+from support.findings import events_of
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 ALONE = "in model.layers.1.input_layernorm.weight alone: not reduced over tp."
@@ -33,8 +32,6 @@ AT = 1
 
 
 class Training:
-    """A training that does what its name says, watched or not."""
-
     def __init__(self, kind: str, run_dir: str | None) -> None:
         from support import parallel_llama  # transformers, in ranks alone
 
@@ -46,15 +43,8 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scope: Any = None
         if run_dir is not None:
-            self.scope = rankscope.watch(
-                self.model,
-                self.optimizer,
-                run_dir=run_dir,
-                verify_at=() if kind == "one asks" and dist.get_rank() % 2 else [AT],
-                overhead_budget=None,
-                announce=False,
-                agent="thread",
-            )
+            at = () if kind == "one asks" and dist.get_rank() % 2 else [AT]
+            self.scope = watch(self.model, self.optimizer, run_dir=run_dir, verify_at=at)
 
     def _shard(self) -> Any:
         sequence = "style" if self.kind.startswith("sequence") else ""
@@ -121,14 +111,11 @@ def train_each(rank: int, folder: str) -> dict[str, Any]:
 
 
 def import_llama() -> None:
-    """Import what takes a rank seconds to import."""
     from support import parallel_llama  # noqa: F401
 
 
 def verifications(run_dir: Path) -> list[dict[str, Any]]:
-    told = run_dir / "findings.jsonl"
-    events = map(json.loads, told.read_text().splitlines() if told.exists() else ())
-    return [event for event in events if event["cause"].startswith("verify.")]
+    return [event for event in events_of(run_dir) if event["cause"].startswith("verify.")]
 
 
 @pytest.mark.ranks

@@ -13,9 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -58,7 +57,6 @@ def mesh_of(axis: str) -> DeviceMesh:
 
 
 def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
-    """Train a model; return its bits."""
     rank = dist.get_rank()
     group, pair = pairs()
     axis = case.get("axis")
@@ -71,9 +69,8 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope: Any = None
     if folder and not (case.get("alone") and rank > 1):
-        options = {"overhead_budget": None, "announce": False, "agent": "thread", "canary": False}
-        options["plan"] = case.get("plan")
-        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/run", **options)
+        options = {"canary": False, "plan": case.get("plan")}
+        scope = watch(model, optimizer, run_dir=f"{folder}/run", **options)
     worker = rank // 2 if axis else rank
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + worker)
@@ -113,12 +110,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {"same": bits["DDP over a pair"] == alone, "warnings": warnings}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("world")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder):
     for result in run_ranks(train_all, RANKS, str(folder), timeout=240):
         assert result == {"same": True, "warnings": []}
-    return folder
 
 
 def found(folder: Path, case: str) -> dict[str, dict[str, Any]]:

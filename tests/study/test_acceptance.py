@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
 def ran(output: Path) -> str:
-    """Run the study and return what it printed."""
     data = ["--data", str(REAL)] if REAL.exists() else []
     command = [sys.executable, "-m", "rankscope", "study", *data]
     options = ["--limit", "512", "--steps", "8", "--max-length", "64", "--output", str(output)]

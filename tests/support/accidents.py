@@ -10,6 +10,7 @@ import struct
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,14 +38,12 @@ class Counter:
         _COUNT.pack_into(self._memory, 0, value)
 
 
-def train(loop: Loop, counter: Counter, until: Callable[[], bool] = lambda: False) -> None:
-    """Train until it is time to end, at best for ever."""
-    step = 0
-    while not until():
+def train(loop: Loop, counter: Counter) -> None:
+    """Train for ever."""
+    for step in count():
         time.sleep(0.01)  # of thousands of steps, some that are meant to be healthy would not be
         loop.step(step)
-        step += 1
-        counter.value = step
+        counter.value = step + 1
 
 
 class Job:
@@ -80,12 +79,11 @@ class Job:
 
     @property
     def done(self) -> list[int]:
-        """Steps that each rank has ended."""
         return [counter.value for counter in self.counters]
 
-    def wait_for_steps(self, count: int, seconds: float = 60.0) -> None:
+    def wait_for_steps(self, number: int) -> None:
         """Wait until all ranks have ended so many steps; note the agent's process."""
-        wait_until(lambda: min(self.done) >= count, seconds)
+        wait_until(lambda: min(self.done) >= number)
         if self.agent < 0:
             self.agent = self._find_agent()
 
@@ -95,24 +93,20 @@ class Job:
             os.kill(self.ranks[rank].pid, signal.SIGKILL)
         return time.time()
 
-    def results(self, seconds: float = 150.0) -> list[Any]:
-        """Return what the ranks have returned."""
+    def results(self) -> list[Any]:
         found = []
         for rank, pipe in enumerate(self._results):
-            assert pipe.poll(seconds), f"rank {rank} hangs"
+            assert pipe.poll(150.0), f"rank {rank} hangs"
             error, result = pipe.recv()
             assert not error, f"rank {rank} raised:\n{error}"
             found.append(result)
         return found
 
-    def wait_for_agent(self, seconds: float = 60.0) -> float:
-        """Wait until the agent has ended; return how long it took."""
-        began = time.monotonic()
-        wait_until(lambda: state_of(self.agent) in ("", "Z", "X"), seconds)
-        return time.monotonic() - began
+    def wait_for_agent(self) -> None:
+        """Wait until the agent has ended."""
+        wait_until(lambda: state_of(self.agent) in ("", "Z", "X"))
 
     def info(self) -> dict[str, Any]:
-        """Return what ``run.json`` says."""
         return dict(json.loads((self.run_dir / "run.json").read_text()))
 
     def _find_agent(self) -> int:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
+from support.loops import watch
 
 MICRO = 3
 
@@ -94,10 +94,9 @@ class Waits:
 
     def train(self, run_dir: str | None) -> list[bytes]:
         """Return this rank's part of the parameters' bits; without a directory, train alone."""
-        options = {"canary": False, "announce": False, "agent": "thread", "overhead_budget": None}
         watched: Any = nullcontext()
         if run_dir is not None:
-            watched = rankscope.watch(self.model, self.optimizer, run_dir=run_dir, **options)
+            watched = watch(self.model, self.optimizer, run_dir=run_dir, canary=False)
         with watched:
             for step in range(self.steps):
                 count = self.num_micro(step)

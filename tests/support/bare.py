@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import rankscope
-from support.loops import PLAN, collect_warnings
+from support.loops import PLAN, bits_of, collect_warnings, watch
 from support.models import TinyLM, make_batch, make_model
 
 Parameters = list[Tensor]
@@ -33,9 +31,8 @@ class BareLoop:
         self.norms: list[float] = []
         self.scope: Any = None
         if run_dir is not None:
-            options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
             several = self.optimizers if len(self.optimizers) > 1 else self.optimizers[0]
-            self.scope = rankscope.watch(self.model, several, run_dir=run_dir, **options)
+            self.scope = watch(self.model, several, run_dir=run_dir, **{"plan": PLAN, **options})
 
     def prepare(self) -> None:
         """Change the model before it is trained."""
@@ -56,7 +53,6 @@ class BareLoop:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, step: int) -> None:
-        """Average what backward passes have left."""
         for parameter in self.trained:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -83,17 +79,4 @@ class BareLoop:
             self.scope.close()
 
     def bits(self) -> dict[str, bytes]:
-        """Return every bit of the training's state."""
-        kept = [
-            value.numpy().tobytes()
-            for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        return {
-            **{name: value.numpy().tobytes() for name, value in self.model.state_dict().items()},
-            "optimizers": b"".join(kept),
-            "rng": torch.get_rng_state().numpy().tobytes(),
-            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
-        }
+        return bits_of(self.model, self.optimizers)

@@ -9,7 +9,6 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """Return a module of ``benchmarks/``."""
     sys.path.insert(0, str(FOLDER))
     try:
         return importlib.import_module(name)

@@ -118,6 +118,11 @@ def _fork_ranks(
         forking.Process(target=main, args=(rank, words, folder, variables))
         for rank in range(num_ranks)
     ]
+    end_with(ranks)
+
+
+def end_with(ranks: Sequence[Any]) -> None:
+    """Start ranks, wait for them, and end as the worst of them does."""
     for process in ranks:
         process.start()
     for process in ranks:

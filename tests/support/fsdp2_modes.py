@@ -66,8 +66,6 @@ def make_batches(worker: int, step: int, count: int) -> list[tuple[Tensor, Tenso
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of using FSDP2."""
-
     name: str
     mesh: str = "1-D"  # or "HSDP" (2 replicas), "replicas" (shard size 1), "TP" (2)
     options: dict[str, Any] = field(default_factory=dict)  # of ``fully_shard``

@@ -32,7 +32,6 @@ class Session:
 
 
 def start(mode: Mode) -> Session:
-    """Shard a model, on every rank alike."""
     world = dist.get_world_size()
     shape, names = {
         "1-D": ((world,), ("dp",)),

@@ -26,7 +26,6 @@ from support.kernel_checks import CPU
 
 @contextmanager
 def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """Start the process, and end it."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_begin) as process:
         yield process

@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,30 @@ def train_watched(
     loss_of: Callable[[int], torch.Tensor],
 ) -> None:
     """Train a wrapped model under ``watch``; ``loss_of`` returns the loss of a step."""
-    options: dict[str, Any] = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
+    with watch(model, optimizer, run_dir=run_dir, canary=False):
         for step in range(num_steps):
             loss_of(step).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def watch(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
+    """Watch gradients in every step, and leave findings to the record."""
+    return rankscope.watch(
+        model, optimizer, **{"overhead_budget": None, "announce": False, **options}
+    )
+
+
+def bits_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bytes]:
+    """Return every bit of a training's state."""
+    states = [state for optimizer in optimizers for state in optimizer.state.values()]
+    kept = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    return {
+        **{name: value.numpy().tobytes() for name, value in model.state_dict().items()},
+        "optimizers": b"".join(value.numpy().tobytes() for value in kept),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+        "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+    }
 
 
 class Loop:
@@ -88,8 +106,7 @@ class Loop:
             self.watch(run_dir, **options)
 
     def watch(self, run_dir: str, **options: Any) -> None:
-        options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
-        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+        self.scope = watch(self.ddp, self.optimizer, run_dir=run_dir, **{"plan": PLAN, **options})
 
     def close(self) -> None:
         if self.scope is not None:
@@ -102,7 +119,6 @@ class Loop:
         self.optimizer.zero_grad()
 
     def forward(self, step: int, *, rank: int | None = None) -> torch.Tensor:
-        """Return the loss of one batch."""
         batch = make_batch(self.rank if rank is None else rank, step)
         loss: torch.Tensor = self.ddp(**batch)["loss"]
         return loss
@@ -123,11 +139,4 @@ class Loop:
         return torch.cat(parts).norm().item()
 
     def bits(self) -> dict[str, bytes]:
-        """Return every bit of the training's state."""
-        momenta = [state["momentum_buffer"] for state in self.optimizer.state.values()]
-        return {
-            **{name: value.numpy().tobytes() for name, value in self.model.state_dict().items()},
-            "momentum": b"".join(momentum.numpy().tobytes() for momentum in momenta),
-            "rng": torch.get_rng_state().numpy().tobytes(),
-            "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
-        }
+        return bits_of(self.model, [self.optimizer])

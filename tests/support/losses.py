@@ -6,6 +6,5 @@ from rankscope.stats.spread import weighted_means_and_sems
 
 
 def mean_and_sem(values_U, weights_U) -> tuple[float, float]:
-    """Return the mean loss of one worker, and its standard error."""
     [mean], [sem] = weighted_means_and_sems(values_U, weights_U, np.array([len(values_U)]))
     return float(mean), float(sem)

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import rankscope
-from support.loops import PLAN, collect_warnings
+from support.loops import PLAN, collect_warnings, watch
 from support.models import make_batch, make_model
 from support.recorded import Truth
 
@@ -29,8 +28,6 @@ BUCKET_SIZE = 2000  # elements: two buckets
 
 @dataclass(frozen=True)
 class Mode:
-    """One way of training."""
-
     name: str
     accumulate: int = 1
     overlapped: bool = False
@@ -114,9 +111,8 @@ class MegatronLoop:
         torch.manual_seed(100 + rank)
         self.scope: Any = None
         if run_dir is not None:
-            options = {"overhead_budget": None, "plan": PLAN, "announce": False, **options}
             known = self.outer or self.optimizer
-            self.scope = rankscope.watch(self.ddp, known, run_dir=run_dir, **options)
+            self.scope = watch(self.ddp, known, run_dir=run_dir, **{"plan": PLAN, **options})
 
     def step(
         self,
@@ -216,7 +212,6 @@ class MegatronLoop:
         return Truth(gradient, norms, sum(losses) / len(losses))
 
     def bits(self) -> dict[str, bytes]:
-        """Return every bit of the training's state on this rank."""
         state = {name: value.detach() for name, value in self.model.state_dict().items()}
         for index, (parameter, _) in enumerate(self.held):
             state[f"momentum {index}"] = self.optimizer.state[parameter]["momentum_buffer"]

@@ -96,7 +96,6 @@ class Training:
         self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
     def close(self) -> None:
-        """Stop watching."""
         if self.scope is not None:
             self.scope.close()
 
@@ -120,7 +119,6 @@ class Training:
         return _compute(self.rank, self.mode, step, self.model, self._forward)
 
     def state(self) -> dict[str, Any]:
-        """Return every bit of the training's state."""
         return {**state_of(self.model, self.optimizer), "scale": self.scaler.get_scale()}
 
     @property
@@ -181,7 +179,6 @@ def train_step(
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Train for one step in one of ``MODES``."""
     batches = micro_batches(rank, step, mode)
     for micro, batch in enumerate(batches):
         last = micro == len(batches) - 1
@@ -203,7 +200,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Compare two states, bit for bit."""
     assert one["scale"] == other["scale"]
     for name, value in one["parameters"].items():
         assert value.tobytes() == other["parameters"][name].tobytes(), name

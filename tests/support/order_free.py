@@ -20,8 +20,6 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A way of training."""
-
     name: str
     ddp: dict[str, Any]
     average: str = "sum"  # as ``order_free`` takes it; "" trains with DDP's own reduction
@@ -34,8 +32,6 @@ class Case:
 
 
 class Net(nn.Module):
-    """A small model; it may have a branch or a convolution."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -78,8 +74,6 @@ def make_micro_batch(step: int, micro: int) -> dict[str, Tensor]:
 
 
 class Trained:
-    """One rank's share of a training."""
-
     def __init__(self, rank: int, case: Case) -> None:
         self.case = case
         num_workers = dist.get_world_size()

@@ -14,7 +14,7 @@ from rankscope.integrations.run_script import ScriptJob
 from rankscope.tools.parity.compare import decide
 from rankscope.tools.parity.reading import Recording, read_side
 from rankscope.tools.parity.result import Answer
-from support.forked_ranks import _become, _run
+from support.forked_ranks import _become, _run, end_with
 
 Rules = Sequence[tuple[str, Sequence[str]]]
 TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
@@ -22,8 +22,6 @@ TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
 
 @dataclass(frozen=True)
 class Layout:
-    """One side of a pair."""
-
     ranks: int = 1  # 0 for a process that no launcher has started
     words: tuple[str, ...] = ()  # arguments of the training
     script: str = TRAINING
@@ -33,7 +31,6 @@ class Layout:
 def layout(
     ranks: int, *words: str, script: str = TRAINING, variables: Mapping[str, str] | None = None
 ) -> Layout:
-    """Return a layout of so many ranks with these arguments."""
     return Layout(ranks, words, script, variables or {})
 
 
@@ -50,7 +47,6 @@ def record(
     run: Run = _run,
     **parity: Any,
 ) -> tuple[int, str]:
-    """Record a training; return its exit code and what it said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -72,14 +68,7 @@ def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) ->
     gc.freeze()
     forking = mp.get_context("fork")
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
-    processes = [
-        forking.Process(target=_main, args=(command, {**environment, **place})) for place in places
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+    end_with([forking.Process(target=_main, args=(command, {**environment, **p})) for p in places])
 
 
 def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -99,7 +88,6 @@ class Recordings:
         self._count = 0
 
     def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Recording:
-        """Return a recorded layout."""
         key = repr((one, steps, sorted(parity.items())))
         if key not in self._known:
             place = self._folder / str(self._count)  # a failed one leaves its folder behind

@@ -20,7 +20,6 @@ def to_type(values, dtype):
 
 
 def reduced(gradients_WP, dtype="float32"):
-    """Return the mean, added up in rank order in a type."""
     total = np.zeros(gradients_WP.shape[1], np.float32)
     for gradient in gradients_WP:
         total = to_type(total + to_type(gradient, dtype), dtype).astype(np.float32)

@@ -11,8 +11,6 @@ PERIOD = 8191
 
 @dataclass
 class Truth:
-    """What a kernel should find."""
-
     sketch: np.ndarray
     squared_norm: float
     largest: float
@@ -30,7 +28,6 @@ def signs_of(name: str, seed: int, num_rows: int) -> tuple[int, np.ndarray, np.n
 
 
 def first_position(name: str, seed: int, width: int) -> int:
-    """Return the position at which a parameter begins."""
     return int.from_bytes(_digest(name, seed)[8:], "little") % width
 
 

@@ -56,5 +56,4 @@ class Store:
         hidden.rename(self._says)
 
     def heal(self) -> None:
-        """Work again."""
         self._says.unlink(missing_ok=True)

@@ -31,10 +31,10 @@ Record = dict[str, str]
 Ended: TypeAlias = subprocess.CompletedProcess[str]
 
 
-def short_records(count: int = 240) -> list[Record]:
+def short_records() -> list[Record]:
     """Return records of the built-in kind that are short, so that all is fast."""
     rows = (row for row in generate(7) if len(row["output"]) < 30 and len(row["input"]) < 40)
-    return [row for row, _ in zip(rows, range(count), strict=False)]
+    return [row for row, _ in zip(rows, range(240), strict=False)]
 
 
 def shared_folder(base: Path) -> Path:
@@ -206,8 +206,6 @@ class Begun:
 
 
 class Done:
-    """A study that has ended."""
-
     def __init__(self, path: Path, process: Ended) -> None:
         self.path = path
         self.code = process.returncode
@@ -227,7 +225,6 @@ def has_rows(run: Path) -> bool:
 
 
 def names(folder: Path) -> list[str]:
-    """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 

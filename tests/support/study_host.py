@@ -20,8 +20,6 @@ from unittest.mock import patch
 
 
 class Host:
-    """A process that runs commands."""
-
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         # Appended to and cut: workers inherit these two files from the first command.
         self._printed = [(folder / name).open("a+") for name in ("out", "err")]
@@ -42,12 +40,10 @@ class Host:
         weakref.finalize(self, _end, self._process, self._answers, self._printed)
 
     def run(self, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-        """Run ``rankscope`` with these words to its end."""
         self.begin(words)
         return self.end(words, seconds)
 
     def begin(self, words: Sequence[str]) -> None:
-        """Begin to run a command."""
         for file in self._printed:
             file.truncate(0)
         assert self._process.stdin

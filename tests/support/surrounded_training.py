@@ -12,8 +12,6 @@ SIZE, CLASSES = 16, 4
 
 
 class Net(nn.Module):
-    """Two layers with dropout in between."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop, self.last = (
@@ -61,7 +59,6 @@ class Training:
         return loss * float("nan") if self.poisoned else loss
 
     def finish(self, loss: Tensor) -> None:
-        """Do what follows the forward pass."""
         loss.backward()  # type: ignore[no-untyped-call]
         self.update()
 
@@ -79,7 +76,6 @@ class Training:
         self.finish(self.loss(self.called(x), y))
 
     def bits(self) -> list[bytes]:
-        """Return every bit of its state."""
         parameters = [p.detach() for p in self.model.parameters()]
         local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
         return [*(p.numpy().tobytes() for p in local), torch.get_rng_state().numpy().tobytes()]

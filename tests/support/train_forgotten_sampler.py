@@ -15,7 +15,6 @@ import rankscope
 
 
 def train(way: str, run_dir: Path) -> None:
-    """Train for 30 steps."""
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(480, 8), torch.randint(4, (480,)))
     sampler = DistributedSampler(data) if way == "healthy" else None

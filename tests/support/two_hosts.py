@@ -124,7 +124,6 @@ class TwoHosts:
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "nomaster")
 
     def mend(self, host: int = 1, network: str = "agents") -> None:
-        """Undo :meth:`cut`."""
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "master", network)
 
     def connections(self, host: int = 1, network: str = "agents", *options: str) -> str:

@@ -47,7 +47,6 @@ def watch(engine: Any, run_dir: str, **options: Any) -> rankscope.Scope:
 
 
 def truth_of(rank: int, mode: Mode, step: int, engine: Any) -> Truth:
-    """Return what is true of the step that comes next."""
     with torch.random.fork_rng(devices=[]):
         micro = micro_gradients(rank, mode, step, engine)
     total = accumulated(mode, micro)

@@ -99,7 +99,6 @@ def reduced_error(local: LocalGradient, exact: dict[str, Tensor]) -> float:
 
 
 def session_of(model: Any) -> Session:
-    """Return a session of a model that is sharded already."""
     optimizer = torch.optim.SGD(model.parameters())
     mode = mode_named("1-D")
     return Session(mode, model, model, model, optimizer, None, dist.get_rank())  # type: ignore[arg-type]
@@ -212,7 +211,6 @@ def a_model_that_is_not_sharded_is_refused() -> None:
 
 
 def check_two_steps(model: Any, alone: nn.Module) -> None:
-    """Train a sharded model beside an unsharded copy of it."""
     session = session_of(model)
     tap = make_tap(session)
     for step in range(2):

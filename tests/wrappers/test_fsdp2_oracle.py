@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
@@ -20,6 +19,7 @@ from support.fsdp2_training import (
     state_of,
     train_step,
 )
+from support.loops import watch
 from support.ranks import run_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth, cosines
 
@@ -42,17 +42,10 @@ def train_mode(mode: Mode, folder: str) -> dict[str, Any]:
     first = 1 if mode.name in ATTACHED_LATE else 0
     train_unwatched(session, range(first))
     truths = []
-    with rankscope.watch(
-        session.model,
-        session.optimizer,
-        run_dir=f"{folder}/{mode.name}/run",
-        tier=mode.tier,
-        sketch_width=WIDTH,
-        reduced="norm" if mode.tier == "scalars" else "sketch",
-        overhead_budget=None,
-        announce=False,
-        canary=False,
-    ) as scope:
+    reduced = "norm" if mode.tier == "scalars" else "sketch"
+    options = {"tier": mode.tier, "sketch_width": WIDTH, "reduced": reduced, "canary": False}
+    run_dir = f"{folder}/{mode.name}/run"
+    with watch(session.model, session.optimizer, run_dir=run_dir, **options) as scope:
         for step in range(first, STEPS):
             gradient, micro_squares = local_gradient(session, step)
             vectors = {name: v.double().flatten().numpy() for name, v in gradient.items()}

@@ -39,7 +39,6 @@ ROUNDING = 1e-5  # of sums in float32, also of gradients in bf16
 
 
 def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
-    """Train twice, watched and not."""
     reduced = "norm" if mode.tier == "scalars" else "sketch"
     options = {"tier": mode.tier, "reduced": reduced, "sketch_width": WIDTH}
     loop = MegatronLoop(rank, mode, f"{folder}/{mode.name}", **options)

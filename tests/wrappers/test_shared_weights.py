@@ -7,8 +7,6 @@ from rankscope.wrappers.fsdp2_mesh import find_ties, held_by
 
 
 class Managed:
-    """A parameter, as FSDP2 manages it."""
-
     def __init__(self, name, tensor):
         self.name = name
         self.tensor = tensor

@@ -69,7 +69,6 @@ def train(rank, model, optimizer, see=lambda loss: None):
 
 
 def digest(model):
-    """Return a digest of this rank's parameters, bit for bit, and of its random generator."""
     own = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
