@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """R102, TorchEasyRec#544: the processes that read start before they are given their place.
 
 alibaba/TorchEasyRec#544: after a restart the data set is given the place at which reading stopped.

@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """R103, datasets#7447: after a restart, every epoch is what was left of the interrupted one.
 
 huggingface/datasets#7447: a stream is given the place at which it was interrupted. The process that
