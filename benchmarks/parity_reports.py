@@ -162,8 +162,8 @@ REPORTS = (
     _resumed(102, "samples"),
     _resumed(103, "samples"),
     Report(104, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
-    Report(105, "0", "2", "gradient"),
-    Report(106, "0", "2", "gradient"),
+    Report(105, "0", "2", "gradient", watched=True),
+    Report(106, "0", "2", "gradient", watched=True),
     Report(107, "0", "2"),
     _resumed(108, "start"),
 )
