@@ -25,7 +25,7 @@ class Buffer:
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
         self.memory = torch.zeros(sum(p.numel() for p in self.parameters))
-        parts = self.memory.split([p.numel() for p in self.parameters])
+        parts = self.memory.split([p.numel() for p in self.parameters])  # type: ignore[no-untyped-call]
         self.views: list[Tensor] = [
             part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)
         ]

@@ -42,7 +42,7 @@ for step in range(chosen.steps):
     batch = data[step * GLOBAL_BATCH % 4096 :][:GLOBAL_BATCH]
     for tokens in batch.chunk(world)[rank].chunk(chosen.micro_batches):
         loss = next_token_loss(model(tokens), tokens)
-        (loss / chosen.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (loss / chosen.micro_batches).backward()
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)
