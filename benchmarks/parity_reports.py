@@ -30,7 +30,7 @@ from rankscope.tools.parity.compare import decide_resumed
 from rankscope.tools.parity.reading import NotRecordedError
 
 HERE = Path(__file__).parent / "reports"
-NUM_REPORTS = 100
+NUM_REPORTS = 108
 SAVED_AT = 3
 SAME, NOT_COMPARABLE, NOT_RUN = "the same", "not comparable", "not run"
 
@@ -158,9 +158,17 @@ REPORTS = (
     Report(98, "0", "2", "samples"),
     Report(99, "0", "2", "samples"),
     Report(100, "0", "2", "start"),
+    Report(101, "0", "2", "gradient"),
+    _resumed(102, "samples"),
+    _resumed(103, "samples"),
+    Report(104, "0", "2", NOT_COMPARABLE, NOT_COMPARABLE),
+    Report(105, "0", "2", "gradient", watched=True),
+    Report(106, "0", "2", "gradient", watched=True),
+    Report(107, "0", "2"),
+    _resumed(108, "start"),
 )
 """Those that neither a watched run nor its reference step found at first, and what is answered; of
-R77 to R100 all."""
+R77 to R108 all."""
 
 
 def layout_of(report: Report, words: str, folder: Path, *, right: bool) -> Any:

@@ -46,7 +46,8 @@ R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91 R97
 H06 H12 H14 H17 H21 H26 H29 H32
 """
 ON_FOUR_RANKS = frozenset(_ON_FOUR_RANKS.split())
-LAUNCHED_TWICE = {"R04", "R07", "R24", "R44", "R45", "R54", "R76", "R80", "R87"}
+_LAUNCHED_TWICE = "R04 R07 R24 R44 R45 R54 R76 R80 R87 R102 R103 R108"
+LAUNCHED_TWICE = frozenset(_LAUNCHED_TWICE.split())
 """They save at the end of the first launch, and go on in the second one."""
 
 NAMED_BY = {
@@ -58,7 +59,7 @@ NAMED_BY = {
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",
     "state.parameters_differ": "R09 R35 R50 R62 R70",
-    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97",
+    "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97 R105 R106",
     "loss.no_gradient": "R12",
     "state.buffers_differ": "R15",
     "data.coverage": "R16",

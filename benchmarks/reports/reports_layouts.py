@@ -1,4 +1,4 @@
-"""What r69 to r100 share: one training on one process or on several, its options, its end."""
+"""What r69 to r108 share: one training on one process or on several, its options, its end."""
 
 import argparse
 import os
