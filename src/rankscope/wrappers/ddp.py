@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
-from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, stream_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
@@ -217,8 +217,7 @@ class DDPTap(HookedTap):
         self._bypassed = not self._step.through_ddp
         self._find_stream()
         self._choose_hooks()
-        self._begin_pass_anew()
-        self._fresh = True
+        self._await_pass()
         self._step.synchronises = self._bypassed or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
         adds_up = self._sketcher.sketches or self._stream is not None
@@ -244,7 +243,7 @@ class DDPTap(HookedTap):
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
-        return self._step.synchronises and not self._fresh and not self._backward.running
+        return self._step.synchronises and self._phase is PassPhase.IDLE
 
     @property
     def busy_seconds(self) -> float:
@@ -338,7 +337,6 @@ class DDPTap(HookedTap):
         step = self._step
         if step.settled:
             self._add_to_reduced()
-        self._fresh = False
         if not step.synchronises and self._is_prepared:
             step.synchronises = self._prepared_late = True
             step.spoiled |= not self._hooks.all
@@ -355,7 +353,9 @@ class DDPTap(HookedTap):
         """Keep this worker's part so far: the pass adds to a gradient that was reduced."""
         step = self._step
         reduced = self._reduced
-        known = self._fresh and self._measure and step.reduced_known and self._stream is None
+        known = (
+            self.awaits_backward and self._measure and step.reduced_known and self._stream is None
+        )
         if reduced is None or not (known and self._subtracts):
             step.spoiled = True
             return
@@ -369,7 +369,7 @@ class DDPTap(HookedTap):
 
     def _on_ending(self) -> None:
         """Read the local gradients, and watch the copies of the reduced ones over them."""
-        if self._first or self._stream is not None:
+        if self._phase is not PassPhase.READING or self._stream is not None:
             return
         self._busy.see_gradient()
         self._read_pass()
