@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from weakref import ref
 
@@ -45,13 +46,21 @@ _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
 _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
+class StepRoute(Enum):
+    """Which way the forward passes of a step go: from NONE to PAST_DDP, and from both to DDP."""
+
+    NONE = auto()
+    PAST_DDP = auto()  # to the module inside: nothing reduces the step
+    DDP = auto()  # one at least, whose reduction takes all
+
+
 @dataclass(slots=True)
 class StepState:
     """The state of the step that runs; there is a new one for each."""
 
     begun: bool = False  # a backward pass that is due has begun
     carried_over: Tensor | None = None  # see LocalGradient
-    through_ddp: bool = False  # a forward pass went through DDP
+    route: StepRoute = StepRoute.NONE
     synchronises: bool = False  # the last forward pass is one whose backward pass reduces
     settled: bool = False  # the reduction is over
     reduced_known: bool = False  # the reduced gradient was read
@@ -191,7 +200,7 @@ class DDPTap(HookedTap):
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
-        self._due = self._bypassed = self._unreduced = self._begins_anew = False
+        self._due = self._unreduced = self._begins_anew = False
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
@@ -213,12 +222,14 @@ class DDPTap(HookedTap):
         One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
         unless the same step goes through DDP as well, which then reduces the sum of both.
         """
-        self._step.through_ddp |= not bypassed
-        self._bypassed = not self._step.through_ddp
+        if not bypassed:
+            self._step.route = StepRoute.DDP
+        elif self._step.route is StepRoute.NONE:
+            self._step.route = StepRoute.PAST_DDP
         self._find_stream()
         self._choose_hooks()
         self._await_pass()
-        self._step.synchronises = self._bypassed or self._reduces
+        self._step.synchronises = self._step.route is StepRoute.PAST_DDP or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
         adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
@@ -321,7 +332,6 @@ class DDPTap(HookedTap):
         if self._stream is not None:
             self._stream.reset()
         self._step = StepState()
-        self._bypassed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
@@ -343,7 +353,7 @@ class DDPTap(HookedTap):
             self._measure = self._due
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._stream is None:
-            synchronises = step.synchronises and not self._bypassed
+            synchronises = step.synchronises and step.route is not StepRoute.PAST_DDP
             self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
             step.begun = True
@@ -384,7 +394,7 @@ class DDPTap(HookedTap):
         step = self._step
         step.settled = step.synchronises
         self._left = None if step.synchronises else self._parameter_left()
-        self._unreduced = self._bypassed or not step.synchronises
+        self._unreduced = step.route is StepRoute.PAST_DDP or not step.synchronises
         reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
             self._busy.see_reduced()
