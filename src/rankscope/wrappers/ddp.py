@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from weakref import ref
 
@@ -33,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
-from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, stream_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
@@ -45,13 +46,21 @@ _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
 _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
+class StepRoute(Enum):
+    """Which way the forward passes of a step go: from NONE to PAST_DDP, and from both to DDP."""
+
+    NONE = auto()
+    PAST_DDP = auto()  # to the module inside: nothing reduces the step
+    DDP = auto()  # one at least, whose reduction takes all
+
+
 @dataclass(slots=True)
 class StepState:
     """The state of the step that runs; there is a new one for each."""
 
     begun: bool = False  # a backward pass that is due has begun
     carried_over: Tensor | None = None  # see LocalGradient
-    through_ddp: bool = False  # a forward pass went through DDP
+    route: StepRoute = StepRoute.NONE
     synchronises: bool = False  # the last forward pass is one whose backward pass reduces
     settled: bool = False  # the reduction is over
     reduced_known: bool = False  # the reduced gradient was read
@@ -191,7 +200,7 @@ class DDPTap(HookedTap):
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
-        self._due = self._bypassed = self._unreduced = self._begins_anew = False
+        self._due = self._unreduced = self._begins_anew = False
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
@@ -213,13 +222,14 @@ class DDPTap(HookedTap):
         One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
         unless the same step goes through DDP as well, which then reduces the sum of both.
         """
-        self._step.through_ddp |= not bypassed
-        self._bypassed = not self._step.through_ddp
+        if not bypassed:
+            self._step.route = StepRoute.DDP
+        elif self._step.route is StepRoute.NONE:
+            self._step.route = StepRoute.PAST_DDP
         self._find_stream()
         self._choose_hooks()
-        self._begin_pass_anew()
-        self._fresh = True
-        self._step.synchronises = self._bypassed or self._reduces
+        self._await_pass()
+        self._step.synchronises = self._step.route is StepRoute.PAST_DDP or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
         adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
@@ -244,7 +254,7 @@ class DDPTap(HookedTap):
     @property
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
-        return self._step.synchronises and not self._fresh and not self._backward.running
+        return self._step.synchronises and self._phase is PassPhase.IDLE
 
     @property
     def busy_seconds(self) -> float:
@@ -322,7 +332,6 @@ class DDPTap(HookedTap):
         if self._stream is not None:
             self._stream.reset()
         self._step = StepState()
-        self._bypassed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
@@ -338,14 +347,13 @@ class DDPTap(HookedTap):
         step = self._step
         if step.settled:
             self._add_to_reduced()
-        self._fresh = False
         if not step.synchronises and self._is_prepared:
             step.synchronises = self._prepared_late = True
             step.spoiled |= not self._hooks.all
             self._measure = self._due
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
         if self._stream is None:
-            synchronises = step.synchronises and not self._bypassed
+            synchronises = step.synchronises and step.route is not StepRoute.PAST_DDP
             self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
             step.begun = True
@@ -355,7 +363,9 @@ class DDPTap(HookedTap):
         """Keep this worker's part so far: the pass adds to a gradient that was reduced."""
         step = self._step
         reduced = self._reduced
-        known = self._fresh and self._measure and step.reduced_known and self._stream is None
+        known = (
+            self.awaits_backward and self._measure and step.reduced_known and self._stream is None
+        )
         if reduced is None or not (known and self._subtracts):
             step.spoiled = True
             return
@@ -369,7 +379,7 @@ class DDPTap(HookedTap):
 
     def _on_ending(self) -> None:
         """Read the local gradients, and watch the copies of the reduced ones over them."""
-        if self._first or self._stream is not None:
+        if self._phase is not PassPhase.READING or self._stream is not None:
             return
         self._busy.see_gradient()
         self._read_pass()
@@ -384,7 +394,7 @@ class DDPTap(HookedTap):
         step = self._step
         step.settled = step.synchronises
         self._left = None if step.synchronises else self._parameter_left()
-        self._unreduced = self._bypassed or not step.synchronises
+        self._unreduced = step.route is StepRoute.PAST_DDP or not step.synchronises
         reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
             self._busy.see_reduced()

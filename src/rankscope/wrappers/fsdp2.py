@@ -362,6 +362,17 @@ class FSDP2Tap(GradientTap):
         return read if self._step.reduced_read else []
 
 
+class _Before(Enum):
+    """Whether the gradients before a pass are known: from UNSEEN to SEEN or LATE, or through both.
+
+    The end of the pass leads back to UNSEEN.
+    """
+
+    UNSEEN = auto()  # the pass has not reached the model's output, or is not compared
+    SEEN = auto()
+    LATE = auto()  # it had reached a parameter by then
+
+
 State = tuple[int, int]
 """Address and version of a gradient: they change when something is accumulated into it."""
 
@@ -393,7 +404,7 @@ class AccumulatedGradients:
         self._left: GradientTotals | None = None  # after the last pass, if the next is compared
         self._unreduced: Mapping[ManagedParameter, State] = {}
         self._changed: dict[ManagedParameter, State] = {}  # before the pass that runs
-        self._noticed = self._late = False
+        self._before = _Before.UNSEEN
 
     def measure_unreduced(self) -> GradientTotals:
         """Measure the gradients that wait for their reduction."""
@@ -415,10 +426,9 @@ class AccumulatedGradients:
 
         It may have reduced some already (``begun``).
         """
-        if self._noticed or not measure or self._left is None:
+        if self._before is not _Before.UNSEEN or not measure or self._left is None:
             return
-        self._noticed = True
-        self._late = begun
+        self._before = _Before.LATE if begun else _Before.SEEN
         if not begun:
             waiting = self._parameters if self._unreduced else ()
             now = {p: state_of(g) for p in waiting if (g := p.unreduced) is not None}
@@ -427,8 +437,8 @@ class AccumulatedGradients:
 
     def see_summed(self, gradients: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
         """Note whole gradients to which the pass adds no more."""
-        if self._changed:
-            self._late |= any(self._changed.get(p) == state_of(g) for p, g in gradients)
+        if self._changed and any(self._changed.get(p) == state_of(g) for p, g in gradients):
+            self._before = _Before.LATE
 
     def drop_pass(self, *, reduced: bool) -> None:
         """Note that the pass has accumulated nothing: the training wanted other gradients.
@@ -437,8 +447,7 @@ class AccumulatedGradients:
         """
         self._audit.drop_pass()
         self._changed = {}
-        self._noticed = False
-        self._late = False
+        self._before = _Before.UNSEEN
         if reduced:
             self._left = None
 
@@ -472,12 +481,11 @@ class AccumulatedGradients:
     def _close(self) -> None:
         waiting = ((p, p.unreduced) for p in self._changed)
         self.see_summed([(p, g) for p, g in waiting if g is not None])
-        if self._late:
+        if self._before is _Before.LATE:
             self._audit.drop_pass()
         self._changed = {}
         self._unreduced = {}
-        self._noticed = False
-        self._late = False
+        self._before = _Before.UNSEEN
 
     def _read_unreduced(self, into: GradientTotals) -> None:
         there = [(p.name, p.unreduced) for p in self._parameters]

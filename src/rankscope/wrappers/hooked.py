@@ -8,6 +8,7 @@ out.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,46 @@ from rankscope.wrappers.parts import MicroBatches
 from rankscope.wrappers.passes import BackwardEnd
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 from rankscope.wrappers.untraced import untraced
+
+
+class PassPhase(Enum):
+    """How far a backward pass has come; one that raises stays there until it is forgotten."""
+
+    IDLE = auto()  # none runs, and no forward pass waits for one
+    AWAITED = auto()  # a forward pass waits for its backward pass
+    BEGUN = auto()  # the awaited one runs, and has reached no parameter
+    UNAWAITED = auto()  # one for which no forward pass waits runs, and has reached no parameter
+    READING = auto()  # it has reached a parameter that is measured
+
+
+class PassEvent(Enum):
+    """What may move a backward pass to another phase."""
+
+    FORWARD = auto()  # a forward pass in training begins
+    NOTICE = auto()  # a hook shows that a backward pass runs
+    GRADIENT = auto()  # the first one
+    LEAVE = auto()  # the pass ends, or is forgotten
+    OPTIMIZER = auto()  # an optimizer ends the step
+
+
+PASS_MOVES: Mapping[PassEvent, Mapping[PassPhase, PassPhase]] = {
+    PassEvent.FORWARD: dict.fromkeys(PassPhase, PassPhase.AWAITED),
+    PassEvent.NOTICE: {
+        PassPhase.IDLE: PassPhase.UNAWAITED,
+        PassPhase.AWAITED: PassPhase.BEGUN,
+    },
+    PassEvent.GRADIENT: {
+        PassPhase.BEGUN: PassPhase.READING,
+        PassPhase.UNAWAITED: PassPhase.READING,
+    },
+    PassEvent.LEAVE: {
+        PassPhase.BEGUN: PassPhase.AWAITED,
+        PassPhase.UNAWAITED: PassPhase.IDLE,
+        PassPhase.READING: PassPhase.IDLE,
+    },
+    PassEvent.OPTIMIZER: {PassPhase.AWAITED: PassPhase.IDLE},
+}
+"""The life of a backward pass: where an event moves it; no effect in a phase that is not listed."""
 
 
 class HookCalls:
@@ -154,7 +195,7 @@ class HookedTap(GradientTap):
         self._sketcher = sketcher
         self._guarded = guarded
         self._observer = observer
-        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
+        self._backward = BackwardEnd(self._on_begin, self._finish, guarded, self._on_ending)
         self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
         self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
@@ -162,9 +203,8 @@ class HookedTap(GradientTap):
         self._accumulator = AccumulatorAudit(parameters, sketcher)
         self._calls = HookCalls()
         self._counted: list[str] = []  # calls of hooks that only count, in this pass
-        self._first = True  # the next gradient is the first of its backward pass
-        self._fresh = False  # a forward pass waits for its backward pass
-        self._noticed = False  # the backward pass, before its first gradient
+        self._phase = PassPhase.IDLE
+        self._noticed = False  # a backward pass since the last forward pass, at the model's output
         self._measure = False
         self._announce: Callable[[], None] | None = None  # of the pass that runs
         self._reached: list[Callable[[], None]] = []  # called if it trains
@@ -174,7 +214,7 @@ class HookedTap(GradientTap):
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Note that the running backward pass has reached the model's output."""
-        begun = self._backward.running and not self._first
+        begun = self._phase is PassPhase.READING
         self._backward.notice()
         self._noticed = True
         self._reached.append(trained)
@@ -186,7 +226,7 @@ class HookedTap(GradientTap):
 
         Nothing comes of it when no parameter takes part, or one that was announced does as well.
         """
-        if not self._fresh and not self._backward.running:
+        if self._phase is PassPhase.IDLE:
             self._announce = announce
             self._hooks.keep(self._all)
             Variable._execution_engine.queue_callback(self._forget_unannounced)
@@ -194,7 +234,7 @@ class HookedTap(GradientTap):
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward pass was announced whose backward pass has not begun."""
-        return self._fresh
+        return self._phase in (PassPhase.AWAITED, PassPhase.BEGUN)
 
     def leave_out(self, names: Collection[str]) -> None:
         """Measure the step that begins without some parameters."""
@@ -214,13 +254,22 @@ class HookedTap(GradientTap):
         """Whether gradients of several micro-batches add up where they are read."""
         return True
 
-    def _begin_pass_anew(self) -> None:
-        """Forget a backward pass that did not end."""
+    def _move(self, event: PassEvent) -> None:
+        self._phase = PASS_MOVES[event].get(self._phase, self._phase)
+
+    def _leave_pass(self) -> None:
+        self._move(PassEvent.LEAVE)
         self._backward.begin()
+
+    def _await_pass(self) -> None:
+        """Begin a forward pass, which waits for its backward pass; forget one that did not end."""
+        self._leave_pass()
         self._reading.forget()
+        self._move(PassEvent.FORWARD)
 
     def _begin_step_anew(self) -> None:
-        self._begin_pass_anew()
+        self._leave_pass()
+        self._reading.forget()
         self._micro.reset()
         self._accumulator.reset()
         self._calls.reset()
@@ -246,7 +295,7 @@ class HookedTap(GradientTap):
 
     def _is_training(self) -> bool:
         """Return whether the pass that ends was the training's; call ``trained`` then."""
-        if self._first:  # no parameter took part: the training wanted other gradients
+        if self._phase is not PassPhase.READING:  # the training wanted other gradients
             self._accumulator.drop_pass()
             return False
         for trained in self._reached:
@@ -261,28 +310,31 @@ class HookedTap(GradientTap):
             self._guarded(partial(self._see, name, parameter.grad))
 
     def _on_begin(self) -> None:
-        self._first = True
+        self._move(PassEvent.NOTICE)
         self._reached.clear()
+
+    def _finish(self) -> None:
+        self._on_end()
+        self._move(PassEvent.LEAVE)  # last: Ctrl-C in between leaves an aborted pass
 
     def _see(self, name: str, gradient: Tensor | None) -> None:
         """Read a gradient in its hook."""
-        if not self._backward.running or (self._first and not self._fresh):
+        if self._phase not in (PassPhase.READING, PassPhase.BEGUN):
             self._begin_unawaited()
-        self._backward.notice()
         if name in self._left_out:
             return
-        if self._first:
-            self._first = False
+        if self._phase is not PassPhase.READING:
             self._counted.clear()
             self._calls.begin_pass()
             self._begin_pass(name)
+            self._move(PassEvent.GRADIENT)
         self._take(name, gradient, last=self._calls.last_of(name))
 
     def _begin_unawaited(self) -> None:
         """Begin a backward pass that has reached a parameter, and that nothing has announced."""
-        noticed = self._backward.running
+        noticed = self._phase is PassPhase.UNAWAITED
         reached = list(self._reached) if noticed else []
-        self._backward.begin()
+        self._leave_pass()
         announce, self._announce = self._announce, None
         if announce is None:
             self._unawaited(noticed)

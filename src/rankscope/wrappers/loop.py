@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
@@ -35,8 +35,7 @@ class _Step:
     """The state of the step that runs; there is a new one for each."""
 
     begun: bool = False  # a backward pass that is measured has begun
-    ended: bool = False  # one has ended
-    settled: bool = False  # the optimizer was called after it
+    settled: bool = False  # the optimizer was called after one
     reduced_known: bool = False  # the reduced gradient was read
     spoiled: bool = False  # the measurements are not those of the step's local gradient
     carried_over: Tensor | None = None  # see LocalGradient
@@ -92,20 +91,19 @@ class LoopTap(HookedTap):
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
         self._choose_hooks()
-        self._begin_pass_anew()
-        self._fresh = True
+        self._await_pass()
         self._measure = measure
 
     def see_optimizer(self) -> None:
         """Read the reduced gradient, at the first call of an optimizer after a backward pass."""
         step = self._step
-        if not step.ended or step.settled or self._backward.running:
+        if not step.num_passes or step.settled or self._backward.running:
             return
         step.settled = True
         if self._of_copies:
             self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
             self._num_waiting = 0
-        self._fresh = False
+        self._move(PassEvent.OPTIMIZER)
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
@@ -122,7 +120,7 @@ class LoopTap(HookedTap):
         gradient away, and the next forward pass begins another step. On an accelerator, only one
         that is taken away is known to be, not one that is zeroed in place.
         """
-        if self._backward.running or self._fresh or not self._step.ended:
+        if self._phase is not PassPhase.IDLE or not self._step.num_passes:
             return False
         whole = self._step.num_passes >= self._fewest_passes
         return self._step.settled or (whole and self._is_thrown_away())
@@ -194,7 +192,6 @@ class LoopTap(HookedTap):
     def _begin_pass(self, first: str) -> None:
         self._keep_taken()
         step = self._step
-        self._fresh = False
         step.spoiled |= step.settled  # it adds to the gradient that the optimizer has used
         step.spoiled |= not (self._hooks.all or self._noticed)
         self._reading.begin_pass(first, measure=self._measure, synchronises=False)
@@ -204,7 +201,7 @@ class LoopTap(HookedTap):
 
     def _on_ending(self) -> None:
         """Read the local gradients at the end of a backward pass."""
-        if not self._first:
+        if self._phase is PassPhase.READING:
             self._read_pass()
 
     def _on_end(self) -> None:
@@ -215,7 +212,6 @@ class LoopTap(HookedTap):
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= unexpected or self._reading.spoiled
         self._reading.take_refs()
-        step.ended = True
         step.num_passes += 1
         self._num_waiting += 1
         parameters = (self._parameters[name] for name in self._calls.names)

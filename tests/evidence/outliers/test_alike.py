@@ -4,7 +4,7 @@ import numpy as np
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.outliers.judge import AlikePairs
+from rankscope.evidence.outliers.alike import AlikePairs
 from support.stepping import describe, evidence_of
 from support.streams import gathered
 

@@ -2,12 +2,15 @@
 
 A sum over the first dimension of an output, over all micro-batches and workers, does not depend on
 how the global batch is dealt out. It is kept per layer without children, in float32.
+
+Hooks on each layer also show which ones draw random numbers.
 """
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -95,3 +98,32 @@ class LayerOutputs:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+class LayerHooks:
+    """The hooks of one layer; only torch's own generators are read, and none is moved."""
+
+    def __init__(self, see: Callable[..., None], name: str) -> None:
+        self._see = see
+        self._name = name
+        self._states: list[Tensor] = []
+        self.hooks: list[Any] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A layer is about to compute."""
+        self._states = _states()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It has."""
+        states = zip(self._states, _states(), strict=False)
+        drew = any(not torch.equal(old, new) for old, new in states)
+        self._see(self._name, output, drew=drew)
+        for hook in self.hooks:
+            hook.remove()
+
+
+def _states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states

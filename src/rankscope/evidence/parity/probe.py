@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rankscope.bus.parity import (
     BUFFER,
@@ -37,7 +36,7 @@ from rankscope.bus.parity import (
 )
 from rankscope.bus.probe import Job, Probe
 from rankscope.evidence.loss.probe import LossMeter, read_losses
-from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
+from rankscope.evidence.optimizer.probe import held_by
 from rankscope.evidence.parity.figures import (
     FigureMeter,
     Labels,
@@ -55,14 +54,20 @@ from rankscope.evidence.parity.held import (
     size_of,
     stored,
 )
-from rankscope.evidence.parity.inside import LayerOutputs
+from rankscope.evidence.parity.inside import LayerHooks, LayerOutputs
 from rankscope.evidence.parity.naming import Naming, Rule
+from rankscope.evidence.parity.optimizers import (
+    like_parameter,
+    parameters_of,
+    scaler_around,
+    settings_of,
+    state_of,
+)
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
-from rankscope.private import callers
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
@@ -73,8 +78,6 @@ from rankscope.wrappers.surroundings import outside
 
 _log = logging.getLogger("rankscope")
 
-_SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
-_SCALER = "torch.amp.grad_scaler"
 _MOST_DREW = 8
 _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -240,7 +243,9 @@ class ParityRecorder(Probe):
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
-        return any(self._held.in_tensor(p) for each in all_of(optimizer) for p in _parameters(each))
+        return any(
+            self._held.in_tensor(p) for each in all_of(optimizer) for p in parameters_of(each)
+        )
 
     def fail(self, error: Exception) -> None:
         """End the record, and say so in its files."""
@@ -366,14 +371,14 @@ class ParityRecorder(Probe):
         if now.phase is _Phase.WAITING:
             return
         now.phase = _Phase.UPDATES
-        now.facts["scaler"] = _scaler_around()
+        now.facts["scaler"] = scaler_around()
         for each in all_of(optimizer):
-            if any(p.grad is not None and not self._held.in_tensor(p) for p in _parameters(each)):
+            if any(p.grad is not None and not self._held.in_tensor(p) for p in parameters_of(each)):
                 self.see_other(each)
         given = [  # in flat tensors
             (name, part(flat.grad))
             for each in all_of(optimizer)
-            for flat in _parameters(each)
+            for flat in parameters_of(each)
             if id(flat) not in self._names and flat.grad is not None
             for name, part in self._held.in_tensor(flat)
         ]
@@ -389,7 +394,7 @@ class ParityRecorder(Probe):
                 **now.facts.get("held counters", {}), **self._counters(optimizer)
             }  # fmt: skip
         for each in all_of(optimizer):
-            for parameter in _parameters(each):
+            for parameter in parameters_of(each):
                 held = self._held.in_tensor(parameter)
                 copy = parameter.detach().clone() if held else parameter
                 now.before.update((name, part(copy)) for name, part in held)
@@ -403,7 +408,7 @@ class ParityRecorder(Probe):
         after = [
             (name, part(p))
             for each in all_of(optimizer)
-            for p in _parameters(each)
+            for p in parameters_of(each)
             for name, part in self._held.in_tensor(p)
             if name in now.before
         ]
@@ -414,7 +419,7 @@ class ParityRecorder(Probe):
             self._add(kind, figures)
         now.counters.update(self._counters(optimizer))
         for each in all_of(optimizer):
-            now.settings += [_settings_of(each, group) for group in each.param_groups]
+            now.settings += [settings_of(each, group) for group in each.param_groups]
 
     def _add(self, kind: str, figures: TensorFigures) -> None:
         known = self._now.figures.get(kind)
@@ -426,7 +431,7 @@ class ParityRecorder(Probe):
             for key, (name, part) in itertools.product(
                 held.moments, self._held.in_tensor(held.whole)
             ):
-                value = _like(held.whole, _state_of(optimizer, held).get(key))
+                value = like_parameter(held.whole, state_of(optimizer, held).get(key))
                 if not isinstance(value, Tensor) or value.shape != held.whole.shape:
                     continue
                 if not (value.is_floating_point() or value.is_complex()):
@@ -520,7 +525,7 @@ class ParityRecorder(Probe):
         for name, module in self._module.named_modules():
             if any(True for _ in module.children()):
                 continue
-            watch = _Inside(self, canonical_name(name) or type(module).__name__)
+            watch = LayerHooks(self.see_layer, canonical_name(name) or type(module).__name__)
             watch.hooks += [
                 module.register_forward_pre_hook(watch.before),
                 module.register_forward_hook(watch.after),
@@ -541,66 +546,8 @@ class ParityRecorder(Probe):
             self._compute = output.dtype if coarser else self._compute
 
 
-class _Inside:
-    """The hooks of one layer; only torch's own generators are read, and none is moved."""
-
-    def __init__(self, recorder: ParityRecorder, name: str) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._states: list[Tensor] = []
-        self.hooks: list[Any] = []
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        """A layer is about to compute."""
-        self._states = _states()
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """It has."""
-        states = zip(self._states, _states(), strict=False)
-        drew = any(not torch.equal(old, new) for old, new in states)
-        self._recorder.see_layer(self._name, output, drew=drew)
-        for hook in self.hooks:
-            hook.remove()
-
-
-def _states() -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return states
-
-
 def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-
-
-def _like(parameter: Tensor, value: Any) -> Any:
-    """Return a state as its parameter is: distributed, where it has the shape of its shard."""
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-        return value
-    if not isinstance(value, Tensor) or value.shape != parameter.to_local().shape:
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
-def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
-    """Return the state as the optimizer has it: not the local parts alone."""
-    for each in all_of(optimizer):
-        state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
-        if held.whole in state:
-            return state[held.whole]  # type: ignore[index, no-any-return]
-    return {}
 
 
 def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float:
@@ -613,28 +560,6 @@ def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float
     if not norms or not 0 < square < math.inf:
         return 0.0
     return abs(float(torch.stack(norms).norm()) / math.sqrt(square) - 1)
-
-
-def _scaler_around() -> dict[str, float]:
-    """Return the state of the gradient scaler that calls an optimizer; empty without one."""
-    for frame in callers():
-        own = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _SCALER else None
-        if isinstance(own, torch.amp.GradScaler):
-            return own.state_dict()
-    return {}
-
-
-def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
-    for name in _SETTINGS:
-        value = group.get(name)
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = float(value)
-        if isinstance(value, int | float) and math.isfinite(value):
-            found[name] = value
-        elif isinstance(value, list | tuple):
-            found[name] = [float(one) for one in value]
-    return found
 
 
 class ParityProbe(ParityRecorder):

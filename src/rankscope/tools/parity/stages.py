@@ -1,8 +1,9 @@
 """The stages of a step, each a function that returns how two trainings differ in it, if they do."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from rankscope.bus.parity import (
     BUFFER,
@@ -312,31 +313,32 @@ def _counters_apart(own: Mapping[str, float], other: Mapping[str, float]) -> str
     return f"the optimizer's step counter{which} is {first:g} in A and {second:g} in B"
 
 
-def _settings_apart(a: SideStep, b: SideStep) -> str:
-    groups = [list(step.facts.get("settings", ())) for step in (a, b)]
-    if len(groups[0]) != len(groups[1]):
-        return (
-            f"The optimizer has {len(groups[0])} parameter groups in A and {len(groups[1])} in B."
-        )
-    for own, other in zip(*groups, strict=True):
+def _settings(a: SideStep, b: SideStep) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each setting's name and its values in both, group by group; None where it is absent."""
+    groups = [step.facts.get("settings", ()) for step in (a, b)]
+    for own, other in zip(*groups, strict=False):
         for name in dict.fromkeys([*own, *other]):
-            if own.get(name) != other.get(name):
-                return f"{name} is {own.get(name)} in A and {other.get(name)} in B."
+            yield name, own.get(name), other.get(name)
+
+
+def _settings_apart(a: SideStep, b: SideStep) -> str:
+    own, other = (len(step.facts.get("settings", ())) for step in (a, b))
+    if own != other:
+        return f"The optimizer has {own} parameter groups in A and {other} in B."
+    for name, value, another in _settings(a, b):
+        if value != another:
+            return f"{name} is {value} in A and {another} in B."
     return ""
 
 
 def _numbers_apart(a: SideStep, b: SideStep) -> str:
     """Return which number both optimizers have in each group, and have another value of."""
-    groups = [list(step.facts.get("settings", ())) for step in (a, b)]
-    if len(groups[0]) != len(groups[1]):
+    if len(a.facts.get("settings", ())) != len(b.facts.get("settings", ())):
         return ""
-    for own, other in zip(*groups, strict=True):
-        for name, value in own.items():
-            another = other.get(name)
-            if not (isinstance(value, int | float) and isinstance(another, int | float)):
-                continue
-            if not math.isclose(value, another, rel_tol=_SETTING):
-                return f"{name} is {value:.6g} in A and {another:.6g} in B."
+    for name, value, another in _settings(a, b):
+        are_numbers = isinstance(value, int | float) and isinstance(another, int | float)
+        if are_numbers and not math.isclose(value, another, rel_tol=_SETTING):
+            return f"{name} is {value:.6g} in A and {another:.6g} in B."
     return ""
 
 
