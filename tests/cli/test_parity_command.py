@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from rankscope.cli.parity import Command, CommandError, render_answer, run_comma
 from rankscope.integrations.parity import ParityJob
 from rankscope.tools.parity.result import Answer, Difference, Kind
 from rankscope.tools.stages import Stage
+from support.accidents import state_of
 from support.parity import Recordings, answer_of, layout, record
 
 OPTIONS = {
@@ -90,14 +90,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path):
     assert time.monotonic() - begun < 200
     pids = [int((tmp_path / "pid").read_text())]
     pids += [each._process.pid for each in (hangs, other)]
-    assert not [pid for pid in pids if is_alive(pid)]
-
-
-def is_alive(pid):
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    assert all(state_of(pid) in ("", "Z") for pid in pids)
 
 
 IN_ORDER = """

@@ -2,21 +2,12 @@
 
 import pytest
 
-from rankscope.bus.replicas import minority_ranks
 from rankscope.tools.doctor import Status, collectives, model, topology
 
 
 def one(results, name):
     [result] = [result for result in results if result.name == name]
     return result
-
-
-@pytest.mark.parametrize(
-    ("values", "odd"),
-    [("aaaa", ()), ("aaba", (2,)), ("aabb", (0, 1, 2, 3)), ("ab", (0, 1)), ("abcc", (0, 1, 2, 3))],
-)
-def test_who_is_odd(values, odd):
-    assert minority_ranks(list(values)) == odd
 
 
 # Topology
@@ -183,6 +174,3 @@ def built(weight=1, bias=1, state=1, **changes):
 def test_models(facts, name, status, ranks):
     result = one(model.STAGE.judge(facts), name)
     assert (result.status, result.ranks) == (status, ranks)
-
-
-# The user's functions

@@ -6,13 +6,13 @@ import os
 import shlex
 import signal
 import subprocess
-import time
 
 import pytest
 
 from rankscope.sinks.base import plain_finding
 from rankscope.sinks.command import CommandSink
 from sinks.findings import FINDING, run_info
+from support.accidents import state_of, wait_until
 
 
 @pytest.fixture
@@ -79,15 +79,6 @@ def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
     assert told() == []
 
 
-def is_running(pid):
-    """Return whether a process runs: not one that has ended and waits for its parent's look."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:  # noqa: PTH123 - a process, not a file
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path, told):
     pids = tmp_path / "pids"
     out = shlex.quote(str(pids))
@@ -97,8 +88,5 @@ def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path, told):
     assert "took longer than 1.5 s and was killed" in message
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2
-    deadline = time.monotonic() + 60
-    while any(map(is_running, started)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(is_running, started))
+    wait_until(lambda: all(state_of(pid) in ("", "Z") for pid in started))
     assert os.getpid() not in started

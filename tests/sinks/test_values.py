@@ -10,29 +10,13 @@ from rankscope.sinks.hub import Sinks
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
+from sinks.test_feeder import Gated
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "trackers.md"
 
 
-class Seen:
-    def __init__(self):
-        self.steps = []
-
-    def open(self, run):
-        pass
-
-    def step(self, step):
-        self.steps.append(step)
-
-    def finding(self, finding):
-        pass
-
-    def close(self):
-        pass
-
-
 def test_open_findings_are_counted_and_the_first_ranks_they_name_are_shown(tmp_path):
-    seen = Seen()
+    seen = Gated(open_gate=True)
     known = finding(id="old", severity=Severity.ERROR, ranks=(9,))
     info = run_info(tmp_path, findings=(known,))
     sinks = Sinks([PlannedSink("seen", lambda: seen)], info)
@@ -46,17 +30,18 @@ def test_open_findings_are_counted_and_the_first_ranks_they_name_are_shown(tmp_p
     for step, found in enumerate(events):
         sinks.step(make_report(step, 40), found)
     sinks.close(60)
+    steps = [value for what, value in seen.got if what == "step"]
     note, warning, error = Severity
-    assert [Counter(step.open_findings) for step in seen.steps] == [
+    assert [Counter(step.open_findings) for step in steps] == [
         Counter({error: 1}),
         Counter({error: 1, note: 1, warning: 1}),
         Counter({error: 2, note: 1}),
         Counter({error: 1, note: 1}),
     ]
-    assert seen.steps[0].named == (9,)
-    assert seen.steps[1].named[:4] == (9, 1, 3, 0)
-    assert len(seen.steps[-1].named) == MAX_NAMED
-    assert seen.steps[-1].flat()["rankscope/findings_warning"] == 0
+    assert steps[0].named == (9,)
+    assert steps[1].named[:4] == (9, 1, 3, 0)
+    assert len(steps[-1].named) == MAX_NAMED
+    assert steps[-1].flat()["rankscope/findings_warning"] == 0
 
 
 def test_all_names_are_documented_and_no_other():

@@ -175,9 +175,7 @@ def steps_with(rows):
         columns = {"nonfinite": nonfinite, "loss": loss, "optimizer_steps": calls}
         step = gathered(t, [[2 * t], [2 * t + 1]], **columns)
         events += diagnosis.observe(summarize(step))
-    live = {finding.id: finding for finding in diagnosis.findings}
-    events += diagnosis.close()
-    return live, {finding.id: finding for finding in diagnosis.findings}, events
+    return {finding.id: finding for finding in diagnosis.findings}, events
 
 
 NO_GRADIENT = "loss.no_gradient"
@@ -208,7 +206,7 @@ FINE = ([False, False], [1.0, 2.0], [1, 1])
 
 
 def test_a_loss_that_is_not_finite_is_an_error_at_once():
-    live, _, events = steps_with([FINE, ([False, True], [1.0, np.nan], [1, 1])])
+    live, events = steps_with([FINE, ([False, True], [1.0, np.nan], [1, 1])])
     finding = live[NONFINITE]
     assert (finding.severity, finding.ranks, finding.first_step) == (Severity.ERROR, (1,), 1)
     assert "loss of rank 1" in finding.explanation
@@ -217,19 +215,10 @@ def test_a_loss_that_is_not_finite_is_an_error_at_once():
 
 def test_a_gradient_that_is_not_finite_is_an_error_when_the_optimizer_goes_on():
     bad = ([True, False], [1.0, 2.0], [1, 1])
-    live, _, _ = steps_with([FINE, bad, ([False, False], [1.0, 2.0], [0, 0])])
+    live, _ = steps_with([FINE, bad, ([False, False], [1.0, 2.0], [0, 0])])
     assert live[NONFINITE].severity is Severity.ERROR
     assert "the optimizer went on" in live[NONFINITE].explanation
     assert (live[NONFINITE].first_step, live[NONFINITE].last_step) == (1, 1)
-
-
-def test_steps_that_a_gradient_scaler_skips_are_a_note():
-    skipped = ([True, True], [1.0, 2.0], [0, 0])
-    live, closed, events = steps_with([FINE, skipped, FINE, FINE, skipped, FINE, FINE, skipped])
-    assert live[NONFINITE].severity is Severity.NOTE
-    assert closed[NONFINITE].severity is Severity.NOTE
-    assert closed[NONFINITE].evidence["steps"] == 3
-    assert len(events) == 3  # when it comes, when it has doubled, and the last at the end
 
 
 def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied():

@@ -301,15 +301,6 @@ def test_losses_that_are_sums_are_compared_as_sums():
     assert any("its gradient is the same" in note for note in answer.notes)
 
 
-def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
-    side = replace(training(of(GRADIENT, "up", 0, lambda v: v + 1)), drawn=True, drew=("drop",))
-    answer = against(side)
-    assert answer.kind is Kind.NOT_COMPARABLE
-    assert answer.exit_code == 2
-    assert "drop" in answer.headline
-    assert "--no-dropout" in answer.headline
-
-
 def test_other_parameters_cannot_be_compared():
     other = training(trained=["embed", "up"])
     answer = against(other)

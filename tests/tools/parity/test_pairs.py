@@ -291,6 +291,7 @@ def test_dropout_is_not_comparable_unless_it_is_switched_off(recordings):
     drop = ("--dropout", "0.1")
     sides = layout(1, *drop), layout(1, *drop, "--accumulate", "2")
     answer = answer_of(recordings, *sides)
-    assert answer.kind is Kind.NOT_COMPARABLE
+    assert (answer.kind, answer.exit_code) == (Kind.NOT_COMPARABLE, 2)
     assert "layers.0.dropout" in answer.headline
+    assert "--no-dropout" in answer.headline
     assert answer_of(recordings, *sides, no_dropout=True).kind is Kind.SAME
