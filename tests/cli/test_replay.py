@@ -92,7 +92,8 @@ def test_a_bundle_is_shown(path: str):
         "66 of a run of 4 workers",
         "rank 2: 8 samples, 2 tensors (8×5, 8×5)",
         "torch 2.13",
-        "The run has not replayed these batches. Give --model to run them here.",
+        "The run has not replayed these batches.",
+        f"Run them here: rankscope replay {path} --model MODULE:FUNCTION",
     ):
         assert words in text(result)
 

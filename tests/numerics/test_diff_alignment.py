@@ -81,6 +81,10 @@ def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
     assert found.alignment.offset == 4
     assert found.alignment.by_samples
     assert found.kind is DiffClass.IDENTICAL
+    untraced = Training(steps=6, offset=4, start=whole, traced=False)
+    found = compare_runs(run, write_training(tmp_path / "c", untraced))
+    assert found.kind is DiffClass.IDENTICAL
+    assert "Digests were not" in " ".join(found.explanation)
 
 
 @settings(deadline=None)

@@ -1,6 +1,7 @@
 """Starting, pausing and ending beside real training."""
 
 import contextlib
+import logging
 import time
 
 import numpy as np
@@ -128,6 +129,29 @@ def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path
     wait_until(lambda: Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 5)
     found = Run.open(tmp_path / "run").findings()
     assert [f.cause for f in found if f.severity > Severity.NOTE] == []
+
+
+def one_rank_raises(rank, run_dir):
+    loop = Loop(rank, run_dir, agent="process", announce=True)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("rankscope").addHandler(handler)
+    with contextlib.suppress(ValueError), loop.scope:
+        for step in range(3):
+            loop.step(step)
+        raise ValueError("a broken row" if rank else "a closed connection")
+    return lines
+
+
+def test_a_rank_that_raised_is_recorded_so_and_rank_0_prints_the_place_before_it_waits(tmp_path):
+    lines, _ = run_ranks(one_rank_raises, 2, str(tmp_path / "run"))
+    shown = [line for line in lines if "rankscope report" in line]
+    assert len(shown) == 1
+    assert "the training ended with an error" in shown[0]
+    wait_until(lambda: Run.open(tmp_path / "run").status == "incomplete")
+    ended = Run.open(tmp_path / "run").info["ended"]
+    assert {end["why"] for end in ended} == {"its training raised ValueError"}
 
 
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Finding, Severity
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
+from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis
 from rankscope.verdict.verdicts import RunProgress, judge
@@ -161,6 +162,52 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation
     assert early.statements == found["complete"].statements
+
+
+def ending(rank, last_step, time, why):
+    return {"rank": rank, "last_step": last_step, "time": time, "why": why}
+
+
+RAISED = "its training raised RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("ended", "words", "log"),
+    [
+        (
+            [
+                ending(1, 29, 5.0, "its process ended"),
+                *(ending(r, 30, 5.1, RAISED) for r in (0, 2)),
+            ],
+            "Rank 1 ended first (process ended).",
+            "See the log of rank 1",
+        ),
+        ([ending(2, 29, 5.0, RAISED)], "Rank 2 ended first (training raised", "log of rank 2"),
+        (
+            [ending(2, 29, 5.0, RAISED), *(ending(rank, 29, 7.0, RAISED) for rank in (0, 1))],
+            "Rank 2 ended first",
+            "log of rank 2",
+        ),
+        (
+            [ending(r, 29, 5.0, RAISED) for r in (2, 0, 1)],
+            "or went on unwatched.",
+            "See the log for",
+        ),
+        ([{"rank": 1}], "or went on unwatched.", "See the log for"),
+    ],
+    ids=["killed", "alone on record", "raised before", "together", "damaged"],
+)
+def test_the_rank_that_ended_first_is_named(tmp_path, ended, words, log):
+    run = record_run(tmp_path / "run", num_workers=3, status="incomplete", ended=ended)
+    found = assess(run)
+    assert words in found.headline
+    assert log in found.recommendation
+    order = [text for text in found.statements if "first to end" in text or "this order" in text]
+    assert len(order) == words.startswith("Rank")
+    place = ListedPlace("run", run.path, "run")
+    listed = glance(place, stamp(place, tmp_path))
+    assert listed.severity == "note"  # as the report has it, never healthy or early
+    assert listed.headline.startswith(words[:18] if order else "Ended early")
 
 
 def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):

@@ -159,14 +159,15 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     console = terminal()
     _head(console, path, bundle)
     if bundle.results is None or bundle.verdict is None:
-        words = "The run has not replayed these batches. Give --model to run them here."
-        show(console, plain(words))
+        show(console, plain("The run has not replayed these batches."))
+        how = "Run them here"
     else:
         _show_verdict(console, bundle.verdict, bundle.results)
         _table(console, "The canary inside the run", bundle.results)
         console.print()
-        again = f"rankscope replay {shlex.quote(str(path))} --model MODULE:FUNCTION"
-        console.print(labelled("  Run it again", again), soft_wrap=True)  # to be pasted
+        how = "Run it again"
+    command = f"rankscope replay {shlex.quote(str(path))} --model MODULE:FUNCTION"
+    console.print(labelled(f"  {how}", command), soft_wrap=True)  # to be pasted
     console.print()
     return bundle.verdict
 

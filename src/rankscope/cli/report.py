@@ -457,6 +457,7 @@ def run_result(
         "kind": "run",
         "path": str(run.path),
         "status": run.status,
+        "ended": run.info.get("ended", []),
         "severity": None if assessment.severity is None else str(assessment.severity),
         "headline": assessment.headline,
         "statements": list(assessment.statements),

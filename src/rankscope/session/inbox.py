@@ -57,6 +57,13 @@ def last_line(place: str, judged: bool, recorded: bool, begun: bool = True) -> s
     return f"the run is recorded in {place}; to see it: {shows}"
 
 
+def crash_line(place: str) -> str:
+    """Return the line of a training that an error has ended, before the run is written."""
+    return (
+        f"the training ended with an error; to see its run: rankscope report {shlex.quote(place)}"
+    )
+
+
 OnFinding = Callable[[Finding], None]
 
 SLOW_SECONDS = 1.0

@@ -35,7 +35,7 @@ from rankscope.bus.step import StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 from rankscope.session.collector import StepCollector
-from rankscope.session.inbox import Inbox, OnFinding, announce, last_line, place_of
+from rankscope.session.inbox import Inbox, OnFinding, announce, crash_line, last_line, place_of
 from rankscope.session.instruments import Instruments
 from rankscope.session.meetings import JoinedMesh
 from rankscope.session.opening import RunHandle, start_recorder_thread
@@ -318,7 +318,9 @@ class Scope:
         """
         self._close(timeout)
 
-    def _close(self, timeout: float, *, interrupted: bool = False) -> None:
+    def _close(self, timeout: float, cause: BaseException | None = None) -> None:
+        """Close the scope; ``cause`` is what has interrupted the training."""
+        interrupted = cause is not None
         if self._closed or os.getpid() != self._pid:  # not in a forked process
             return
         if not interrupted:
@@ -327,12 +329,14 @@ class Scope:
         self._monitor = _Monitor.CLOSING
         settled = self._guard.open
         self._guard.open = False
+        crashed = _crashed(cause) and self._outbox.num_sent > 0
+        self._announce_place(crash_line if crashed else None)  # a launcher may kill it now
         try:
             for hook in self._hooks:
                 hook.remove()
             self._collector.remove()
             if settled:
-                self._finish(timeout, interrupted=interrupted)
+                self._finish(timeout, cause)
         except RankscopeError as error:
             self._warn(error)
         finally:  # Ctrl-C ends the wait; sent frames are not lost
@@ -345,24 +349,29 @@ class Scope:
             self._inbox.close_sinks()
             if self._handle.agent is not None and self._inbox.done:
                 self._handle.agent.wait(_AGENT_SECONDS)
-        if self._announces_end and self._handle.run_dir is not None:
-            place = place_of(self._handle.run_dir, self._handle.store)
-            begun = self._outbox.num_sent > 0
-            line = last_line(place, self._inbox.done, self._inbox.recorded, begun)
-            job = self._handle.info.get("job")  # where others of its groups have runs, too
-            where = f"{name_ranks(job['ranks'], of_job=True)}: " if job else ""
-            announce(logging.INFO, f"{where}{line}")
+        self._announce_place(None if crashed and self._inbox.recorded else self._last_line)
         self._inbox.notify(None)
 
-    def _finish(self, timeout: float, *, interrupted: bool) -> None:
+    def _last_line(self, place: str) -> str:
+        begun = self._outbox.num_sent > 0
+        return last_line(place, self._inbox.done, self._inbox.recorded, begun)
+
+    def _announce_place(self, line: Callable[[str], str] | None) -> None:
+        """Print a line on the place of the run, on the rank that ends it."""
+        if line is not None and self._announces_end and self._handle.run_dir is not None:
+            place = place_of(self._handle.run_dir, self._handle.store)
+            job = self._handle.info.get("job")  # where others of its groups have runs, too
+            where = f"{name_ranks(job['ranks'], of_job=True)}: " if job else ""
+            announce(logging.INFO, f"{where}{line(place)}")
+
+    def _finish(self, timeout: float, cause: BaseException | None) -> None:
         """Send the remaining steps, and wait for the agent's last frame.
 
         Raises:
             LinkError: The agent has ended.
         """
         self._outbox.flush()
-        why = "its training was interrupted" if interrupted else "it closed its scope"
-        self._send_bye(complete=not interrupted, why=why)
+        self._send_bye(complete=cause is None, why=_how_it_ended(cause))
         until = time.monotonic() + timeout
         latest = time.monotonic() + _BUSY_SECONDS
         computes = partial(self._agent_computed, _BUSY_SHARE * timeout)
@@ -378,7 +387,7 @@ class Scope:
                 latest = until + _BUSY_SECONDS
             else:
                 self._link.drain(0.0)  # it may have been stopped only now
-        if not self._inbox.done and not interrupted:
+        if not self._inbox.done and cause is None:
             warns = self._handle.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
             level = logging.WARNING if warns else logging.INFO
             _log.log(
@@ -415,7 +424,7 @@ class Scope:
         if error is None:
             self.close()
         else:
-            self._close(CLOSE_SECONDS_AFTER_ERROR, interrupted=True)
+            self._close(CLOSE_SECONDS_AFTER_ERROR, error)
 
     # Hooks of torch, in the training thread -----------------------------------------------
 
@@ -588,6 +597,19 @@ def _leave_all_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
+def _crashed(cause: BaseException | None) -> bool:
+    """Return whether an error ended a training; one that nobody raised has no traceback."""
+    return isinstance(cause, Exception) and cause.__traceback__ is not None
+
+
+def _how_it_ended(cause: BaseException | None) -> str:
+    if cause is None:
+        return "it closed its scope"
+    if _crashed(cause):
+        return f"its training raised {type(cause).__name__}"
+    return "its training was interrupted"
+
+
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
     """Close the scope of a script that never called ``close``.
 
@@ -595,4 +617,4 @@ def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
     """
     scope = reference()
     if scope is not None:
-        scope._close(1.0, interrupted=getattr(sys, "last_value", None) is not None)
+        scope._close(1.0, getattr(sys, "last_value", None))

@@ -25,6 +25,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
 from rankscope.verdict.coverage import checks_of, coverage_of
 from rankscope.verdict.dispersion import Values, dispersion_numbers, noise_numbers
+from rankscope.verdict.endings import read_endings
 from rankscope.verdict.rules import (
     faults_in_words,
     first_sentence,
@@ -241,7 +242,8 @@ def progress_of(run: Run) -> RunProgress:
     agent = run.info.get("agent")
     agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
     last_step = -1 if steps is None else steps[1]
-    return RunProgress(run.status, last_step, earlier, agent_ended=agent_ended)
+    endings = read_endings(run.info)
+    return RunProgress(run.status, last_step, earlier, endings=endings, agent_ended=agent_ended)
 
 
 def measure(run: Run) -> Values:

@@ -20,6 +20,7 @@ from rankscope.verdict.dispersion import (
     short_pair,
     spread_in_words,
 )
+from rankscope.verdict.endings import NOT_KNOWN, Endings
 from rankscope.verdict.rules import first_sentence, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
@@ -51,6 +52,7 @@ class RunProgress:
     earlier_steps: int | None = 0
     checks: tuple[Check, ...] = ()  # the checks of the run
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
+    endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
 
     @property
@@ -133,6 +135,7 @@ def statements(
     enough = coverage is None or coverage.enough
     parts = (
         _describe_end(progress) if progress.cut_short and causes else "",
+        progress.endings.describe() if progress.cut_short else "",
         _describe_coverage(coverage),
         _describe_loss(values),
         _describe_metrics(values),
@@ -282,12 +285,11 @@ def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
     """Extend a verdict for a record that ends early."""
-    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f" {verdict.recommendation}"
     return replace(
         verdict,
         headline=f"{verdict.headline} {_describe_end(progress)}",
-        recommendation=f"{own}See the log for the end of the training, or why rankscope ended "
-        "before it.",
+        recommendation=f"{_why_it_ended(progress)}{own}",
         severity=verdict.severity or Severity.NOTE,
         early=False,
     )
@@ -309,11 +311,19 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
     return replace(verdict, headline=headline, recommendation=recommendation, early=True)
 
 
+def _why_it_ended(progress: RunProgress) -> str:
+    """Return where to see why the record ends early."""
+    first = progress.endings.first
+    if first is not None:
+        return f"See the log of {name_ranks(first.ranks)}: others may only have followed."
+    return "See the log for the end of the training, or why rankscope ended before it."
+
+
 def _describe_end(progress: RunProgress) -> str:
-    return (
-        f"The record ends early, with step {progress.last_step:,}: the training stopped there, or "
-        "went on unwatched."
-    )
+    early = f"The record ends early, with step {progress.last_step:,}"
+    if progress.endings.first is not None:
+        return f"{early}. {progress.endings.headline}"
+    return f"{early}: the training stopped there, or went on unwatched."
 
 
 def _without_findings(values: Values, progress: RunProgress) -> Verdict:

@@ -24,3 +24,14 @@ def test_what_the_optimizer_got_decides():
         severities.append(found.severity)
         assert "did not reach the parameters" in found.fields["outcome"] or reduced != 1
     assert severities == [Severity.NOTE, Severity.ERROR]
+
+
+def test_ranks_that_follow_an_update_with_nan_are_not_blamed():
+    detector, nan = NonFinite(), float("nan")
+    steps = [[False, False, True, False], [True] * 4]
+    for t, flags in enumerate(steps):
+        losses = [nan if flag else 1.0 for flag in flags]
+        columns = {"nonfinite": flags, "loss": losses, "optimizer_steps": [1] * 4}
+        (found,) = observe(detector, t, reduced_norm=[nan] * 4, **columns)
+    assert found.ranks == (2,)
+    assert found.fields["applied"] == ", and the optimizer went on; ranks 0, 1 and 3 followed"

@@ -22,7 +22,7 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, TokenSums, are_alike, as_matrix, common_scale, log_spread
-from rankscope.bus.words import count, named, shortened
+from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.stats.arrays import Floats, Ints
 
@@ -41,11 +41,13 @@ class NonFinite(Detector):
     It is an error where the optimizer was called all the same, or may have been. A gradient scaler
     overflows now and then on purpose, and the optimizer skips that step: then a bad loss is a
     warning, and so are very many skipped steps although the scale has fallen to 1. So is a step
-    whose reduced gradient is finite: the training has dropped what was not.
+    whose reduced gradient is finite: the training has dropped what was not. After an update with
+    them, all workers have them: ranks that are new by then follow, and are not to blame.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
+        self._followers: set[int] = set()
         self._span = PersistentFault()
         self._severity = Severity.NOTE
         self._applied = False
@@ -62,7 +64,10 @@ class NonFinite(Detector):
         self._span.see(gathered.step)
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
-            self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
+            if self._applied and rank not in self._seen:
+                self._followers.add(rank)
+            else:
+                self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
         dropped = _was_dropped(gathered)
         skipped = _was_skipped(gathered)
         self._dropped |= dropped and not skipped
@@ -77,6 +82,8 @@ class NonFinite(Detector):
     def _evidence(self) -> FaultEvidence:
         what = "loss" if "loss" in self._seen.values() else "gradient"
         applied = ", and the optimizer went on" if self._applied else ""
+        if self._followers:
+            applied += f"; {name_ranks(self._followers)} followed"
         outcome = "the optimizer skipped every such step: the parameters are as they were"
         if self._dropped:
             outcome = (

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.words import ranks_of_job
 from rankscope.errors import RunError
 from rankscope.files import unreadable as unreadable_file
 from rankscope.record import Run
@@ -29,6 +30,7 @@ from rankscope.record.begin import writer_is_gone
 from rankscope.record.states import START_FILE
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
+from rankscope.verdict.assessment import progress_of
 from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
 from rankscope.verdict.words import title_of, title_of_finding
@@ -308,6 +310,11 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
+    progress = progress_of(run)
+    if progress.cut_short and severity in ("healthy", "early"):
+        severity = str(Severity.NOTE)
+        with ranks_of_job(run.info):
+            headline = progress.endings.headline.removesuffix(".") or "Ended early"
     return Glance(
         place=place,
         title=title_of(run.info, place.path),

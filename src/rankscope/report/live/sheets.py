@@ -158,7 +158,11 @@ def runs_sheet(
     rows = [(glance, glance.state(now)) for glance in glances]
     counts = {
         "runs": len(rows),
-        "bad": sum(glance.severity in ("error", "warning", UNREADABLE) for glance in glances),
+        "bad": sum(
+            glance.severity in ("error", "warning", UNREADABLE)
+            or state in ("incomplete", "interrupted")
+            for glance, state in rows
+        ),
         "running": sum(state in ("running", "starting") for _, state in rows),
         "stalled": sum(state == "stalled" for _, state in rows),
     }

@@ -371,14 +371,25 @@ MAX_TENSORS = 100
 """Tensors that a comparison lists, those farthest apart first."""
 
 
+def _compared(pair: Pair) -> str:
+    """Return what was compared of runs without traces."""
+    known = "samples, losses, gradient norms, settings"
+    if not pair.alignment.same_slots:
+        return (
+            f"Compared: {known} and random generators. Digests were not: which tensors they cover "
+            "follows the number of the step, and the runs have other ones."
+        )
+    return (
+        f"Compared: {known}, random generators, and digests of parameters, optimizer state and "
+        "reduced gradients as they took turns."
+    )
+
+
 def identical(pair: Pair, changes: tuple[Change, ...], curves: tuple[Curve, ...]) -> Comparison:
     """Return the comparison of two runs without a difference."""
     explanation = [pair.alignment.words[:1].upper() + pair.alignment.words[1:] + "."]
     if not pair.a.traces or not pair.b.traces:
-        explanation.append(
-            "Compared: samples, losses, gradient norms, settings, random generators, and digests "
-            "of parameters, optimizer state and reduced gradients as they took turns."
-        )
+        explanation.append(_compared(pair))
     else:
         explanation.append("Compared: all of that, and every traced tensor, bit by bit.")
     if changes:

@@ -318,7 +318,7 @@ class Pair:
         known_PW = (one != MISSING_INT) & (other != MISSING_INT)
         if name in _NEED_LAYOUT:
             layout_a, layout_b = self.values("state_layout")
-            known_PW &= layout_a == layout_b
+            known_PW &= (layout_a == layout_b) & self.alignment.same_slots
         return ComparedColumn(stage, name, known_PW & (one != other), np.full(one.shape, np.nan))
 
     def _only_one_diverged(self) -> ComparedColumn:

@@ -31,6 +31,11 @@ class Alignment:
         """Whether both runs have as many workers."""
         return self.num_workers[0] == self.num_workers[1]
 
+    @property
+    def same_slots(self) -> bool:
+        """Whether digests are of the same tensors: the number of a step chooses them."""
+        return not self.offset
+
 
 @dataclass(frozen=True, slots=True)
 class Parting:
