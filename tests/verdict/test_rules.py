@@ -12,7 +12,7 @@ from rankscope import evidence
 from rankscope.bus.detector import RULES, FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import name_ranks, named, ranks_of_job, shortened
-from rankscope.verdict.rules import first_sentence
+from rankscope.verdict.rules import first_sentence, ranked
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,19 @@ def test_a_headline_has_the_earliest_step_that_an_exact_consequence_shows():
         replace(other, first_step=40),
     ):
         assert first_sentence(frozen, [frozen, apart]).endswith("since step 32 at the latest.")
+
+
+def test_an_error_that_follows_from_the_mode_of_modules_does_not_hide_the_mode():
+    words = "Rank 0 computes a different result."
+    code = Finding(
+        "canary-code", "compute.code_differs", Severity.ERROR, (0,), 32, 32, words, "Look."
+    )
+    modes = Finding(
+        "modes", "compute.modes_differ", Severity.WARNING, (0,), 25, 60, "Modes differ.", "Call."
+    )
+    assert [one.id for one in ranked([code, modes])] == ["modes", "canary-code"]
+    elsewhere = replace(code, ranks=(1,))
+    assert [one.id for one in ranked([elsewhere, modes])] == ["canary-code", "modes"]
 
 
 def fault_at(

@@ -148,7 +148,7 @@ class Scope:
             with contextlib.suppress(AttributeError):  # torchtitan's container has no such hooks
                 self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
-        self._losses = BackwardLoss(self, models, partial(self._take_loss, spare=True))
+        self._losses = BackwardLoss(self, models, self._take_seen_loss)
         self._hooks.append(self._losses)
         self._losses.install()
         _scopes.add(self)
@@ -232,13 +232,17 @@ class Scope:
         """
         if in_backward() and not spare:  # inside a checkpoint's recomputation
             return
-        self._losses.remove()
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
-        self._take_loss(value, weight, **more)
-
-    def _take_loss(self, value: Any, weight: Any = None, **more: Any) -> None:
         if not self._collector.repeating:
-            self._guard(partial(self._collector.give_loss, **more), value, weight)
+            self._guard(partial(self._take_given_loss, **more), value, weight)
+
+    def _take_given_loss(self, value: Any, weight: Any, **more: Any) -> None:
+        self._losses.remove()
+        self._collector.give_loss(value, weight, **more)
+
+    def _take_seen_loss(self, value: Any, weight: Any = None, **more: Any) -> None:
+        if not self._collector.repeating:
+            self._guard(partial(self._collector.give_loss, spare=True, **more), value, weight)
 
     def batch(self, samples: Sequence[Any] | Tensor | Mapping[str, Any]) -> None:
         """Give the identity of the local batch's samples, in place of a digest of the inputs.

@@ -173,7 +173,9 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     rule = RULES.get(cause.id) or RULES.get(cause.cause)
     own = rule is not None and {effect.id, effect.cause} & set(rule.explains_own)
     concerned = not own or set(effect.ranks) <= set(cause.ranks)
-    return lasting and concerned and cause.severity >= effect.severity
+    exact = rule is not None and effect.id in rule.explains_own  # a warning may have worse effects
+    grave = cause.severity >= (Severity.WARNING if exact else effect.severity)
+    return lasting and concerned and grave
 
 
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
