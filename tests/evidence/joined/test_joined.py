@@ -85,7 +85,7 @@ def test_a_layer_that_thaws_is_named_in_the_verdict(folder, case):
     assert found.word == "note"
     assert "Call watch() once all parameters are unfrozen" in found.recommendation
     assert any(
-        "; 4 of the 6 tensors that are trained, without 0.weight and" in said
+        "4 of the 6 tensors that are trained, without 0.weight and" in said
         for said in found.statements
     )
 

@@ -56,10 +56,12 @@ def _normalise_on_rank(rank, folder):
         torch.manual_seed(rank)
         scope = rankscope.watch(ddp, optimizer, run_dir=f"{folder}/{name}", canary=False)
         for step in range(24):
+            share = 1.0
             if "accumulating" in name:
+                share = 0.5
                 with ddp.no_sync():
-                    ddp(torch.randn(4, 3, 6, 6)).square().mean().backward()
-            ddp(torch.randn(4, 3, 6, 6)).square().mean().backward()
+                    (ddp(torch.randn(4, 3, 6, 6)).square().mean() * share).backward()
+            (ddp(torch.randn(4, 3, 6, 6)).square().mean() * share).backward()
             optimizer.step()
             optimizer.zero_grad()
             if "evaluating" in name and step % 3 == 2:
