@@ -12,7 +12,7 @@ _MOST_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class RankEnding:
     """The end of ranks that ended together, in the same way."""
 
     ranks: tuple[int, ...]
@@ -29,11 +29,11 @@ class Ending:
 class Endings:
     """How ranks ended, the first ones first; where the others still ran, they are left out."""
 
-    groups: tuple[Ending, ...] = ()
+    groups: tuple[RankEnding, ...] = ()
     num_workers: int = 0
 
     @property
-    def first(self) -> Ending | None:
+    def first(self) -> RankEnding | None:
         """The first ranks to end; None where all ended together, or nothing is known."""
         if not self.groups or len(self.groups[0].ranks) == self.num_workers:
             return None
@@ -75,13 +75,13 @@ def read_endings(info: Mapping[str, Any]) -> Endings:
         ]
     except (KeyError, TypeError, ValueError):
         return NOT_KNOWN
-    groups: list[Ending] = []
+    groups: list[RankEnding] = []
     began = 0.0
     for rank, last_step, time, why in ends:
         if groups and groups[-1].why == why and abs(time - began) <= _TOGETHER_SECONDS:
             last = groups.pop()
-            groups.append(Ending((*last.ranks, rank), last.last_step, why))
+            groups.append(RankEnding((*last.ranks, rank), last.last_step, why))
         else:
-            groups.append(Ending((rank,), last_step, why))
+            groups.append(RankEnding((rank,), last_step, why))
             began = time
     return Endings(tuple(groups), num_workers)
