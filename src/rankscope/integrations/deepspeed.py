@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import UsageError
+from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
-from rankscope.wrappers.backward_loss import LabelTokens, Weigh
 from rankscope.wrappers.deepspeed import is_deepspeed
 from rankscope.wrappers.labels import count_label_tokens, shifts_labels
 from rankscope.wrappers.surroundings import outside

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.session.start import watch
-from rankscope.wrappers.backward_loss import LabelTokens, Weigh
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:

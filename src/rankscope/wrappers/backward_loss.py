@@ -41,7 +41,7 @@ _PIPELINING = "torch.distributed.pipelining"
 _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
 
 
-class Trained(Protocol):
+class TrainingPasses(Protocol):
     """What knows of the forward passes: a scope."""
 
     @property
@@ -67,7 +67,7 @@ class BackwardLoss:
     """
 
     def __init__(
-        self, scope: Trained, models: Sequence[nn.Module], give: Callable[..., None]
+        self, scope: TrainingPasses, models: Sequence[nn.Module], give: Callable[..., None]
     ) -> None:
         self._scope = scope
         self._give = give
@@ -265,34 +265,3 @@ def _number(saved: Tensor) -> float | None:
 
 
 _log = logging.getLogger("rankscope")
-
-Weigh = Callable[..., Tensor | float]
-"""Takes a batch, returns its number of label tokens, or one number per sample."""
-
-
-class LabelTokens:
-    """Calls the user's function, until its first exception; without one, numbers are unknown."""
-
-    def __init__(self, weigh: Weigh | None) -> None:
-        self._weigh = weigh
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a function."""
-        return self._weigh is not None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | float | None:
-        """Return the function's result for a batch; None without one."""
-        if self._weigh is None:
-            return None
-        try:
-            return self._weigh(*args, **kwargs)
-        except Exception as error:
-            self._weigh = None
-            _log.warning(
-                "weight expected a function from a batch to its number of label tokens, but it "
-                "raised %s: %s; losses are recorded without weights from now on",
-                type(error).__name__,
-                error,
-            )
-            return None

@@ -11,7 +11,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.verdict.diagnosis import Diagnosis
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 
@@ -69,6 +69,10 @@ def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
         Severity.NOTE,
     )
     assert data.ranks == (2,)
+    [data] = told(CanaryVerdicts(4, lambda: (2,)), step(projected=True))
+    words = describe(data)[0]
+    assert "a projection of the outputs of rank 2's batch was 1 on every worker" in words
+    assert "The loss outside of the model is not among what ran. So" in words
 
 
 def test_state_is_told_where_it_is_known_to_differ():

@@ -246,15 +246,15 @@ def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict
 
 def _results_in_words(numbers: Mapping[str, Any]) -> str:
     """Return what all workers computed of both batches."""
-    names = {True: "a projection of the outputs", False: "the loss"}
-    name = names[numbers["projected"]]
+    projected = numbers.get("projected", False)
+    name = "a projection of the outputs" if projected else "the loss"
     suspect = name_ranks([numbers["suspect"]])
     peer = name_ranks([numbers["peer"]])
     loss, peer_loss = (numbers[key][0] for key in ("losses", "peer_losses"))
-    labels = ". Labels were not among what ran" if numbers["projected"] else ""
+    outside = ". The loss outside of the model is not among what ran" if projected else ""
     return (
         f"{name} of {suspect}'s batch was {loss:.4g} on every worker, that of {peer}'s "
-        f"{peer_loss:.4g}{labels}"
+        f"{peer_loss:.4g}{outside}"
     )
 
 
