@@ -227,6 +227,14 @@ USES = (
         _SWITCHES_OFF,
     ),
     Use(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode _get_current_dispatch_mode_stack _pop_mode _push_mode",
+        "evidence.reference.loss_tape",
+        "to record what a loss computes, from the model's outputs to ``backward``",
+        "losses that exchange tensors are not run again",
+        need="tape",
+    ),
+    Use(
         "torch.Tensor",
         "_indices _values",
         "evidence.canary.state gradients.kernels.flat gradients.sketch gradients.digest"

@@ -8,7 +8,7 @@ So the gradient of the parameters is computed once more without the loss functio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hides_tensors, hook_gradient, tensors_in
 from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.surroundings import outside
+
+if TYPE_CHECKING:
+    from rankscope.evidence.reference.loss_tape import LossTape
 
 MOST_BATCH_BYTES = 2**30
 """Larger micro-batches are declined; they stay in this process."""
@@ -86,6 +89,8 @@ class MicroBatch:
         self._num_tensors = 0
         self.root: Tensor | float | None = None
         """What its backward pass was called on; NaN if that was more than one, None before it."""
+        self.tape: LossTape | None = None
+        """What the script computes from its outputs; None if nothing was recorded."""
 
     @property
     def trained(self) -> bool:
@@ -167,9 +172,17 @@ class MicroBatch:
             if one.gradient is not None:
                 one.gradient = whole_of(one.gradient)
 
+    @property
+    def arrived(self) -> list[Tensor | None]:
+        """The gradients that came back to the outputs, in the order of :meth:`see_output`."""
+        return [one.gradient for one in self._returned]
+
     @torch.no_grad()
-    def see_output(self, output: object) -> None:
-        """Note the outputs of the forward pass, and hook their gradients."""
+    def see_output(self, output: object) -> list[Tensor]:
+        """Note the outputs of the forward pass, and hook their gradients.
+
+        Returns those of which a script may compute a loss; none where one comes from another.
+        """
         self._hidden = hides_tensors(output)
         tensors = _differentiable(output)
         above = _computed_from(tensors)
@@ -186,6 +199,8 @@ class MicroBatch:
             one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
             hook_gradient(tensor, one.receive)
+        is_loss = any(above) or all(tensor.numel() == 1 for tensor in tensors)
+        return [] if is_loss else tensors
 
     def gradients(
         self,

@@ -70,6 +70,8 @@ class ReferenceShare(Packable):
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
     roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
     loss_outside: bool = False  # the model returns no loss: the gradients of its outputs are kept
+    loss_slopes: Slopes | None = None  # of a loss outside of the model that exchanges tensors
+    loss_unchecked: str = ""  # why such a loss was not run again; empty if it was, or is no such
 
     def without(self, names: Container[str]) -> "ReferenceShare":
         """Return the share without some parameters; with all of them, if it has no other."""
@@ -91,6 +93,8 @@ class ReferenceShare(Packable):
     @property
     def fits(self) -> bool:
         """Whether the shapes of the arrays fit each other."""
+        if self.loss_slopes is not None and not self.loss_slopes.fits:
+            return False
         if self.slopes is not None:
             return self.slopes.fits
         if self.declined:
