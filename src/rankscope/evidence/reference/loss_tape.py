@@ -36,6 +36,7 @@ SAME_LOSS = 4e-6  # relative, in float32: a loss that repeats itself
 NOT_REPEATED = "the loss does not repeat itself: it draws random numbers, or uses what has changed"
 _SHARED = "the loss writes into a part of a tensor, and then reads the whole"
 
+_OWN_CLASS = "it is computed from tensors of a class of their own"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -44,7 +45,7 @@ def may_record() -> bool:
     if lacking("tape") or torch.is_inference_mode_enabled():
         return False
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and getattr(compiler, "cached_backends", None):
+    if compiler is not None and any(map(callable, compiler.cached_backends.values())):
         return False
     return not _python_dispatch._get_current_dispatch_mode_stack()
 
@@ -92,11 +93,13 @@ class LossTape:
         self.touched = False
         """Whether a collective was given tensors made of the outputs."""
         self.num_outputs = len(outputs)
-        for output in outputs:
-            self._add(output)
-        self._versions = [output._version for output in outputs]
-        if any(type(output) not in _PLAIN for output in outputs):
-            self._problem = "the model returns tensors of a class of their own"
+        parts = [getattr(output, "_local_tensor", output) for output in outputs]  # of a DTensor
+        for part in parts:
+            self._add(part)
+        self._versions = [part._version for part in parts]
+        self._wholes = {id(o): o for o, p in zip(outputs, parts, strict=True) if o is not p}
+        if any(type(part) not in _PLAIN for part in parts):
+            self._problem = _OWN_CLASS
 
     # Recording --------------------------------------------------------------------------------
 
@@ -201,13 +204,15 @@ class LossTape:
         shared = (t for t in given if id(t) not in self._places and _memory(t) in self._written)
         if next(shared, None) is not None:
             return _SHARED
+        if any(id(tensor) in self._wholes for tensor in given):
+            return _OWN_CLASS
         if not known:
             return ""
         if function.namespace == _C10D and function._opname not in _WRITTEN_FIRST:
             self.touched = True
             return f"it calls {function._opname.strip('_')}, which is not run again"
         if any(type(tensor) not in _PLAIN for tensor in (*given, *results)):
-            return "it computes with tensors of a class of their own"
+            return _OWN_CLASS
         return ""
 
     def _mark(self, number: int, marks: Sequence[tuple[set[int], bool]]) -> None:
@@ -221,7 +226,7 @@ class LossTape:
     def _is_held(self, tensor: Tensor, *, graph: bool) -> bool:
         """Return whether an argument keeps its value: it was taken out of the graph on purpose."""
         number = self._places[id(tensor)]
-        if tensor.requires_grad or number in self._cut:
+        if number < self.num_outputs or tensor.requires_grad or number in self._cut:
             return False
         return graph or number not in self._inside
 

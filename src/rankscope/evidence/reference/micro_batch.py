@@ -170,12 +170,14 @@ class MicroBatch:
         """Gather the outputs' gradients that are spread over ranks; all ranks call it."""
         for one in self._returned:
             if one.gradient is not None:
+                one.part = local_of(one.gradient)
                 one.gradient = whole_of(one.gradient)
 
     @property
     def arrived(self) -> list[Tensor | None]:
-        """The gradients that came back to the outputs, in the order of :meth:`see_output`."""
-        return [one.gradient for one in self._returned]
+        """This rank's parts of the gradients of the outputs, in the order of :meth:`see_output`."""
+        gradients = (one.gradient if one.part is None else one.part for one in self._returned)
+        return [None if gradient is None else local_of(gradient) for gradient in gradients]
 
     @torch.no_grad()
     def see_output(self, output: object) -> list[Tensor]:
@@ -316,6 +318,7 @@ class _Returned:
         self.number = local.detach().clone() if local.numel() == 1 else None
         self.above: list[_Returned] = []  # computed from it, such as the loss from logits
         self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
+        self.part: Tensor | None = None  # of that gradient, what this rank holds, once gathered
         self.norm: Tensor | None = None  # of this rank's part, if it may pass through those
         self._inner: Layout | None = None
         self.lost = ""  # error at the arrival of the gradient; empty without
