@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, wait_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 
 from rankscope.evidence.canary.batch import CanaryDeclined
@@ -25,10 +27,10 @@ from rankscope.private import lacking
 
 _C10D = "c10d"
 _COLLECTIVES = (_C10D, "_c10d_functional")
-_IN_PLACE = frozenset({"allreduce_", "broadcast_"})
+_IN_PLACE = frozenset({"allreduce", "broadcast"})
 _WRITTEN_FIRST = _IN_PLACE | {
-    "allgather_", "_allgather_base_", "reduce_scatter_", "_reduce_scatter_base_",
-    "alltoall_", "alltoall_base_",
+    "allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base",
+    "alltoall", "alltoall_base",
 }  # fmt: skip
 """Collectives that write into their first argument, which their schemas do not say."""
 
@@ -45,8 +47,10 @@ def may_record() -> bool:
     if lacking("tape") or torch.is_inference_mode_enabled():
         return False
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is not None and any(map(callable, compiler.cached_backends.values())):
-        return False
+    if compiler is not None:
+        backends = getattr(compiler, "cached_backends", None)
+        if backends is None or any(map(callable, backends.values())):
+            return False
     return not _python_dispatch._get_current_dispatch_mode_stack()
 
 
@@ -83,7 +87,8 @@ class LossTape:
         self._cut: set[int] = set()  # places: lost their graph in a collective, or come from one
         self._inside: set[int] = set()  # places: computed without gradients since they were off
         self._exchanged: set[int] = set()  # places: depend on what a collective has returned
-        self._written: dict[int, int] = {}  # memory that was written into: its place
+        self._written: set[int] = set()  # memory that was written into
+        self._sharing: dict[int, set[int]] = {}  # places by their memory
         self._constants: dict[int, tuple[Tensor, int]] = {}  # with their versions
         self._operators: list[_Operator] = []
         self._mode: _Recorder | None = None
@@ -93,7 +98,7 @@ class LossTape:
         self.touched = False
         """Whether a collective was given tensors made of the outputs."""
         self.num_outputs = len(outputs)
-        parts = [getattr(output, "_local_tensor", output) for output in outputs]  # of a DTensor
+        parts = [o._local_tensor if isinstance(o, DTensor) else o for o in outputs]
         for part in parts:
             self._add(part)
         self._versions = [part._version for part in parts]
@@ -150,7 +155,9 @@ class LossTape:
         graph = torch.is_grad_enabled()
         if graph:
             self._inside.clear()
-        given = list(_tensors((args, kwargs)))
+        originals = list(_originals((args, kwargs)))
+        given = [_arriving(tensor) for tensor in originals]
+        graphs = {id(_arriving(tensor)) for tensor in originals if tensor.requires_grad}
         known = [tensor for tensor in given if id(tensor) in self._places]
         written = {id(tensor): tensor for tensor in _written(function, args)}
         results = list(_tensors(found))
@@ -159,13 +166,14 @@ class LossTape:
             return
         collective = function.namespace in _COLLECTIVES
         read = known
-        if collective and function._opname not in _IN_PLACE:
+        if collective and _name_of(function) not in _IN_PLACE:
             read = [tensor for tensor in known if id(tensor) not in written]
-        held = {id(t) for t in read if id(t) not in written and self._is_held(t, graph=graph)}
+        free = graphs | set(written)
+        held = {id(t) for t in read if id(t) not in free and self._is_held(t, graph=graph)}
         moving = [tensor for tensor in read if id(tensor) not in held]
         numbers = {self._places[id(tensor)] for tensor in moving}
         self.touched |= collective and bool(moving)
-        lost = collective and any(tensor.requires_grad for tensor in moving)
+        lost = collective and any(id(tensor) in graphs for tensor in moving)
         marks = (
             (self._cut, graph and (lost or not self._cut.isdisjoint(numbers))),
             (self._exchanged, bool(numbers) and not self._exchanged.isdisjoint(numbers)),
@@ -177,7 +185,10 @@ class LossTape:
                 self._constants.setdefault(id(tensor), (tensor, tensor._version))
         for tensor in (*written.values(), *results):
             self._mark(self._add(tensor), marks)
-        self._written.update((_memory(t), self._places[key]) for key, t in written.items())
+        for tensor in written.values():
+            self._written.add(_memory(tensor))
+            for number in self._sharing[_memory(tensor)]:
+                self._mark(number, marks)
 
         def place(tensor: Tensor) -> Any:
             number = self._places.get(id(tensor))
@@ -208,9 +219,9 @@ class LossTape:
             return _OWN_CLASS
         if not known:
             return ""
-        if function.namespace == _C10D and function._opname not in _WRITTEN_FIRST:
+        if function.namespace == _C10D and _name_of(function) not in _WRITTEN_FIRST:
             self.touched = True
-            return f"it calls {function._opname.strip('_')}, which is not run again"
+            return f"it calls {_name_of(function)}, which is not run again"
         if any(type(tensor) not in _PLAIN for tensor in (*given, *results)):
             return _OWN_CLASS
         return ""
@@ -224,9 +235,9 @@ class LossTape:
                 places.add(number)
 
     def _is_held(self, tensor: Tensor, *, graph: bool) -> bool:
-        """Return whether an argument keeps its value: it was taken out of the graph on purpose."""
+        """Return whether an argument without a graph keeps its value: it was cut on purpose."""
         number = self._places[id(tensor)]
-        if number < self.num_outputs or tensor.requires_grad or number in self._cut:
+        if number < self.num_outputs or number in self._cut:
             return False
         return graph or number not in self._inside
 
@@ -235,6 +246,7 @@ class LossTape:
         if number is None:
             number = self._places[id(tensor)] = len(self._tensors)
             self._tensors.append(tensor)
+            self._sharing.setdefault(_memory(tensor), set()).add(number)
         return number
 
     # Running again ----------------------------------------------------------------------------
@@ -288,6 +300,9 @@ class LossTape:
             found = one.function(*_swapped(one.args, value), **_swapped(one.kwargs, value))
             if one.function.namespace == _C10D:
                 (found[-1] if isinstance(found, tuple) else found).wait()
+            elif one.exchanges:
+                for tensor in _tensors(found):
+                    wait_tensor(tensor)
             values.update(zip(one.results, _tensors(found), strict=True))
         root = values[self._root]
         return float(root if self._weight is None else root * self._weight)
@@ -307,6 +322,12 @@ class _Recorder(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-
         return found
 
 
+def _name_of(function: Any) -> str:
+    """Return the name of an operator without its namespace, such as ``allgather``."""
+    name: str = function._schema.name
+    return name.partition("::")[2].strip("_")
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -323,13 +344,18 @@ def _written(function: Any, args: Any) -> Iterator[Tensor]:
 
 def _tensors(nested: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples and dictionaries, in order."""
+    yield from map(_arriving, _originals(nested))
+
+
+def _originals(nested: Any) -> Iterator[Tensor]:
+    """Yield the same, as they were given."""
     if isinstance(nested, Tensor):
         yield nested
     elif isinstance(nested, list | tuple):
         for one in nested:
-            yield from _tensors(one)
+            yield from _originals(one)
     elif isinstance(nested, Mapping):
-        yield from _tensors(list(nested.values()))
+        yield from _originals(list(nested.values()))
 
 
 def _swapped(nested: Any, value: Callable[[Any], Any]) -> Any:
@@ -338,4 +364,11 @@ def _swapped(nested: Any, value: Callable[[Any], Any]) -> Any:
         return type(nested)(_swapped(one, value) for one in nested)
     if isinstance(nested, Mapping):
         return {key: _swapped(one, value) for key, one in nested.items()}
-    return value(nested) if isinstance(nested, Tensor | _Place) else nested
+    if isinstance(nested, Tensor):
+        return value(_arriving(nested))
+    return value(nested) if isinstance(nested, _Place) else nested
+
+
+def _arriving(tensor: Tensor) -> Tensor:
+    """Return the tensor that a collective under way will fill, or the tensor itself."""
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -73,7 +73,7 @@ class Verifications(ShareDirector[ReferenceShare]):
                 step.step,
                 self.num_workers,
                 num_micro,
-                loss,
+                loss=loss,
                 by_loop=self._by_loop,
             )
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
@@ -117,7 +117,7 @@ class Verifications(ShareDirector[ReferenceShare]):
             step.step,
             self.num_workers,
             most,
-            loss,
+            loss=loss,
             by_loop=self._by_loop,
             clips=clips,
             planned=meant is not None,

@@ -136,13 +136,16 @@ class LossCheck:
         return finding_at(step, "verify.loss", Severity.WARNING, (), fields, numbers)
 
 
+_NOTHING_OUTSIDE = LossCheck()
+
+
 def verified(
     found: Verification,
     step: int,
     num_workers: int,
     num_micro: int,  # most micro-batches of a worker
-    loss: "LossCheck",
     *,
+    loss: LossCheck = _NOTHING_OUTSIDE,
     by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
     planned: bool = False,  # the plan has the weights
@@ -216,8 +219,8 @@ def derived(
     step: int,
     num_workers: int,
     num_micro: int,  # micro-batches of a worker
-    loss: "LossCheck",
     *,
+    loss: LossCheck = _NOTHING_OUTSIDE,
     by_loop: bool = False,
 ) -> Finding:
     """Return the finding of directional derivatives."""
