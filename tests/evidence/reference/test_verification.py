@@ -36,6 +36,7 @@ def parts(units, scales, given, reduced=None, dtype="float32", replicas=None, *,
         ReferenceShare(
             NAMES,
             (dtype,) * P,
+            np.full(P, float(K)),
             terms[rank],
             np.linalg.norm(terms[rank].astype(float), axis=-1),
             given[rank].astype(np.float32),
