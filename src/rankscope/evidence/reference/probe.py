@@ -23,6 +23,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.derivative import DirectionalDerivative
+from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.models import (
     EngineModel,
@@ -38,6 +39,7 @@ from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE, Wrapped, is_compiled
+from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
 
@@ -48,6 +50,11 @@ _sessions = itertools.count()  # of this process: each has a place of its own in
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
+_INNER = "the loss takes values of the forward pass that the model does not return"
+_BY_ITSELF = (
+    "a backward pass of its own reaches parameters, as for a penalty on weights, and which "
+    "micro-batch it belongs to is not known"
+)
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
@@ -85,6 +92,7 @@ class ReferenceProbe(Probe):
         self._session = next(_sessions)
         self._roots: Patch | None = None
         self._root: Tensor | None = None
+        self._direct: DirectGradients | None = None  # of a backward pass that runs
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
@@ -257,9 +265,16 @@ class ReferenceProbe(Probe):
         return ReferenceShare(slopes=self._derivative.measure(trained, clipped))
 
     def _before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Keep the value on which a backward pass is called."""
+        """Keep the value on which a backward pass is called, and watch what passes the outputs."""
         self._root = None
         self._try(outside, self._keep_root, tensors, gradients)
+        if not (self._declined or in_backward()):  # a checkpoint's own begins inside
+            self._try(outside, self._watch_direct, tensors)
+
+    def _watch_direct(self, tensors: Sequence[Tensor]) -> None:
+        self._unwatch_direct()  # the last one was interrupted
+        outputs = {edge for micro in self._passes for edge in micro.edges}
+        self._direct = DirectGradients(tensors, outputs, set(map(id, self._module.parameters())))
 
     def _keep_root(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if len(tensors) != 1 or tensors[0].numel() != 1:
@@ -274,8 +289,29 @@ class ReferenceProbe(Probe):
         new = [micro for micro in self._passes if micro.trained and micro.root is None]
         for micro in new:
             micro.root = self._root if len(new) == 1 and self._root is not None else math.nan
+        if not (self._declined or in_backward()):
+            self._try(outside, self._keep_direct, new)
+
+    def _keep_direct(self, trained: Sequence[MicroBatch]) -> None:
+        """Give the gradients past the outputs to the micro-batch that was ``trained``."""
+        direct = self._unwatch_direct()
+        if direct is None or not (direct.takes_inner or direct.by_parameter):
+            return
+        if direct.takes_inner:
+            raise CanaryDeclined(_INNER)
+        if len(trained) != 1:
+            raise CanaryDeclined(_BY_ITSELF)
+        trained[0].direct = direct.by_parameter
+
+    def _unwatch_direct(self) -> DirectGradients | None:
+        direct = self._direct
+        self._direct = None
+        if direct is not None:
+            direct.remove()
+        return direct
 
     def _unwatch_roots(self) -> None:
+        self._unwatch_direct()
         if self._roots is not None:
             self._roots.remove()
             self._roots = None
