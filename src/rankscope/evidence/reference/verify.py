@@ -333,16 +333,20 @@ def _find_factor(reference: _Reference) -> Verification | None:
         return None
     if _is_clipped(reference, factor):
         return reference.describe(ReferenceAnswer.AGREES, factor=factor, clipped=factor)
-    step = reference.step
-    clips = all(part.clips for part in step.parts_W)
-    if clips and step.changes is not None and abs(step.changes[0] - 1) > _EQUAL:
-        reduced = _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
-        before = _find_factor(reduced)  # clipping hides it
-        if before is not None:
-            return before
-    return reference.describe(
+    reduced = _before_clipping(reference)
+    before = None if reduced is None else _find_factor(reduced)
+    return before or reference.describe(
         ReferenceAnswer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step)
     )
+
+
+def _before_clipping(reference: _Reference) -> _Reference | None:
+    """Return the same with the reduced gradient, whose answer clipping hides; None without."""
+    step = reference.step
+    clips = all(part.clips for part in step.parts_W)
+    if not clips or step.changes is None or abs(step.changes[0] - 1) <= _EQUAL:
+        return None
+    return _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
 
 
 def _is_clipped(reference: _Reference, factor: float) -> bool:
@@ -495,6 +499,9 @@ def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats
 
 def _find_weights(reference: _Reference) -> Verification | None:
     """Return an answer where other weights of the micro-batches explain the given gradient."""
+    reduced = _before_clipping(reference)
+    if reduced is not None:
+        return _find_weights(reduced)
     step = reference.step
     factors_N, errors_N = _fit(step)
     fitted = _Reference(step, reference.weighting, factors_N * step.scales_N)

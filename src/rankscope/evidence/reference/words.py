@@ -117,6 +117,8 @@ def _severity(found: Verification, num_workers: int, num_micro: int, *, planned:
         meant = not _guess(found.factor, num_workers, num_micro)
     elif found.answer is ReferenceAnswer.WEIGHTING:
         meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
+        if not _ranks(found):
+            meant = not _guess(_common(found), num_workers, num_micro)
     unknown = found.weighting == "backward" and found.answer in (
         ReferenceAnswer.SCALE,
         ReferenceAnswer.WEIGHTING,
@@ -321,8 +323,12 @@ def _numbered(which: Sequence[int]) -> str:
 def _weights(found: Verification) -> str:
     """Return whose micro-batches have other weights."""
     common = _common(found)
+    ranks = _ranks(found)
+    if not ranks:
+        ratios = [ratio for own in found.ratios for ratio in own]
+        return f"every worker {min(ratios):.3g} to {max(ratios):.3g} times"
     parts = []
-    for rank in _ranks(found):
+    for rank in ranks:
         own = [ratio / common for ratio in found.ratios[rank]]
         least = min(own)
         most = max(own)
