@@ -269,6 +269,13 @@ USES = (
     # Exchanges in a forward pass
     Use(
         "torch.distributed.ProcessGroup",
+        "_get_sequence_number_for_group",
+        "wrappers.ranks",
+        "whether ranks exchange tensors between a model's forward and backward passes",
+        "a reference step does not name a loss of several ranks",
+    ),
+    Use(
+        "torch.distributed.ProcessGroup",
         "_allgather_base",
         "evidence.outliers.probe",
         "tensors that the model's forward pass gathers from other workers",

@@ -39,6 +39,11 @@ SAYS = {
         "note",
         "The loss, which is computed outside of the model, was",
     ),
+    "loss outside, gathered": (
+        "verify.agrees",
+        "note",
+        "float32), but for the loss: ranks exchanged",
+    ),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "penalised": ("verify.agrees", "note", "each with 4 micro-batches"),
     "penalised inside": (
@@ -182,6 +187,8 @@ class Loop:
         if self.kind.startswith("loss outside"):
             logits = self.wrapped(batch["input_ids"])
             found = F.cross_entropy(logits, batch["labels"].flatten())
+            if self.kind.endswith("gathered"):
+                found = found + self._gathered(logits.mean()).square()
         elif self.kind == "sharded, passes an object":
             found = self.wrapped(**batch, use_branch=Off())["loss"]
         else:
@@ -193,6 +200,12 @@ class Loop:
         if self.kind == "weighted" and self.rank == 1:
             found = found * 1.9
         return found / count
+
+    def _gathered(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the workers' mean, of which no gradient reaches the other workers."""
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return (total - value.detach() + value) / dist.get_world_size()
 
     def _penalty(self) -> torch.Tensor:
         if self.kind == "penalised inside":
@@ -276,6 +289,7 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path):
         (finding,) = findings(tmp_path / kind, "verify.")
         assert (finding["cause"], finding["severity"]) == (cause, severity), finding["explanation"]
         assert sentence in finding["explanation"]
+        assert ("exchanged" in finding["explanation"]) == kind.endswith("gathered")
         assert finding["first_step"] == AT
         if severity == "note":
             assert findings(tmp_path / kind, "sync.changed_later") == []

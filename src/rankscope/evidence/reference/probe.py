@@ -40,6 +40,7 @@ from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE, Wrapped, is_compiled
 from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.ranks import num_collectives
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
 
@@ -93,6 +94,9 @@ class ReferenceProbe(Probe):
         self._roots: Patch | None = None
         self._root: Tensor | None = None
         self._direct: DirectGradients | None = None  # of a backward pass that runs
+        self._groups = {wrapped.group, *filter(None, [dist.group.WORLD])}
+        self._collectives_before_loss: int | None = None  # None from its backward pass on
+        self._loss_exchanges = False
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
@@ -179,6 +183,7 @@ class ReferenceProbe(Probe):
         self._inside = None
         if inside is not None:
             self._try(inside.see_output, output)
+            self._collectives_before_loss = num_collectives(self._groups)
 
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
@@ -227,7 +232,12 @@ class ReferenceProbe(Probe):
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
         part = self._reference.compute(trained).without(self._channel.shared_weights)
-        return replace(part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value)
+        return replace(
+            part,
+            clips=CLIP.num_calls > self._num_clips,
+            clips_value=self._clips_value,
+            loss_exchanges=self._loss_exchanges,
+        )
 
     @property
     def _clips_value(self) -> bool:
@@ -269,6 +279,9 @@ class ReferenceProbe(Probe):
         self._root = None
         self._try(outside, self._keep_root, tensors, gradients)
         if not (self._declined or in_backward()):  # a checkpoint's own begins inside
+            before = self._collectives_before_loss
+            self._loss_exchanges |= before not in (None, num_collectives(self._groups))
+            self._collectives_before_loss = None
             self._try(outside, self._watch_direct, tensors)
 
     def _watch_direct(self, tensors: Sequence[Tensor]) -> None:
@@ -396,6 +409,8 @@ class ReferenceProbe(Probe):
         self._num_passes = 0
         self._declined = ""
         self._passes.clear()
+        self._collectives_before_loss = None
+        self._loss_exchanges = False
         self.entering = False
         self._inside = None
         if self._reference is not None:

@@ -114,6 +114,7 @@ class Verifications(ShareDirector[ReferenceShare]):
             clips=clips,
             planned=meant is not None,
             loss_outside=any(part.loss_outside for part in parts_W),
+            loss_exchanges=any(part.loss_outside and part.loss_exchanges for part in parts_W),
         )
 
     def _why_not(self, parts: Mapping[int, ReferenceShare]) -> str:

@@ -71,6 +71,7 @@ class ReferenceShare(Packable):
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
     roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
     loss_outside: bool = False  # the model returns no loss: the gradients of its outputs are kept
+    loss_exchanges: bool = False  # ranks began collectives between forward and backward passes
 
     def without(self, names: Container[str]) -> "ReferenceShare":
         """Return the share without some parameters; with all of them, if it has no other."""

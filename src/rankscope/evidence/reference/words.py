@@ -36,6 +36,11 @@ _LOSS_OUTSIDE = (
     "the model's outputs were used as they were"
 )
 
+_LOSS_EXCHANGES = (
+    ". If the loss takes tensors of other ranks, its gradient is not known to reach them: a gather "
+    "may lose it"
+)
+
 _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
@@ -64,6 +69,7 @@ def verified(
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
     planned: bool = False,  # the plan has the weights
     loss_outside: bool = False,  # of the model, and not computed again
+    loss_exchanges: bool = False,  # and ranks exchanged tensors before its backward pass
 ) -> Finding:
     """Return the finding of a reference step.
 
@@ -83,9 +89,14 @@ def verified(
         found = replace(found, answer=ReferenceAnswer.SCALE)
     micro_batches = count(num_micro, "micro-batch", "micro-batches")
     kept = _LOSS_OUTSIDE if loss_outside else ""
+    but = ""
+    if loss_exchanges:
+        but = ", but for the loss: ranks exchanged tensors before its backward pass"
+        kept += _LOSS_EXCHANGES
     fields = {
         "step": f"{step:,}",
         "right": "what one process would compute",
+        "but": but,
         "how_computed": "It was computed again on "
         f"{count(num_workers, 'worker')}, each with {micro_batches}, one micro-batch "
         f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}{kept}",
@@ -153,6 +164,7 @@ def derived(
     fields: dict[str, object] = {
         "step": f"{step:,}",
         "right": "the derivative of the loss",
+        "but": "",
         "clipped": times,
         "ulps": f"{far:.1g} of it",
         "how_computed": (
