@@ -9,12 +9,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from rankscope.evidence.canary.replay import in_short
 from rankscope.wrappers.surroundings import outside
 
 Edge = tuple[Any, int]
 """A node of an autograd graph, and the number of one of its outputs."""
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
 class DirectGradients:
@@ -33,6 +38,8 @@ class DirectGradients:
 
         A gradient of what computes it has come through the model's outputs as well.
         """
+        self.lost = ""
+        """The error that kept a gradient from being kept; empty without."""
         self._outputs = outputs
         self._handles: list[Any] = []
         self._watch([(root.grad_fn, root.output_nr) for root in roots], parameters)
@@ -48,11 +55,12 @@ class DirectGradients:
             seen.add(node)
             leaves: dict[int, list[int]] = defaultdict(list)
             for place, (following, number) in enumerate(node.next_functions):
-                leaf = getattr(following, "variable", None)
-                if leaf is None:
-                    waiting += [following] if (following, number) not in self._outputs else []
-                elif id(leaf) in parameters:
-                    leaves[id(leaf)].append(place)
+                if following is None or (following, number) in self._outputs:
+                    continue
+                if following.name() != _LEAF:
+                    waiting.append(following)
+                elif id(following.variable) in parameters:
+                    leaves[id(following.variable)].append(place)
             if leaves and node in inside:
                 self.takes_inner = True
             elif leaves:
@@ -64,9 +72,13 @@ class DirectGradients:
         gradients: Sequence[Tensor | None],
         _: Sequence[Tensor | None],
     ) -> None:
-        """Keep what a node hands to parameters."""
-        outside(self._keep, leaves, gradients)
+        """Keep what a node hands to parameters; never raises into the backward pass."""
+        try:
+            outside(self._keep, leaves, gradients)
+        except Exception as error:
+            self.lost = in_short(error)
 
+    @torch.no_grad()
     def _keep(
         self, leaves: Mapping[int, Sequence[int]], gradients: Sequence[Tensor | None]
     ) -> None:
@@ -75,8 +87,7 @@ class DirectGradients:
                 if gradient is None:
                     continue
                 before = self.by_parameter.get(leaf)
-                own = gradient.detach()
-                self.by_parameter[leaf] = own.clone() if before is None else before + own
+                self.by_parameter[leaf] = gradient.clone() if before is None else before + gradient
 
     def remove(self) -> None:
         """Leave the graph alone."""

@@ -29,6 +29,8 @@ from rankscope.wrappers.surroundings import outside
 MOST_BATCH_BYTES = 2**30
 """Larger micro-batches are declined; they stay in this process."""
 
+LOST = "what a backward pass brought could not be kept ({})"
+
 _EXACT = 4e-6
 """Largest relative distance of the outputs from those in the training, in float32."""
 
@@ -164,7 +166,7 @@ class MicroBatch:
             )
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
-            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+            raise CanaryDeclined(LOST.format(lost))
 
     @property
     def computed_in(self) -> torch.dtype:

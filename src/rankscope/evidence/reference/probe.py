@@ -24,7 +24,7 @@ from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.derivative import DirectionalDerivative
 from rankscope.evidence.reference.direct import DirectGradients
-from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
 from rankscope.evidence.reference.models import (
     EngineModel,
     GatheredModel,
@@ -286,6 +286,8 @@ class ReferenceProbe(Probe):
 
     def _watch_direct(self, tensors: Sequence[Tensor]) -> None:
         self._unwatch_direct()  # the last one was interrupted
+        if not self._passes:
+            return
         outputs = {edge for micro in self._passes for edge in micro.edges}
         self._direct = DirectGradients(tensors, outputs, set(map(id, self._module.parameters())))
 
@@ -308,13 +310,16 @@ class ReferenceProbe(Probe):
     def _keep_direct(self, trained: Sequence[MicroBatch]) -> None:
         """Give the gradients past the outputs to the micro-batch that was ``trained``."""
         direct = self._unwatch_direct()
-        if direct is None or not (direct.takes_inner or direct.by_parameter):
+        if direct is None:
             return
+        if direct.lost:
+            raise CanaryDeclined(LOST.format(direct.lost))
         if direct.takes_inner:
             raise CanaryDeclined(_INNER)
-        if len(trained) != 1:
-            raise CanaryDeclined(_BY_ITSELF)
-        trained[0].direct = direct.by_parameter
+        if direct.by_parameter:
+            if len(trained) != 1:
+                raise CanaryDeclined(_BY_ITSELF)
+            trained[0].direct = direct.by_parameter
 
     def _unwatch_direct(self) -> DirectGradients | None:
         direct = self._direct
