@@ -257,6 +257,15 @@ def test_a_parameter_that_differs_alone_is_named(how):
     assert "in layers.2.weight alone: " in words(found)
 
 
+def test_a_gradient_where_one_process_has_none_is_called_so():
+    units = gradients()
+    units[..., 2, :] = 0
+    given = summed(units, EQUAL)
+    given[2] = 1
+    found = ask(given, units=units)
+    assert f"in {NAMES[2]} alone: one process would have none." in words(found)
+
+
 def test_unknown_losses_leave_the_weights_of_backward_passes():
     scales = np.array([[0.7] * M, [0.1] * M, [2.0] * M])
     found = ask(summed(gradients(), scales / W), scales=scales, known=False)

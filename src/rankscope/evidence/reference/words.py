@@ -392,12 +392,17 @@ def _odd(found: Verification) -> str:
 
 
 def _how(one: OddParameter) -> str:
+    far = (
+        "one process would have none"
+        if math.isinf(one.error)
+        else f"by {one.error:.2g} of its norm"
+    )
     words = {
         GradientMismatch.NOT_REDUCED: "not reduced, every worker holds its own",
         GradientMismatch.MISSING: "there is none",
         GradientMismatch.SCALE: f"{one.factor:.3g} of it",
         GradientMismatch.PARTIAL: f"not reduced over {one.axis}",
-        GradientMismatch.CHANGED: f"by {one.error:.2g} of its norm",
+        GradientMismatch.CHANGED: far,
     }[one.how]
     return f"{words}, since something after the reduction" if one.afterwards else words
 
