@@ -89,6 +89,10 @@ class DirectionalDerivative:
         """Check that the gradients of the model and of its outputs can be read."""
         for micro in micro_batches:
             micro.check_kept()
+            if micro.direct:
+                raise CanaryDeclined(
+                    "the loss takes parameters by itself, past the model's outputs"
+                )
         if self._copy is not None:
             self._copy.check()
             return

@@ -302,7 +302,7 @@ class LossTape:
                 (found[-1] if isinstance(found, tuple) else found).wait()
             elif one.exchanges:
                 for tensor in _tensors(found):
-                    wait_tensor(tensor)
+                    wait_tensor(tensor)  # type: ignore[no-untyped-call]
             values.update(zip(one.results, _tensors(found), strict=True))
         root = values[self._root]
         return float(root if self._weight is None else root * self._weight)

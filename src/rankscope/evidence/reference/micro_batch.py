@@ -19,6 +19,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, resto
 from rankscope.evidence.canary.layout import Layout, layout_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
+from rankscope.evidence.reference.direct import Edge
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hides_tensors, hook_gradient, tensors_in
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MOST_BATCH_BYTES = 2**30
 """Larger micro-batches are declined; they stay in this process."""
+
+LOST = "what a backward pass brought could not be kept ({})"
 
 _EXACT = 4e-6
 """Largest relative distance of the outputs from those in the training, in float32."""
@@ -51,6 +54,9 @@ _NOT_REPEATED = (
 _CHANGED = (
     "{} changed between the forward pass and the optimizer's call: the gradient belongs to other "
     "values (gathered too late, or updated in the backward pass)"
+)
+_DIRECT = (
+    "the loss takes parameters by itself, past the model's outputs, and ranks hold parts of them"
 )
 _NOT_WHOLE = (
     "the forward pass returns something else with whole parameters than it has in the training {}: "
@@ -91,6 +97,13 @@ class MicroBatch:
         """What its backward pass was called on; NaN if that was more than one, None before it."""
         self.tape: LossTape | None = None
         """What the script computes from its outputs; None if nothing was recorded."""
+        self.direct: Mapping[int, Tensor] = {}
+        """Gradients of its backward pass past the model's outputs, by the parameter's id."""
+
+    @property
+    def edges(self) -> list[Edge]:
+        """Where the outputs lie in the training's graph."""
+        return [one.edge for one in self._returned]
 
     @property
     def trained(self) -> bool:
@@ -158,7 +171,7 @@ class MicroBatch:
             )
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
-            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+            raise CanaryDeclined(LOST.format(lost))
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -247,7 +260,21 @@ class MicroBatch:
                 raise CanaryDeclined(ACCUMULATES)
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
                 one.check_inside(inside)
-            return found[: len(parameters)]
+            return self._with_direct(module, parameters, found)
+
+    def _with_direct(
+        self, module: nn.Module, parameters: Sequence[Tensor], found: Gradients
+    ) -> Gradients:
+        """Return gradients that came through the outputs, with those that came past them."""
+        if not self.direct.keys() <= set(map(id, module.parameters())):
+            raise CanaryDeclined(_DIRECT)
+        whole = list(found[: len(parameters)])
+        for place, parameter in enumerate(parameters):
+            own = self.direct.get(id(parameter))
+            through = whole[place]
+            if own is not None:
+                whole[place] = own if through is None else through + own
+        return whole
 
     def changed(self, module: nn.Module) -> list[Tensor]:
         """Return the parameters that differ from those of the forward pass; waits for the device.
@@ -313,6 +340,7 @@ class _Returned:
         self.projection = project(local) if compared else None
         self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
         self.dtype = tensor.dtype
+        self.edge: Edge = (tensor.grad_fn, tensor.output_nr)
         self.place = 0  # its place among all tensors of the output
         # its value, if it is one number
         self.number = local.detach().clone() if local.numel() == 1 else None

@@ -23,9 +23,10 @@ from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.derivative import DirectionalDerivative
+from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.loss_slopes import measure_loss
 from rankscope.evidence.reference.loss_tape import LossTape, may_record
-from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
 from rankscope.evidence.reference.models import (
     EngineModel,
     GatheredModel,
@@ -40,6 +41,7 @@ from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE, Wrapped, is_compiled
+from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
 
@@ -51,6 +53,11 @@ _sessions = itertools.count()  # of this process: each has a place of its own in
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
 _NO_EXCHANGE = "a rank's loss exchanges no tensors with others"
+_INNER = "the loss takes values of the forward pass that the model does not return"
+_BY_ITSELF = (
+    "a backward pass of its own reaches parameters, as for a penalty on weights, and which "
+    "micro-batch it belongs to is not known"
+)
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
@@ -89,6 +96,7 @@ class ReferenceProbe(Probe):
         self._session = next(_sessions)
         self._roots: Patch | None = None
         self._root: Tensor | None = None
+        self._direct: DirectGradients | None = None  # of a backward pass that runs
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
@@ -233,7 +241,11 @@ class ReferenceProbe(Probe):
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
         part = self._reference.compute(trained).without(self._channel.shared_weights)
-        return replace(part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value)
+        return replace(
+            part,
+            clips=CLIP.num_calls > self._num_clips,
+            clips_value=self._clips_value,
+        )
 
     @property
     def _clips_value(self) -> bool:
@@ -308,12 +320,21 @@ class ReferenceProbe(Probe):
         return ""
 
     def _before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Keep the value on which a backward pass is called."""
+        """Keep the value on which a backward pass is called, and watch what passes the outputs."""
         tape = self._stop_tape()
         if tape is not None and len(tensors) == 1:
             tape.end(tensors[0], gradients[0])
         self._root = None
         self._try(outside, self._keep_root, tensors, gradients)
+        if not (self._declined or in_backward()):  # a checkpoint's own begins inside
+            self._try(outside, self._watch_direct, tensors)
+
+    def _watch_direct(self, tensors: Sequence[Tensor]) -> None:
+        self._unwatch_direct()  # the last one was interrupted
+        if not self._passes:
+            return
+        outputs = {edge for micro in self._passes for edge in micro.edges}
+        self._direct = DirectGradients(tensors, outputs, set(map(id, self._module.parameters())))
 
     def _keep_root(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if len(tensors) != 1 or tensors[0].numel() != 1:
@@ -328,6 +349,29 @@ class ReferenceProbe(Probe):
         new = [micro for micro in self._passes if micro.trained and micro.root is None]
         for micro in new:
             micro.root = self._root if len(new) == 1 and self._root is not None else math.nan
+        if not (self._declined or in_backward()):
+            self._try(outside, self._keep_direct, new)
+
+    def _keep_direct(self, trained: Sequence[MicroBatch]) -> None:
+        """Give the gradients past the outputs to the micro-batch that was ``trained``."""
+        direct = self._unwatch_direct()
+        if direct is None:
+            return
+        if direct.lost:
+            raise CanaryDeclined(LOST.format(direct.lost))
+        if direct.takes_inner:
+            raise CanaryDeclined(_INNER)
+        if direct.by_parameter:
+            if len(trained) != 1:
+                raise CanaryDeclined(_BY_ITSELF)
+            trained[0].direct = direct.by_parameter
+
+    def _unwatch_direct(self) -> DirectGradients | None:
+        direct = self._direct
+        self._direct = None
+        if direct is not None:
+            direct.remove()
+        return direct
 
     def _stop_tape(self) -> LossTape | None:
         """Record no more; return what was recorded."""
@@ -339,6 +383,7 @@ class ReferenceProbe(Probe):
 
     def _unwatch_roots(self) -> None:
         self._stop_tape()
+        self._unwatch_direct()
         if self._roots is not None:
             self._roots.remove()
             self._roots = None

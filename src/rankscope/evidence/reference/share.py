@@ -54,6 +54,7 @@ class ReferenceShare(Packable):
 
     names: tuple[str, ...] = ()
     types: tuple[str, ...] = ()  # their types ``[P]``, such as ``float32``
+    elements_P: Floats = field(default_factory=_NOTHING)  # of each whole parameter
     terms_MPK: Floats32 = field(default_factory=_NO_TERMS)  # of each micro-batch, computed again
     norms_MP: Floats = field(default_factory=_NO_NORMS)  # their norms, not estimated
     given_PK: Floats32 = field(default_factory=_NO_ROWS)  # of ``.grad`` at the optimizer's call
@@ -82,6 +83,7 @@ class ReferenceShare(Packable):
             self,
             names=tuple(self.names[number] for number in kept),
             types=tuple(self.types[number] for number in kept),
+            elements_P=self.elements_P[kept],
             terms_MPK=self.terms_MPK[:, kept],
             norms_MP=self.norms_MP[:, kept],
             given_PK=self.given_PK[kept],
@@ -105,6 +107,7 @@ class ReferenceShare(Packable):
         return (
             self.copies >= 1
             and num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
+            and self.elements_P.shape == (num_parameters,)
             and self.norms_MP.shape == (count, num_parameters)
             and self.given_PK.shape == (num_parameters, width)
             and self.reduced_PK.shape in ((num_parameters, width), (0, width))

@@ -206,6 +206,8 @@ def _severity(found: Verification, num_workers: int, num_micro: int, *, planned:
         meant = not _guess(found.factor, num_workers, num_micro)
     elif found.answer is ReferenceAnswer.WEIGHTING:
         meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
+        if not _ranks(found):
+            meant = not _guess(_common(found), num_workers, num_micro)
     unknown = found.weighting == "backward" and found.answer in (
         ReferenceAnswer.SCALE,
         ReferenceAnswer.WEIGHTING,
@@ -413,8 +415,12 @@ def _numbered(which: Sequence[int]) -> str:
 def _weights(found: Verification) -> str:
     """Return whose micro-batches have other weights."""
     common = _common(found)
+    ranks = _ranks(found)
+    if not ranks:
+        ratios = [ratio for own in found.ratios for ratio in own]
+        return f"every worker {min(ratios):.3g} to {max(ratios):.3g} times"
     parts = []
-    for rank in _ranks(found):
+    for rank in ranks:
         own = [ratio / common for ratio in found.ratios[rank]]
         least = min(own)
         most = max(own)
@@ -466,12 +472,17 @@ def _odd(found: Verification) -> str:
 
 
 def _how(one: OddParameter) -> str:
+    far = (
+        "one process would have none"
+        if math.isinf(one.error)
+        else f"by {one.error:.2g} of its norm"
+    )
     words = {
         GradientMismatch.NOT_REDUCED: "not reduced, every worker holds its own",
         GradientMismatch.MISSING: "there is none",
         GradientMismatch.SCALE: f"{one.factor:.3g} of it",
         GradientMismatch.PARTIAL: f"not reduced over {one.axis}",
-        GradientMismatch.CHANGED: f"by {one.error:.2g} of its norm",
+        GradientMismatch.CHANGED: far,
     }[one.how]
     return f"{words}, since something after the reduction" if one.afterwards else words
 
