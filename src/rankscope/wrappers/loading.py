@@ -22,9 +22,12 @@ from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
 from rankscope.wrappers.untraced import transparent
 
+ENDED = object()
+"""In place of a batch: the iterator has no more."""
+
 
 class _YieldRelay(Relay):
-    """Relays the results of an iterator with it."""
+    """Relays the results of an iterator with it, and its end."""
 
     def _relay(self, original: Any) -> Any:
         after = self._after
@@ -32,7 +35,12 @@ class _YieldRelay(Relay):
         @transparent
         @wraps(original)
         def call(iterator: Any) -> Any:
-            result = original(iterator)
+            try:
+                result = original(iterator)
+            except StopIteration:
+                for reference in tuple(after):
+                    notify(reference, (iterator, ENDED), {})
+                raise
             for reference in tuple(after):
                 notify(reference, (iterator, result), {})
             return result
@@ -53,6 +61,7 @@ class _Stream:
 
     def __init__(self, iterator: Any) -> None:
         self.waiting: deque[Ints] = deque(maxlen=_MOST_WAITING)
+        self.ended = False
         count = len(getattr(iterator, "_workers", ()))
         stream = count > 1 and isinstance(iterator._dataset, IterableDataset)
         self.processes = count if stream else 0
@@ -78,6 +87,8 @@ class LoaderRows:
         self._thread = threading.get_ident()
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by id; the last to yield is last
         self._latest: _Stream | None = None  # the one that fed the last forward pass
+        self._asked: list[_Stream] = []  # for a batch, since the last forward pass
+        self._feeding: list[_Stream] = []  # those asked before a forward pass of the step
         self._again: int | None = None  # batches of the step; None without such a loader
         self._wanted = True
         self._num_unchanged = 0
@@ -89,11 +100,17 @@ class LoaderRows:
 
     @torch.no_grad()
     def _add(self, iterator: Any, batch: Any) -> None:
-        stream = self._streams.pop(id(iterator), None) or _Stream(iterator)
+        stream = self._streams.pop(id(iterator), None)
+        ended = batch is ENDED
+        if stream is None or (stream.ended and not ended):  # another iterator, or it begins again
+            stream = _Stream(iterator)
+        stream.ended = ended
         self._streams[id(iterator)] = stream
+        if stream not in self._asked:
+            self._asked = [*self._asked, stream][-_MOST_STREAMS:]
         if len(self._streams) > _MOST_STREAMS:
             self._streams.popitem(last=False)
-        if not (self._wanted or stream.processes):
+        if ended or not (self._wanted or stream.processes):
             return
         whole = (t for t in tensors_in(batch) if t.is_floating_point() and t.dim() > 1)
         digests = digest_inputs((next(whole, batch),), {})  # many samples share a label
@@ -104,6 +121,17 @@ class LoaderRows:
             stream.waiting.append(rows_B)
         if stream.processes:
             self._again = (self._again or 0) + stream.comes_again(rows_B)
+
+    def begin_pass(self) -> None:
+        """Handle a forward pass in training."""
+        going_on = [stream for stream in self._asked if not stream.ended]
+        self._feeding += going_on or self._asked
+        self._asked = []
+
+    def end_step(self) -> bool:
+        """Return whether loaders have fed the step, and all of them go on after it."""
+        feeding, self._feeding = self._feeding, []
+        return bool(feeding) and not any(stream.ended for stream in feeding)
 
     def take(self, args: Any, kwargs: Any) -> Ints | None:
         """Return the samples of the next batch, for a forward pass of as many; None without.
