@@ -73,7 +73,7 @@ NAMED_BY = {
     "data.overlapping_shards": "R37",
     "data.repeated_batches": "R38",
     "state.hyperparameters_differ": "R41",
-    "state.resume_mismatch": "R44 R45 R80 R87",
+    "state.resume_mismatch": "R44 R45 R80 R87 R108",
     "sync.expert_divisor": "R48",
     "state.updates_lost": "R49",
     "sync.shard_factors": "R56",
