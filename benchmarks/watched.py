@@ -65,7 +65,7 @@ NAMED_BY = {
     "data.coverage": "R16",
     "sync.not_reduced": "R20",
     "sync.clip_norm": "R21 R30 R85",
-    "sync.accumulation": "R22 R43 R55",
+    "sync.accumulation": "R22 R43 R55 R101",
     "state.other_tensors_held": "R26",
     "counters-of-ranks-differ": "R29",
     "state.replicas_differ": "R33 R61",
