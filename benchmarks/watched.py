@@ -53,7 +53,7 @@ LAUNCHED_TWICE = frozenset(_LAUNCHED_TWICE.split())
 NAMED_BY = {
     "loss.scale": "R02 R11 R14 R17 R32 R39 R40 R64",
     "data.duplicate_batches": "R03",
-    "data.resume_mismatch": "R04 R54 R102",
+    "data.resume_mismatch": "R04 R54 R102 R103",
     "compute.modes_differ": "R05",
     "rng.identical": "R06",
     "state.average_jumps": "R07",
