@@ -4,6 +4,7 @@ A diffusion model, for instance, gets samples with noise: the same sample never 
 """
 
 import itertools
+import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -62,10 +63,17 @@ class _Stream:
     def __init__(self, iterator: Any) -> None:
         self.waiting: deque[Ints] = deque(maxlen=_MOST_WAITING)
         self.ended = False
+        self.goes_on = True
         count = len(getattr(iterator, "_workers", ()))
         stream = count > 1 and isinstance(iterator._dataset, IterableDataset)
         self.processes = count if stream else 0
         self._digests: deque[int] = deque(maxlen=2 * max(self.processes, 1))
+        self._length = _length_of(iterator)
+
+    def see(self, iterator: Any, *, ended: bool) -> None:
+        """Handle a batch, or the end."""
+        self.ended = ended
+        self.goes_on = not ended and iterator._num_yielded < self._length
 
     def comes_again(self, rows_B: Ints) -> bool:
         """Return whether each process of the loader yields this batch, one after the other.
@@ -79,6 +87,19 @@ class _Stream:
         return digest in before[-others:] and digest not in before[:-others]
 
 
+def _length_of(iterator: Any) -> float:
+    """Return how many batches an iterator has; infinity where that shows at its end alone.
+
+    It is 0 for a stream whose length the training has asked for, and may count up to.
+    """
+    if isinstance(iterator._dataset, IterableDataset):
+        return math.inf if iterator._IterableDataset_len_called is None else 0
+    try:
+        return len(iterator)
+    except Exception:  # a sampler of its own
+        return math.inf
+
+
 class LoaderRows:
     """Follows the batches that this thread's loaders yield, until a forward pass takes them."""
 
@@ -89,6 +110,7 @@ class LoaderRows:
         self._latest: _Stream | None = None  # the one that fed the last forward pass
         self._asked: list[_Stream] = []  # for a batch, since the last forward pass
         self._feeding: list[_Stream] = []  # those asked before a forward pass of the step
+        self._goes_on = False  # whether all of them had more at the last forward pass
         self._again: int | None = None  # batches of the step; None without such a loader
         self._wanted = True
         self._num_unchanged = 0
@@ -104,7 +126,7 @@ class LoaderRows:
         ended = batch is ENDED
         if stream is None or (stream.ended and not ended):  # another iterator, or it begins again
             stream = _Stream(iterator)
-        stream.ended = ended
+        stream.see(iterator, ended=ended)
         self._streams[id(iterator)] = stream
         if stream not in self._asked:
             self._asked = [*self._asked, stream][-_MOST_STREAMS:]
@@ -124,14 +146,17 @@ class LoaderRows:
 
     def begin_pass(self) -> None:
         """Handle a forward pass in training."""
-        going_on = [stream for stream in self._asked if not stream.ended]
-        self._feeding += going_on or self._asked
+        yielding = [stream for stream in self._asked if not stream.ended]
+        self._feeding += yielding or self._asked
         self._asked = []
+        self._goes_on = bool(self._feeding) and all(each.goes_on for each in self._feeding)
 
     def end_step(self) -> bool:
         """Return whether loaders have fed the step, and all of them go on after it."""
-        feeding, self._feeding = self._feeding, []
-        return bool(feeding) and not any(stream.ended for stream in feeding)
+        goes_on = self._goes_on and not any(stream.ended for stream in self._feeding)
+        self._feeding = []
+        self._goes_on = False
+        return goes_on
 
     def take(self, args: Any, kwargs: Any) -> Ints | None:
         """Return the samples of the next batch, for a forward pass of as many; None without.
