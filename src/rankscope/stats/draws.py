@@ -218,6 +218,16 @@ class SortedMap(Stateful):
         kept = [(keys, values, admitted(keys)) for keys, values in self._runs]
         self._runs = [(keys[here], values[here]) for keys, values, here in kept if here.any()]
 
+    def values(self) -> NDArray[Any]:
+        """Return the values of all keys, in no order."""
+        runs = (values for _, values in self._runs)
+        return np.concatenate([np.empty(0, self._value_type), *runs])
+
+    def fill(self, value: int) -> None:
+        """Give all keys one value."""
+        for _, values in self._runs:
+            values[:] = value
+
     def put(self, keys: Ints, values: NDArray[Any]) -> tuple[Bools, NDArray[Any]]:
         """Set the values of sorted keys, which may be in the map or not.
 
