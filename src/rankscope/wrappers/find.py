@@ -312,8 +312,23 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         return _find_sharded(inner, process_group)
     if is_megatron(inner):
         return _find_megatron(inner)
+    whole = _wrapped_whole(inner)
+    if whole is not None:
+        return find_wrapper(whole, process_group)
     _check_bare(inner)
     return _find_loop(inner, process_group or dist.group.WORLD)
+
+
+def _wrapped_whole(model: nn.Module) -> nn.Module | None:
+    """Return the wrapped model inside a module without parameters of its own, as of Fabric."""
+    if not isinstance(model, nn.Module):
+        return None
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    wrapped = next((part for part in model.modules() if isinstance(part, kinds)), None)
+    if wrapped is None or wrapped is model:
+        return None
+    own = {id(p) for p in model.parameters()} - {id(p) for p in wrapped.parameters()}
+    return None if own else wrapped
 
 
 _FOREIGN = "fairscale.nn.data_parallel"
