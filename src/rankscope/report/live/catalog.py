@@ -311,7 +311,7 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
     progress = progress_of(run)
-    if progress.cut_short and severity in ("healthy", "early"):
+    if progress.cut_short and severity in ("healthy", "early", "note"):
         severity = str(Severity.NOTE)
         with ranks_of_job(run.info):
             headline = progress.endings.headline.removesuffix(".") or "Ended early"
