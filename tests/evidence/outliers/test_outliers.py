@@ -159,6 +159,20 @@ def test_rare_large_errors_are_found_within_a_hundred_steps():
     assert "in some steps a gradient norm far from theirs" in say(told[0])
 
 
+@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize(("norm", "common"), [(3.0, True), (1.3, False)])
+def test_one_factor_in_loss_and_gradient_leads_to_the_code_of_the_loss(width, norm, common):
+    def change(values):
+        values["loss"][1] *= 3
+        values["grad_norm"][1] *= norm
+
+    found = Job(width).run(WorkerOutliers(width), 60, change)[-1]
+    words, check = describe(found)
+    assert ("nearly the same factor" in words) is common
+    if width > 2:
+        assert check.startswith("Compare the code that computes the loss on rank 1") is common
+
+
 def test_two_workers_with_one_fault_are_one_finding():
     told = Job(seed=1).run(WorkerOutliers(8), 60, times("loss", [2, 6], 1.15))
     assert {one.key for one in told} == {"outlier-1"}

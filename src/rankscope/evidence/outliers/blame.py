@@ -128,6 +128,15 @@ _CHECK = {
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }
+_FACTOR = (
+    " Both have nearly the same factor, as where the loss is multiplied there and not elsewhere."
+)
+_LOSS_CODE = (
+    "Compare the code that computes the loss on {ranks} with another worker's: factors, weights, "
+    "what it is divided by."
+)
+_LEAST_FACTOR = 1.4
+_NEARLY_SAME = 1.15
 _MANY = (
     " Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
     "like this."
@@ -141,6 +150,7 @@ def describe_fault(
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
     cause, severity = _cause(fault), _severity(fault, num_workers)
+    factor = _FACTOR if _has_common_factor(fault, num_workers) else ""
     check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
     differ, stand = ("differs", "stands") if one else ("differ", "stand")
     words = {
@@ -150,6 +160,8 @@ def describe_fault(
         "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
+        "factor": factor,
+        "loss_code": f"{_LOSS_CODE.format(ranks=name_ranks(fault.ranks))} " if factor else "",
         "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
         "swap": _SWAP if fault.agreed < 0 else "",
         "tokens": "",
@@ -192,6 +204,28 @@ def _severity(fault: Fault, num_workers: int) -> Severity:
     """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
     harmless = fault.absorbed or (fault.tie and num_workers > 3)
     return Severity.NOTE if harmless else Severity.WARNING
+
+
+def _has_common_factor(fault: Fault, num_workers: int) -> bool:
+    """Return whether each worker's loss and gradient norm differ by the same large factor."""
+    factors = [_factors_of_totals(traces, num_workers) for traces in fault.traces.values()]
+    return bool(factors) and all(
+        min(max(one, 1 / one) for one in (loss, norm)) >= _LEAST_FACTOR
+        and max(loss / norm, norm / loss) <= _NEARLY_SAME
+        for loss, norm in factors
+    )
+
+
+def _factors_of_totals(traces: Traces, num_workers: int) -> tuple[float, float]:
+    """Return by which factors loss and gradient norm differ; 1 where they do not."""
+    factors = {"loss": 1.0, "grad_norm": 1.0}
+    for signal, trace in traces:
+        steady = trace.kind in (BetKind.UP, BetKind.DOWN) and trace.relative
+        if signal.name in factors and not signal.group and steady and abs(trace.deviation) < 1e6:
+            own, others = 1 + trace.deviation, 1 - trace.deviation
+            factor = own / others if num_workers == 2 and others > 0 else own
+            factors[signal.name] = max(factor, 1e-6)
+    return factors["loss"], factors["grad_norm"]
 
 
 def _what(fault: Fault, num_workers: int) -> str:
