@@ -89,3 +89,10 @@ def test_the_advice_begins_with_a_fault_of_another_run_that_began_before(tmp_pat
     assert f"See rankscope report {tmp_path / 'sft-from-rank-2'}." in behind.recommendation
     assert behind.recommendation.endswith(before.recommendation)
     assert behind.headline == before.headline
+
+
+def test_a_command_can_be_pasted_in_any_directory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert (
+        f"rankscope report {folder / 'sft-from-rank-2'}." in assess(Run.open("sft")).recommendation
+    )
