@@ -80,6 +80,11 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_one_process_alone_is_told_to_start_several(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"in a process without others; start .* torchrun"):
+        rankscope.watch(make_model(), run_dir=tmp_path / "run")
+
+
 class Shell(torch.nn.Module):
     """Calls a wrapped model, and has no parameters of its own, as Fabric's module."""
 

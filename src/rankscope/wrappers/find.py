@@ -344,8 +344,12 @@ def _check_bare(model: nn.Module) -> None:
         for part in parts
         if isinstance(part, wrappers) or type(part).__module__.startswith(_FOREIGN)
     ]
-    if not (isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized()):
+    advice = "pass what the training calls, after wrapping"
+    if not isinstance(model, nn.Module):
         why = f"got {type(model).__name__}"
+    elif not (dist.is_available() and dist.is_initialized()):
+        why = f"got {type(model).__name__} in a process without others"
+        advice = "start the script with torchrun --nproc-per-node 2 or more, and wrap the model"
     elif wrapped:
         why = f"got {type(model).__name__}, of which {wrapped[0]} wraps a part"
         why = why if type(model).__name__ != wrapped[0] else f"got {wrapped[0]}"
@@ -356,7 +360,7 @@ def _check_bare(model: nn.Module) -> None:
     raise UnsupportedError(
         "watch() expected a model under DistributedDataParallel, replicate or fully_shard, a "
         "DeepSpeed engine, or a model without wrapper in a job of several ranks, after "
-        f"init_process_group, {why}; pass what the training calls, after wrapping"
+        f"init_process_group, {why}; {advice}"
     )
 
 
