@@ -553,8 +553,8 @@ class StepCollector:
         now = time.perf_counter()
         if self._evaluating and self._is_new("evaluating"):
             _log.warning(
-                "rank %d trains in evaluation mode since step %d: without dropout, and with fixed "
-                "batch statistics; call model.train(), unless it is intended",
+                "rank %d trains in evaluation mode since step %d: any dropout is off, and any "
+                "batch statistics are fixed; call model.train(), unless it is intended",
                 dist.get_rank(),
                 self.step,
             )

@@ -271,7 +271,9 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         with contextlib.suppress(Exception):  # the stream is closed
-            sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
+            line = self.format(record)
+            name = "" if line.startswith("rankscope") else "rankscope: "
+            sys.stderr.write(f"{name}{line}\n")  # in one piece, beside other ranks' lines
             sys.stderr.flush()
 
 

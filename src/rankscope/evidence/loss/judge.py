@@ -52,6 +52,7 @@ class NonFinite(Detector):
         self._severity = Severity.NOTE
         self._applied = False
         self._dropped = False  # an update was made without them
+        self._without_labels = 0  # steps in which the batches of all that had them had no label
         self._skips_in_a_row = 0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -68,7 +69,11 @@ class NonFinite(Detector):
                 self._followers.add(rank)
             else:
                 self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
+        if (gathered.workers["loss_weight"][ranks] == 0).all():
+            self._without_labels += 1
         dropped = _was_dropped(gathered)
+        if not gathered.observed and not self._applied:
+            dropped |= self._dropped  # NaN in the parameters would show in the next observed step
         skipped = _was_skipped(gathered)
         self._dropped |= dropped and not skipped
         skipped = dropped or skipped
@@ -90,11 +95,24 @@ class NonFinite(Detector):
                 "the reduced gradient was finite in every step that the optimizer took: they did "
                 "not reach the parameters"
             )
+        labels = check = ""
+        if self._without_labels:
+            steps = count(self._without_labels, "step")
+            labels = f" In {steps}, the batches had no label token: a mean over none is NaN."
+            check = (
+                "Look for what masks or cuts off all labels of a batch, as a short length does. "
+            )
         return self._span.evidence(
             "numerics.nonfinite",
             self._severity,
             self._seen,
-            {"what": what, "applied": applied, "outcome": outcome},
+            {
+                "what": what,
+                "applied": applied,
+                "outcome": outcome,
+                "labels": labels,
+                "label_check": check,
+            },
             {"steps": self._span.count, "in": what},
         )
 
@@ -187,9 +205,15 @@ def _was_dropped(gathered: GatheredStep) -> bool:
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
-    """Return whether these ranks' losses are not finite, in a run that measures losses."""
-    losses_W = gathered.workers["loss"]
+    """Return whether these ranks' losses are not finite, in a run that measures losses.
+
+    Where no loss is, the gradient or the number of label tokens shows it.
+    """
+    workers = gathered.workers
+    losses_W = workers["loss"]
     measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()
+    measured |= np.isfinite(workers["grad_norm"][ranks]).any()
+    measured |= (workers["loss_weight"][ranks] == 0).any()
     return bool(measured and not np.isfinite(losses_W[ranks]).all())
 
 

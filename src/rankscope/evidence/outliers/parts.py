@@ -174,7 +174,7 @@ class Levelled(SignalSet):
         if self._shown < 0:
             self._shown = 0
             self.test.start_anew()
-        if different or self.test.flagged:
+        if different or self.test.unlike:
             values = np.where(usable_W, values_SW, np.nan)
             for _ in self.observe(values[None], self._unknown_W[None], [step]):
                 pass
