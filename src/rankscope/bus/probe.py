@@ -1,7 +1,7 @@
 """How a kind of evidence measures in the training process, and decides at the root.
 
 The ``probe.py`` of a kind of evidence has ``make_probe(job)``, which returns a probe, several, or
-None. All calls come on the training's thread, and none waits for a device. Its ``root.py`` has
+None. All calls come on the training's thread, and none waits for a device. Its ``director.py`` has
 ``make_director(run) -> Director | None``, which gets the messages of its probes, and returns
 requests to them; it has no socket and no clock.
 """

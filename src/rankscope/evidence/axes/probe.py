@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
 from rankscope.bus.words import dtype_name
-from rankscope.evidence.axes.root import AxesShare, Squares
+from rankscope.evidence.axes.director import AxesShare, Squares
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.stats.arrays import digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF

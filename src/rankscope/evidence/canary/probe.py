@@ -1,7 +1,7 @@
 """Canaries inside a training: they run in the training thread, which never waits.
 
-The root decides on them, see :mod:`rankscope.evidence.canary.root`; its messages are read when a
-forward pass begins.
+The root decides on them, see :mod:`rankscope.evidence.canary.director`; its messages are read when
+a forward pass begins.
 """
 
 import logging
