@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.words import listed, name_ranks
-from rankscope.stats.arrays import Ints, digest_of
+from rankscope.stats.arrays import Bools, Ints, digest_of
 
 if TYPE_CHECKING:
     from array import array
 
-
-Bools = NDArray[np.bool_]
 _T = TypeVar("_T")
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})

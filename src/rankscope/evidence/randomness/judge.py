@@ -19,7 +19,7 @@ from rankscope.bus.messages import held_values
 from rankscope.bus.plan import Plan
 from rankscope.bus.replicas import StateKind, copied_values, known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.steps import Groups, SharedWork, Step
+from rankscope.bus.steps import RankGroups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
 from rankscope.evidence.randomness import BETWEEN_BITS, DIGESTS, GENERATORS, KEY
 from rankscope.stats.arrays import Ints
@@ -89,7 +89,7 @@ class EqualRandom(Detector):
         return found
 
     def _see_generators(
-        self, step: int, workers: Mapping[str, Ints], identical: Groups, *, sharing: bool
+        self, step: int, workers: Mapping[str, Ints], identical: RankGroups, *, sharing: bool
     ) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         for size_W in (workers["num_samples"], workers["sequence_length"]):
