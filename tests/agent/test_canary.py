@@ -70,8 +70,8 @@ class Worker:
         if self.canary is not None:
             self.read(step)
             self.canary.before_pass(step, (), batch)
-            if self.canary.turn_due:
-                self.canary.on_turn(step, early=False)
+            if self.canary.run_due:
+                self.canary.run_model(step, early=False)
         self.model(**batch)["loss"].backward()
         self.generator = torch.get_rng_state()
         end = StepEnd(step, comparable=True, idle=frozenset(), num_passes=1)

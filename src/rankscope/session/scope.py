@@ -474,8 +474,8 @@ class Scope:
                 return
             self._guard(self._collector.call, "enter_module")
             self._guard(self._collector.call, "on_module_inputs", args, kwargs)
-            if self._collector.turn_due:
-                self._guard(self._collector.give_turns, self._model)
+            if self._collector.run_due:
+                self._guard(self._collector.let_run_model, self._model)
             return
         self._forward = _Forward.NONE
         if not is_training(model):

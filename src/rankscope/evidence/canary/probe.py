@@ -163,16 +163,16 @@ class CanaryProbe(Probe):
         self._leave_out(seconds)
 
     @property
-    def turn_due(self) -> bool:
+    def run_due(self) -> bool:
         """Whether a canary is to run before the forward pass that begins now."""
         return self._due is not None
 
     @property
-    def turn_near(self) -> bool:
+    def run_near(self) -> bool:
         """Whether one is to run then, or in a later step."""
         return self._due is not None or self._ready is not None
 
-    def on_turn(self, step: int, *, early: bool) -> None:
+    def run_model(self, step: int, *, early: bool) -> None:
         """Run the canary that is due, if one is.
 
         If no model may run now, it waits for another forward pass of the step. ``early``, before

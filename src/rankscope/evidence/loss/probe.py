@@ -423,8 +423,11 @@ class LossProbe(Probe):
     def __init__(self, *, shifted: bool) -> None:
         self._new_meter = partial(LossMeter, shifted=shifted)
         self._meter = self._new_meter()
-        self.give = self._meter.give
         self._before_update = (0, 0)
+
+    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
+        """Add the loss that the user has given of a micro-batch."""
+        self._meter.give(value, weight, forward, **more)
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Note which losses were given before the optimizer's call."""
