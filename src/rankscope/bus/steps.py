@@ -140,7 +140,7 @@ RankGroups = Sequence[tuple[int, ...]]
 """RankGroups of ranks whose batches are identical."""
 
 
-class Columns:
+class WorkerColumns:
     """The workers' columns in consecutive steps; their summaries are computed once for all."""
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches) -> None:
@@ -197,7 +197,7 @@ class Step:
     """One step of a batch."""
 
     report: StepReport
-    columns: Columns  # the workers' columns in all steps of the batch
+    columns: WorkerColumns  # the workers' columns in all steps of the batch
     index: int  # its place among them
 
     @property
@@ -302,7 +302,7 @@ class StepBatch:
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches | None = None) -> None:
         batches = batches or RecentBatches(reports[0].gathered.num_workers)
-        self.columns = Columns(reports, batches)
+        self.columns = WorkerColumns(reports, batches)
         self.numbers = self.columns.numbers
         self._steps = [Step(report, self.columns, at) for at, report in enumerate(reports)]
 

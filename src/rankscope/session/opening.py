@@ -28,7 +28,7 @@ from rankscope import errors
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.hang_report import Numbers, RecorderThread
 from rankscope.agent.link import Link, Started, connect, listen, start_agent
-from rankscope.agent.processes import ProgressMark
+from rankscope.agent.rank_processes import ProgressMark
 from rankscope.bus.environment import without_secrets
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE

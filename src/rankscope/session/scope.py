@@ -26,8 +26,8 @@ from torch import Tensor
 
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
-from rankscope.agent.message import tag
-from rankscope.agent.processes import ProgressMark
+from rankscope.agent.rank_processes import ProgressMark
+from rankscope.agent.step_message import tag
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.message import ARRAYS, MessageError, StepMessage
+from rankscope.agent.step_message import ARRAYS, MessageError, StepMessage
 from rankscope.bus.evidence import Array
 from rankscope.bus.messages import (
     NUMBERS,
