@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Floats, Floats32, Ints, Ragged
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints, Ragged
 from rankscope.stats.audit import AuditPart
 
 
@@ -62,7 +62,7 @@ class Messages:
         return self.arrays[name]
 
     @property
-    def measured(self) -> NDArray[np.bool_]:
+    def measured(self) -> Bools:
         """Which workers' messages hold a gradient ``[W]``."""
         return np.asarray(self["numbers"].lengths_R > 0)
 
@@ -151,7 +151,7 @@ class Derived:
 
     steps: Mapping[str, float] = field(default_factory=dict)  # DERIVED columns of the steps table
     # DERIVED columns of the workers table ``[W]``
-    workers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    workers: Mapping[str, Floats] = field(default_factory=dict)
     # other fields of ``rankscope.bus.step.StepReport``
     report: Mapping[str, Any] = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class PlainBatch:
     # the tensors. Types that numpy lacks are held as integers of the same bits
     arrays: tuple[NDArray[Any], ...]
     # int64 digest of the content of each sample; empty where none was recognised
-    samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def num_bytes(self) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rankscope.bus.evidence import DType
 from rankscope.bus.replicas import digest_of_digests
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.stats.arrays import Ints, median
+from rankscope.stats.arrays import Floats, Ints, median
 from rankscope.stats.draws import DrawnSamples, SortedMap
 from rankscope.stats.samples import identical_groups
 from rankscope.stats.state import Stateful
@@ -281,7 +281,7 @@ class SharedWork(Stateful):
                 self.groups = ()
         return self.groups
 
-    def places(self, num_workers: int) -> NDArray[np.int64] | None:
+    def places(self, num_workers: int) -> Ints | None:
         """Return each worker's place in its group ``[W]``: those of one place hold the same.
 
         None where the workers do not fall into groups of one size.
@@ -322,7 +322,7 @@ def batches_of(reports: Sequence[StepReport], batches: RecentBatches) -> Iterato
         yield StepBatch(list(together), batches)
 
 
-def _spread(values: NDArray[np.float64]) -> float:
+def _spread(values: Floats) -> float:
     """Return the range of some values over the largest."""
     largest = float(np.abs(values).max())
     return float(np.ptp(values)) / largest if largest else 0.0

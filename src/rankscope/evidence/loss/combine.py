@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import common_scale
-from rankscope.stats.arrays import Floats, Ints, Ragged
+from rankscope.stats.arrays import Bools, Floats, Ints, Ragged
 from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
 from rankscope.stats.tokens import follow_tokens
 
@@ -153,7 +153,7 @@ def _are_own_means(counts: Ragged, divisor_M: Floats) -> bool:
     return bool((~nothing_W & (alone_W | whole_W)).all())
 
 
-def _are_close(values_M: Floats, expected: Floats | float) -> NDArray[np.bool_]:
+def _are_close(values_M: Floats, expected: Floats | float) -> Bools:
     return np.isclose(values_M, expected, rtol=1e-6, atol=0.0)
 
 
@@ -177,7 +177,7 @@ def _losses_of(units: _Units, lengths: Ints) -> dict[str, Floats]:
     return {"loss": means, "loss_sem": sems, "loss_weight": totals}
 
 
-def _knows_multipliers(units: _Units) -> NDArray[np.bool_]:
+def _knows_multipliers(units: _Units) -> Bools:
     """Return whether the multipliers of all micro-batches are known, and some are not zero."""
     flat, lengths_W = units.multipliers.flat, units.multipliers.lengths_R
     finite_W = Ragged(np.isfinite(flat), lengths_W).reduced(np.logical_and, True)
