@@ -311,10 +311,10 @@ class LossMeter:
                 for micros in (given, seen, spare)
             )
         multipliers = _multipliers(given) or _multipliers(seen)
-        if multipliers is None and not given:
-            multipliers = _multipliers(spare)
-            return seen if multipliers is None and seen else spare, multipliers
-        return given or seen, multipliers
+        if given or multipliers is not None:
+            return given or seen, multipliers
+        multipliers = _multipliers(spare)  # backward passed through no other loss
+        return (seen or spare) if multipliers is None else spare, multipliers
 
 
 def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
