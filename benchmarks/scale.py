@@ -27,7 +27,8 @@ from rankscope.agent.host_summary import (
 )
 from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.messages import Layout, sizes_of
+from rankscope.bus.gradient_part import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.stats.audit import AUDIT_WIDTH

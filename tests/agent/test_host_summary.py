@@ -15,7 +15,8 @@ from rankscope.agent.host_summary import (
     with_directions,
 )
 from rankscope.agent.step_message import StepMessage, pack_values
-from rankscope.bus.messages import Layout, sizes_of
+from rankscope.bus.gradient_part import sizes_of
+from rankscope.bus.messages import Layout
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(

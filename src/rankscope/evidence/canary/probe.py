@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankscope.bus.messages import PlainBatch, pack_batch, unpack_batch
+from rankscope.bus.bundles import PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError

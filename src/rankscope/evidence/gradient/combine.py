@@ -18,17 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.messages import (
-    Columns,
-    Combiner,
-    Found,
-    Layout,
-    Messages,
-    audit_of,
-    by_rank,
-    fill,
-    measured_in,
-)
+from rankscope.bus.gradient_part import Found, audit_of, by_rank, measured_in
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
 from rankscope.bus.replicas import follow_places
 from rankscope.bus.step import MISSING_INT
 from rankscope.stats.arrays import Bools, Floats

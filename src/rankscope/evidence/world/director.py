@@ -20,10 +20,9 @@ import numpy as np
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.shares import Packable
+from rankscope.bus.shares import Packable, PackedError
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.files import parse, read_file
 from rankscope.stats.arrays import Bools, Floats, Floats32
