@@ -97,7 +97,7 @@ class Combiner:
         """Process a message on arrival, before its step is complete."""
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
-        """Fill in columns of the workers; return fields of :class:`GatheredStep`."""
+        """Fill in columns of the workers; return fields of ``GatheredStep``."""
         return {}
 
 

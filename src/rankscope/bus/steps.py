@@ -181,7 +181,7 @@ class WorkerColumns:
 
     @cached_property
     def token_products(self) -> list[list[float]]:
-        """Covariation of the workers' losses and tokens in each step, for :class:`TokenSums`."""
+        """Covariation of the workers' losses and tokens in each step, for ``TokenSums``."""
         products_S2 = token_products(self.column("loss"), self.column("loss_weight"))
         return list(products_S2.tolist())
 
