@@ -266,6 +266,13 @@ class Probe:
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""
 
+    def take_later(self, num_passes: int) -> Callable[[int], None]:
+        """The step ends as a backward pass begins the next one, without a forward pass.
+
+        Take out what was given for the next; return what puts it back, with its pass's number.
+        """
+        return lambda forward: None
+
     def see_saved(self) -> None:
         """The training saves its optimizer's state, or the session ends."""
 

@@ -148,8 +148,8 @@ class StepCollector:
         self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
         probes: list[Probe] = [one for some in made.values() for one in some]
         self._calls = {name: overriding(probes, name) for name in EVENTS}
-        self._runners = [each for each in probes if type(each).run_model is not Probe.run_model]
-        self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]
+        self._runners: list[Probe] = [call.__self__ for call in self._calls["run_model"]]
+        self._recomputes: list[Probe] = [call.__self__ for call in self._calls["recompute"]]
         self._so_far = _StepSoFar()
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
@@ -157,7 +157,7 @@ class StepCollector:
         self._stop_listening: Callable[[], object] = lambda: None
         if optimizer is not None:
             self._accumulation = Accumulation(optimizer, job.wrapped.parameters)
-        observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
+        observers = [call.__self__ for call in self._calls["see_local"]]
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
@@ -400,18 +400,17 @@ class StepCollector:
         """
         if self._tap.awaits_backward:
             return
-        give_later: Callable[[int], None] | None = None
+        give_later: list[Callable[[int], None]] = []
         if self._so_far.over:
-            loss: Any = self._probes["loss"]
-            give_later = loss.take_later(self._passes.current + 1)
+            give_later = [take(self._passes.current + 1) for take in self._calls["take_later"]]
             self.close_step()
         elif self._passes.current >= 0 and not self.by_backward:
             return
         self.by_backward = True
         self._begin_pass()
         self._passes.begin(reached=True)
-        if give_later is not None:
-            give_later(self._passes.current)
+        for give in give_later:
+            give(self._passes.current)
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""
