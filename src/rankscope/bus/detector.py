@@ -149,7 +149,8 @@ class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
     The evidence does not depend on how the steps are cut into batches. The state after ``close``
-    lets another detector continue with the steps of a restarted job.
+    lets another detector continue with the steps of a restarted job; it has the names of its class,
+    of which a run has one, and of its attributes.
     """
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:

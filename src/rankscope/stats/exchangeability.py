@@ -17,9 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     Bet,
     BetKind,
@@ -111,7 +110,7 @@ class ExchangeabilityTest(Stateful):
         self,
         num_units: int,
         weights_S: Floats,
-        relative_S: NDArray[np.bool_],
+        relative_S: Bools,
         bets: Sequence[Bet],
     ) -> None:
         shape = len(bets), len(weights_S), num_units
@@ -152,7 +151,7 @@ class ExchangeabilityTest(Stateful):
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
             values_TSU = np.where(finite_TSU, values_TSU, np.nan)
-        measured_TS: NDArray[np.bool_] = np.logical_or.reduce(finite_TSU, axis=2)
+        measured_TS: Bools = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
             end = at + _length_of_first_run(measured_TS[at:])
@@ -473,7 +472,7 @@ def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats
     return since_BT
 
 
-def _length_of_first_run(measured_TS: NDArray[np.bool_]) -> int:
+def _length_of_first_run(measured_TS: Bools) -> int:
     """Return how many steps from the first one on measure the same signals as it."""
     other_T = (measured_TS != measured_TS[0]).any(axis=1)
     return int(other_T.argmax()) if other_T.any() else len(other_T)

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     RARE_FROM,
     RARE_STAKE,
@@ -170,7 +170,7 @@ class FollowedUnit(Stateful):
 
     SETTINGS = ("_patient_B",)
 
-    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
+    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: Bools) -> None:
         self.log_BS = np.minimum(log_BS, CERTAIN)
         self.ages_BS = ages_BS
         self._patient_B = patient_B

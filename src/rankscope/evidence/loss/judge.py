@@ -21,10 +21,11 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import Step, TokenSums, are_alike, as_matrix, common_scale, log_spread
+from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.tokens import TokenSums, are_alike, as_matrix, log_spread
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
@@ -236,7 +237,7 @@ class TokenWeighting(Detector):
 
     Judges steps in which all multipliers are equal though token counts differ. Multipliers that
     follow the token counts weigh all tokens alike; so do losses that are sums over tokens divided
-    by one number for all (:class:`rankscope.bus.steps.TokenSums`). Over the last 64 such
+    by one number for all (:class:`rankscope.stats.tokens.TokenSums`). Over the last 64 such
     steps, and at least 16, the geometric mean of the ratio between the largest and the smallest
     weight of a token decides. One step with a short batch does not move it.
 

@@ -184,7 +184,10 @@ class SampleProbe(Probe):
     def __init__(self, guard: Callable[..., None]) -> None:
         self._rows = LoaderRows(guard)
         self._samples = SampleMeter(self._rows)
-        self.give = self._samples.give
+
+    def give_samples(self, samples: Any, forward: int) -> None:
+        """Add the ids that the user has given of the next forward pass."""
+        self._samples.give(samples, forward)
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Digest the batch, unless the training gave its ids."""
