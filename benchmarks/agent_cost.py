@@ -2,7 +2,7 @@
 
 Steps of a made-up healthy job (24 blocks, embedding and head; sketches; samples drawn as a
 ``DistributedSampler`` would; a thread to itself) run through the agent's chain in batches:
-``undo_common_scale``, ``summarize``, ``Diagnosis.observe_many``, ``RunWriter.add_many``, and
+``amend``, ``summarize``, ``Diagnosis.observe_many``, ``RunWriter.add_many``, and
 the flushes that follow. Times are of the process, with all its threads.
 """
 
@@ -21,8 +21,9 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import StepBatch, undo_common_scale
+from rankscope.bus.steps import StepBatch
 from rankscope.evidence import columns_of
+from rankscope.evidence.loss.combine import amend
 from rankscope.record import RunWriter
 from rankscope.verdict.diagnosis import Diagnosis
 
@@ -155,7 +156,7 @@ class Chain:
 
     def take(self, steps: Sequence[GatheredStep]) -> None:
         """Take consecutive steps."""
-        unscaled = self._timed("undo_common_scale", lambda: [undo_common_scale(s) for s in steps])
+        unscaled = self._timed("amend", lambda: [amend(s) for s in steps])
         reports = self._timed("summarize", lambda: [summarize(step) for step in unscaled])
         self._timed("observe_many", partial(self.diagnosis.observe_many, reports))
         self._timed("add_many", partial(self._writer.add_many, reports))

@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.messages import PlainBatch
+from rankscope.bus.bundles import PlainBatch
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 

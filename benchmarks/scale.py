@@ -17,8 +17,7 @@ import numpy as np
 
 from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.summary import (
+from rankscope.agent.host_summary import (
     HostsStep,
     HostSummary,
     as_columns,
@@ -26,8 +25,10 @@ from rankscope.agent.summary import (
     summary_layout,
     with_directions,
 )
+from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.messages import Layout, sizes_of
+from rankscope.bus.gradient_part import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.stats.audit import AUDIT_WIDTH

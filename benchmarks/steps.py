@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.evidence import Table
 from rankscope.stats.audit import AUDIT_WIDTH
 

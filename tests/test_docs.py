@@ -12,10 +12,10 @@ import pytest
 
 import rankscope
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
-from rankscope.bus.messages import sizes_of
+from rankscope.bus.gradient_part import sizes_of
 from rankscope.bus.plan import Plan
 from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH

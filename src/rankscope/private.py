@@ -519,9 +519,9 @@ USES = (
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "_BaseDataLoaderIter _dataset _workers",
+        "_BaseDataLoaderIter _dataset _workers _num_yielded _IterableDataset_len_called",
         "wrappers.loading",
-        "what a data loader yields, before the training changes it, and whether it has processes",
+        "what a data loader yields, as it is, where it ends, and whether it has processes",
         "samples are told apart by the inputs of the model alone",
     ),
     Use(

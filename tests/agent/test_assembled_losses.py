@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import Assembly
-from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.summary import as_columns
+from rankscope.agent.host_summary import as_columns
+from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.messages import Layout
 
 LOSSES_M, TOKENS_M = np.array([1.0, 3.0]), np.array([10.0, 30.0])

@@ -18,8 +18,8 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import StepMemory
+from rankscope.evidence.canary.director import CanaryDirector
 from rankscope.evidence.canary.probe import CanaryProbe
-from rankscope.evidence.canary.root import CanaryDirector
 from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
 from rankscope.wrappers.find import DDP, Wrapped
 from support.models import make_batch, make_model
@@ -70,8 +70,8 @@ class Worker:
         if self.canary is not None:
             self.read(step)
             self.canary.before_pass(step, (), batch)
-            if self.canary.turn_due:
-                self.canary.on_turn(step, early=False)
+            if self.canary.run_due:
+                self.canary.run_model(step, early=False)
         self.model(**batch)["loss"].backward()
         self.generator = torch.get_rng_state()
         end = StepEnd(step, comparable=True, idle=frozenset(), num_passes=1)

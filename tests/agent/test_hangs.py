@@ -19,7 +19,7 @@ from rankscope.agent.hang_report import (
     judge_stacks,
 )
 from rankscope.agent.hangs import HangWatch, hang_finding
-from rankscope.agent.processes import permit_inspection, stacks_of
+from rankscope.agent.rank_processes import permit_inspection, stacks_of
 from rankscope.bus.finding import Finding
 from support.ranks import run_ranks
 

@@ -11,7 +11,7 @@ from rankscope.agent import link as link_module
 from rankscope.agent import server
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.link import Link, LinkError, connect, listen
-from rankscope.agent.processes import ProgressMark
+from rankscope.agent.rank_processes import ProgressMark
 from rankscope.agent.server import LocalServer
 from support.accidents import wait_until
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import summarize
-from rankscope.bus.steps import undo_common_scale
+from rankscope.evidence.loss.combine import amend
 from support.recorded import cosines_with_the_rest
 from support.streams import gathered
 
@@ -51,7 +51,7 @@ def test_samples_are_counted_and_unknown_ones_are_not_guessed(
 def test_sketches_are_those_of_the_loss_before_it_was_scaled():
     sketches_WK = np.arange(8, dtype=np.float32).reshape(2, 4)
     step = gathered(3, [[], []], sketches_WK, grad_scale=[-8.0, -8.0])
-    undone = undo_common_scale(replace(step, group_sketches_WGK=sketches_WK[:, None]))
+    undone = amend(replace(step, group_sketches_WGK=sketches_WK[:, None]))
     np.testing.assert_array_equal(undone.sketches_WK, sketches_WK / 8)
     np.testing.assert_array_equal(undone.group_sketches_WGK, sketches_WK[:, None] / 8)
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from fuzz.readers import forked
-from rankscope.bus.bundles import ReplayBundle, find_bundles, load_bundle, save_bundle
+from rankscope.bus.bundles import PlainBatch, ReplayBundle, find_bundles, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PlainBatch
 from rankscope.errors import RunError
 from rankscope.files import archive_of
 

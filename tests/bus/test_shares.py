@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from rankscope.bus.messages import PackedError
-from rankscope.bus.shares import Packable, Waiting
+from rankscope.bus.shares import Packable, PackedError, Waiting
 from rankscope.stats.arrays import Floats, Ints
 
 

@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -70,6 +71,22 @@ def test_a_read_only_directory_has_a_verdict_and_no_page(
     assert not (copied / "report.html").exists()
     assert call(copied, "--output", tmp_path / "page.html").exit_code == 1
     assert (tmp_path / "page.html").is_file()
+
+
+def test_a_full_disk_leaves_the_verdict_and_its_exit_code(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("rankscope.report.document.tempfile.mkstemp", full)
+    result = call(copied)
+    assert result.exit_code == 1
+    assert "ERROR" in result.output
+    assert f"cannot write {copied / 'report.html'}: No space left" in result.output
+    assert "free some space" in result.output
+    asked = call(copied, "--output", tmp_path / "page.html")
+    assert isinstance(asked.exception, RunError)
 
 
 def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):

@@ -26,9 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.bus.bundles import ReplayBundle, load_bundle, save_bundle
+from rankscope.bus.bundles import PlainBatch, ReplayBundle, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PlainBatch
 from rankscope.cli.report import report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError

@@ -35,7 +35,7 @@ def test_the_monitor_speaks_on_stderr_wherever_the_root_logger_writes(written, c
     log_to_stderr()
     log_to_stderr()
     logging.getLogger("rankscope").warning("heard \x1b[2Jin %s", "run\a")
-    assert (written.getvalue(), *capsys.readouterr()) == ("", "", "heard  [2Jin run \n")
+    assert (written.getvalue(), *capsys.readouterr()) == ("", "", "rankscope: heard  [2Jin run \n")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

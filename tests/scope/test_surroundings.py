@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope import Run
-from rankscope.bus.messages import unpack_batch
+from rankscope.bus.bundles import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
 from support.loops import PLAN, collect_warnings, wait_for, watch

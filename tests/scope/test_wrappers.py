@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import rankscope
+from rankscope import Run
 from rankscope.errors import UnsupportedError
 from support.models import make_model
 from support.ranks import run_ranks
@@ -76,3 +78,41 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
             assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
             assert ". " not in problem
     assert not (tmp_path / "run").exists()
+
+
+def test_one_process_alone_is_told_to_start_several(tmp_path):
+    with pytest.raises(UnsupportedError, match=r"in a process without others; start .* torchrun"):
+        rankscope.watch(make_model(), run_dir=tmp_path / "run")
+
+
+class Shell(torch.nn.Module):
+    """Calls a wrapped model, and has no parameters of its own, as Fabric's module."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+
+
+def train_in_a_shell(rank: int, folder: str) -> None:
+    for name, wrap in {"DDP": DistributedDataParallel, "FSDP2": fully_shard}.items():
+        torch.manual_seed(0)
+        model = Shell(wrap(torch.nn.Linear(4, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}")
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.close()
+
+
+def test_a_module_that_only_calls_a_wrapped_model_is_watched_as_that_model(tmp_path):
+    run_ranks(train_in_a_shell, 2, str(tmp_path))
+    for name in ("DDP", "FSDP2"):
+        run = Run.open(tmp_path / name)
+        assert run.info["options"]["parallel"] == name
+        assert len(list(run.iter_reports())) == 3

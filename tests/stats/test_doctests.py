@@ -1,4 +1,4 @@
-"""The examples in docstrings of `stats` and `bus` run, and no estimator is without one."""
+"""The examples in docstrings of `stats` and `bus` run."""
 
 import doctest
 import importlib
@@ -13,8 +13,6 @@ MODULES = [
     for room in (stats, bus)
     for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}.")
 ]
-
-"""Modules of the metrics of the paper, and of statistics of ours."""
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -140,7 +140,7 @@ def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
         if test.certainty(3) <= HEALED:
             break
     assert test.certainty(3) <= HEALED
-    test.unflag(3)
+    test.release(3)
     assert test.flagged == ()
     assert test.evidence_of_units()[3] == 0
 

@@ -28,7 +28,11 @@ _PRELOAD = [
     "torch._inductor.pattern_matcher",
     "rankscope.session.start",
     "rankscope.agent.process",
-    *(f"rankscope.evidence.{kind}.{part}" for kind in NAMES for part in ("probe", "root", "judge")),
+    *(
+        f"rankscope.evidence.{kind}.{part}"
+        for kind in NAMES
+        for part in ("probe", "director", "judge")
+    ),
 ]
 
 

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from rankscope.agent.assembly import summarize
-from rankscope.agent.message import StepMessage
+from rankscope.agent.step_message import StepMessage
 from rankscope.bus.detector import RunFacts, finding_of
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import StepReport

@@ -12,7 +12,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
-from rankscope.verdict.assessment import assess
+from rankscope.verdict.assessment import assess, progress_of
 from rankscope.verdict.diagnosis import Diagnosis
 from rankscope.verdict.verdicts import RunProgress, judge
 from report.recorded_runs import gathered, record_run
@@ -154,7 +154,7 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert "ends early" not in found["complete"].headline
     early, last = found["incomplete"], options.get("num_steps", STEPS) - 1
     assert early.severity is Severity.NOTE  # a crash alone is no fault
-    assert early.headline.endswith(
+    assert early.headline.startswith(
         f"The record ends early, with step {last}: the training stopped there, or went on "
         "unwatched."
     )
@@ -162,6 +162,18 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation
     assert early.statements == found["complete"].statements
+
+
+def test_an_early_end_stands_before_a_note(tmp_path):
+    words = ("Tokens count differently. More of it.", "Divide them.")
+    note = Finding("token-weighting", "loss.token_weighting", Severity.NOTE, (0, 1), 4, 9, *words)
+    ended = [ending(0, 30, 5.0, "its process ended"), ending(1, 30, 9.0, RAISED)]
+    run = record_run(tmp_path / "run", num_workers=2, status="incomplete", ended=ended)
+    verdict = judge(assess(run).values, [note], progress_of(run))
+    end, _, rest = verdict.headline.partition(" Rank 0 ended first (process ended). ")
+    assert end.startswith("The record ends early, with step")
+    assert rest == "Tokens count differently."
+    assert verdict.recommendation == "See the log of rank 0: others may only have followed."
 
 
 def ending(rank, last_step, time, why):

@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from rankscope.cli.main import app
 from rankscope.record import Run, RunWriter
+from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess, coordinate_of, siblings_of
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
@@ -41,6 +42,16 @@ def test_a_run_without_a_fault_shows_its_siblings(folder):
     assert found.statements[0].endswith("are ranks 0 and 1 of the job.")
     own = assess(Run.open(folder / "sft-from-rank-2"))
     assert "of this job" not in own.headline
+
+
+def test_the_list_shows_the_worst_of_a_job_as_the_report_does(folder):
+    for name in ("sft", "sft-from-rank-2", "sft-from-rank-4", "sft-from-rank-6"):
+        place = ListedPlace(name, folder / name, name)
+        listed = glance(place, stamp(place, folder))
+        assert listed.severity == assess(Run.open(folder / name)).word
+        assert listed.headline.startswith("Among ranks 2 and 3 of this job: ") is (
+            name in ("sft", "sft-from-rank-4")
+        )
 
 
 def test_exit_codes_count_siblings(folder):
@@ -78,3 +89,10 @@ def test_the_advice_begins_with_a_fault_of_another_run_that_began_before(tmp_pat
     assert f"See rankscope report {tmp_path / 'sft-from-rank-2'}." in behind.recommendation
     assert behind.recommendation.endswith(before.recommendation)
     assert behind.headline == before.headline
+
+
+def test_a_command_can_be_pasted_in_any_directory(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert (
+        f"rankscope report {folder / 'sft-from-rank-2'}." in assess(Run.open("sft")).recommendation
+    )

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
-from rankscope.bus.steps import undo_common_scale
+from rankscope.evidence.loss.combine import amend
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered, sharded
 
@@ -115,7 +115,7 @@ def several_faults(step):
 def reports_of(change, width, every=1, num_steps=STEPS):
     batches = sharded(600, width, 3)
     steps = [change(make_step(t, next(batches), t % every == 0)) for t in range(num_steps)]
-    return [summarize(undo_common_scale(step)) for step in steps]
+    return [summarize(amend(step)) for step in steps]
 
 
 def digest(state):

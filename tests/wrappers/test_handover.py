@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent.message import StepMessage, pack_step
+from rankscope.agent.step_message import StepMessage, pack_step
+from rankscope.bus.gradient_part import measured_of
 from rankscope.bus.groups import group_parameters
-from rankscope.bus.messages import measured_of
 from rankscope.gradients.kernels.launch import Launching
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import fold

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.message import StepMessage, unpack_columns
-from rankscope.agent.summary import HostSummary
+from rankscope.agent.host_summary import HostSummary
+from rankscope.agent.step_message import StepMessage, unpack_columns
 from rankscope.bus.evidence import Source, Table
 from rankscope.bus.messages import Combiner, HeldValues, Layout, Messages
 from rankscope.bus.step import GatheredStep, StepReport

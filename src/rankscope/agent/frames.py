@@ -33,10 +33,10 @@ class FrameKind(IntEnum):
     HELLO = 1
     """Rank, secret and setup, as JSON; the first frame of a connection."""
     STEP = 2
-    """A step as :mod:`rankscope.agent.message` packs it."""
+    """A step as :mod:`rankscope.agent.step_message` packs it."""
     EVIDENCE = 3
-    """Data for the director of one kind of evidence, see :func:`rankscope.agent.message.tag`; also
-    from a guest."""
+    """Data for the director of one kind of evidence, also from a guest: see
+    :func:`rankscope.agent.step_message.tag`."""
     SUBSCRIBE = 4
     """Request to send the report of each step from now on."""
     BYE = 5
@@ -77,7 +77,7 @@ class FrameKind(IntEnum):
     STACKS = 43
     """Request for the stacks of a host's processes."""
     SUMMARY = 44
-    """A step of all ranks of a host, see :mod:`rankscope.agent.summary`."""
+    """A step of all ranks of a host, see :mod:`rankscope.agent.host_summary`."""
     INTRODUCE = 45
     """Request to send the lasting frames of a host again: the link was broken or full."""
 

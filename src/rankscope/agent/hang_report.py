@@ -47,8 +47,8 @@ class Collectives(TypedDict):
     groups: dict[str, Group]  # process groups by name; a name is the same on all ranks
 
 
-class Numbers(NamedTuple):
-    """The descriptors of a :class:`RecorderThread`, for the hello frame."""
+class RecorderDescriptors(NamedTuple):
+    """The file descriptors of a :class:`RecorderThread`, for the hello frame."""
 
     request: int
     answer: int
@@ -72,7 +72,7 @@ class RecorderThread:
         requests, request = os.pipe2(os.O_CLOEXEC)
         answer = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(answer, mmap.PAGESIZE)
-        self.numbers = Numbers(request, answer)
+        self.numbers = RecorderDescriptors(request, answer)
         self._requests = requests
         self._identities = {each: os.fstat(each).st_ino for each in (requests, request, answer)}
         self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)

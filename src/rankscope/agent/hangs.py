@@ -24,7 +24,7 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
-from rankscope.agent.processes import RankProcesses
+from rankscope.agent.rank_processes import RankProcesses
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import name_ranks

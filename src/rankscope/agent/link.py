@@ -50,7 +50,7 @@ from rankscope.agent.frames import (
     unread_bytes,
 )
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.processes import ProcessWatch, cpu_seconds_of, ending_of
+from rankscope.agent.rank_processes import ProcessWatch, cpu_seconds_of, ending_of
 from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 

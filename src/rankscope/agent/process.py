@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
-from rankscope.agent.message import StepMessage
-from rankscope.agent.processes import RankProcesses, lower_priority
+from rankscope.agent.host_summary import HostSteps
+from rankscope.agent.rank_processes import RankProcesses, lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.agent.summary import HostSteps
+from rankscope.agent.step_message import StepMessage
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.bus.words import make_printable, name_ranks, ranks_of_job
@@ -47,7 +47,7 @@ class Forwarder:
     """Forwards frames between the ranks of a host and the root, from any host but the root's.
 
     Beyond 64 workers it waits until all of its ranks have delivered a step, then sends one summary
-    (:mod:`rankscope.agent.summary`).
+    (:mod:`rankscope.agent.host_summary`).
 
     ``setup`` comes in the hello frame of the rank that started this agent.
     """

@@ -16,10 +16,7 @@ from typing import Any
 from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
-from rankscope.agent.message import StepMessage, pack_report, tag, untag
-from rankscope.agent.processes import RankProcesses
-from rankscope.agent.recorder import Recorder
-from rankscope.agent.summary import (
+from rankscope.agent.host_summary import (
     HostsStep,
     HostSteps,
     HostSummary,
@@ -27,6 +24,9 @@ from rankscope.agent.summary import (
     summary_layout,
     with_directions,
 )
+from rankscope.agent.rank_processes import RankProcesses
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.step_message import StepMessage, pack_report, tag, untag
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import LAG, Governor

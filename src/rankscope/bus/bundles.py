@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.canary import SINGLE, CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.bus.finding import Finding
-from rankscope.bus.messages import PlainBatch
+from rankscope.bus.shares import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.files import (
@@ -41,6 +42,7 @@ from rankscope.files import (
     to_plain,
     write_error,
 )
+from rankscope.stats.arrays import Ints
 from rankscope.version import __version__
 
 FOLDER = "replay"
@@ -64,6 +66,35 @@ _FLOAT_COLUMNS = (
     *("losses_W", "norms_W", "again_losses_W", "again_norms_W"),
     *("peer_losses_W", "peer_norms_W"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBatch:
+    """The inputs of one forward pass."""
+
+    structure: Any  # arguments by position and by name, as plain JSON in which tensors are numbered
+    # the tensors. Types that numpy lacks are held as integers of the same bits
+    arrays: tuple[NDArray[Any], ...]
+    # int64 digest of the content of each sample; empty where none was recognised
+    samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def pack_batch(batch: PlainBatch) -> bytes:
+    """Return a batch as bytes."""
+    return pack_arrays(batch.structure, (batch.samples, *batch.arrays))
+
+
+def unpack_batch(packed: bytes | memoryview) -> PlainBatch:
+    """Return the batch in these bytes, as views into them; PackedError if there is none."""
+    structure, arrays = unpack_arrays(packed)
+    if not arrays:
+        raise PackedError("these bytes hold no batch")
+    return PlainBatch(structure, tuple(arrays[1:]), arrays[0].astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True)

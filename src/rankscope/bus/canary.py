@@ -26,7 +26,7 @@ from rankscope.bus.replicas import (
 )
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.words import shortened
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Ints
 
 ROUNDING = 1e-4
 """Relative difference of losses and gradient norms up to which rounding explains it, in 32 bits."""
@@ -39,8 +39,6 @@ _UNITS = 2.0
 
 _PROJECTED_UNITS = 8.0
 """The same for a projection, in which outputs of both signs cancel."""
-
-Bools = NDArray[np.bool_]
 
 
 class CanaryCause(StrEnum):

@@ -92,7 +92,7 @@ class FaultEvidence:
     last_step: int  # the last step that shows it
     count: int  # amount of evidence; each doubling makes an event of the finding
     # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``,
-    # ``over`` and ``ended``, which follow from the rest
+    # ``since``, ``from_step``, ``are``, ``over`` and ``ended``, which follow from the rest
     fields: Mapping[str, object] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)  # evidence for the record
     key: str = ""  # names the fault inside the run, and so its finding; the cause, if empty
@@ -101,16 +101,28 @@ class FaultEvidence:
 
     def __post_init__(self) -> None:
         named = name_ranks(self.ranks)
+        first = f"{self.first_step:,}"
         last = f"{self.last_step:,}"
         usual = {
             "Ranks": named.capitalize(),
             "ranks": named,
-            "first": f"{self.first_step:,}",
+            "first": first,
             "last": last,
             "steps": count(self.count, "step"),
-            "over": "" if self.status == "open" else f" It was last seen at step {last}.",
-            "ended": "" if self.status == "open" else " It is over now.",
+            "since": f"since about step {first}",
+            "from_step": f"from step {first} on",
+            "are": "are",
+            "over": "",
+            "ended": "",
         }
+        if self.status != "open":
+            usual |= {
+                "since": f"from about step {first} to about step {last}",
+                "from_step": f"from step {first} to step {last}",
+                "are": "were",
+                "over": f" It was last seen at step {last}.",
+                "ended": " It is over now.",
+            }
         object.__setattr__(self, "fields", {**usual, **self.fields})
 
 
@@ -137,7 +149,8 @@ class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
     The evidence does not depend on how the steps are cut into batches. The state after ``close``
-    lets another detector continue with the steps of a restarted job.
+    lets another detector continue with the steps of a restarted job; it has the names of its class,
+    of which a run has one, and of its attributes.
     """
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:

@@ -1,15 +1,17 @@
 """The declaration of one kind of evidence: the one place from which wire, record and report follow.
 
-A kind of evidence is a package with up to four parts, each found by its name:
+A kind of evidence is a package with up to five parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
-- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``
-  returns one, several or None; ``measures`` says whether a training allows it, ``make_recorder``
-  records one without a session;
-- ``judge.py`` compares workers and finds faults at the root (numpy): ``make_combiner(layout)`` and
-  ``derive`` turn messages into a step, ``make_judges(run)`` finds faults in steps,
-  ``make_director(run)`` asks the probes, ``next_command`` is one to run after a finding; long ones
-  stand in ``combine.py`` and ``root.py``;
+- ``probe.py`` measures it in the training process (torch): ``make_probe(job)`` returns one,
+  several or None; ``measures`` decides whether a training allows it, ``make_recorder`` records one
+  without a session;
+- ``judge.py`` works at the root, on the steps of all workers (numpy): ``make_combiner(layout)``,
+  ``amend`` and ``derive`` turn messages into a step, and may stand in ``combine.py``;
+  ``make_judges(run)`` finds faults in steps, ``make_checks(run)`` lists what they look for,
+  ``next_command`` is one to run after a finding;
+- ``director.py`` works at the root, too: ``make_director(run)`` gets messages that its probes send
+  beside their steps, sends requests to them, and publishes findings of its own;
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
@@ -177,7 +179,7 @@ KEYS = (
 """The columns that name a row, which no kind of evidence owns."""
 
 
-_AT_ROOT = ("judge", "combine", "root")
+_AT_ROOT = ("judge", "combine", "director")
 
 
 class Array(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.shares import PackedError, pack_arrays, unpack_arrays
 from rankscope.stats.arrays import Floats, Floats32, Ints
 
 FOLDER = "parity"

@@ -1,7 +1,7 @@
 """How a kind of evidence measures in the training process, and decides at the root.
 
 The ``probe.py`` of a kind of evidence has ``make_probe(job)``, which returns a probe, several, or
-None. All calls come on the training's thread, and none waits for a device. Its ``root.py`` has
+None. All calls come on the training's thread, and none waits for a device. Its ``director.py`` has
 ``make_director(run) -> Director | None``, which gets the messages of its probes, and returns
 requests to them; it has no socket and no clock.
 """
@@ -161,18 +161,21 @@ class Job:
 class Probe:
     """Measures one kind of evidence on one worker.
 
-    Only overridden methods are called; the others cost nothing. The calls of a step come in this
-    order, those of a forward pass once for each.
+    Only overridden methods are called; the others cost nothing. After those of the user and of the
+    root, the calls of a step come in this order, those of a forward pass once for each.
+
+    Hooks of a probe's own run their work by ``job.guard``. They also fire in passes that are not
+    the training's, such as a canary's or a recomputation, and not in a compiled model.
     """
 
     @property
-    def turn_near(self) -> bool:
-        """Whether :meth:`on_turn` is wanted soon."""
+    def run_near(self) -> bool:
+        """Whether :meth:`run_model` is wanted soon."""
         return False
 
     @property
-    def turn_due(self) -> bool:
-        """Whether :meth:`on_turn` is wanted where this forward pass enters the module."""
+    def run_due(self) -> bool:
+        """Whether :meth:`run_model` is wanted where this forward pass enters the module."""
         return False
 
     @property
@@ -182,6 +185,15 @@ class Probe:
 
     def ask(self) -> None:
         """The user requests a measurement, on all workers in the same step."""
+
+    def give_samples(self, samples: Any, forward: int) -> None:
+        """The user gives the samples of the next forward pass: :meth:`rankscope.Scope.batch`."""
+
+    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
+        """The user gives the loss of a micro-batch: :meth:`rankscope.Scope.loss`."""
+
+    def give_rollout(self, trainer: Any, rollout: Any, mask: Any) -> None:
+        """The user gives log-probabilities of tokens: :meth:`rankscope.Scope.rollout`."""
 
     def on_request(self, step: int, content: bytes) -> None:
         """A request from the root, see :class:`rankscope.bus.probe.Request`."""
@@ -204,7 +216,7 @@ class Probe:
     def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """The inputs of the module inside the wrapper."""
 
-    def on_turn(self, step: int, *, early: bool) -> None:
+    def run_model(self, step: int, *, early: bool) -> None:
         """The probe may run the model; ``early`` if the wrapper's forward pass has not begun."""
 
     def on_module_output(self, output: Any) -> None:
@@ -225,7 +237,10 @@ class Probe:
         return ()
 
     def see_local(self, name: str, gradient: Any) -> None:
-        """The local gradient of a parameter is there, before the reduction."""
+        """The local gradient of a parameter is there, before the reduction.
+
+        Of all probes of a session, one may override this.
+        """
 
     def see_locals(self, gradients: Iterable[tuple[str, Any]]) -> None:
         """The same of several parameters at once, by name."""
@@ -251,6 +266,13 @@ class Probe:
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""
 
+    def take_later(self, num_passes: int) -> Callable[[int], None]:
+        """The step ends as a backward pass begins the next one, without a forward pass.
+
+        Take out what was given for the next; return what puts it back, with its pass's number.
+        """
+        return lambda forward: None
+
     def see_saved(self) -> None:
         """The training saves its optimizer's state, or the session ends."""
 
@@ -265,6 +287,10 @@ class Probe:
 
     def close(self) -> None:
         """Remove all hooks."""
+
+
+EVENTS = tuple(name for name, each in vars(Probe).items() if callable(each) and name[0] != "_")
+"""The names of the methods of probes that are called."""
 
 
 def overriding(probes: Iterable[Probe], name: str) -> list[Any]:

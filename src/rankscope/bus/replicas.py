@@ -16,13 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.words import listed, name_ranks
-from rankscope.stats.arrays import Ints, digest_of
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints, digest_of
 
 if TYPE_CHECKING:
     from array import array
 
-
-Bools = NDArray[np.bool_]
 _T = TypeVar("_T")
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
@@ -259,10 +257,10 @@ class TensorTrace:
     # kind of each ``[N]``: a parameter after the step, a reduced gradient, …
     kinds: tuple[StateKind, ...]
     names: tuple[str, ...]  # its canonical name in the model ``[N]``
-    digests_N: NDArray[np.int64]  # digest of its bits
-    norms_N: NDArray[np.float64]  # its L2 norm
+    digests_N: Ints  # digest of its bits
+    norms_N: Floats  # its L2 norm
     # its linear sketch: that of a difference is the difference of sketches
-    sketches_NK: NDArray[np.float32]
+    sketches_NK: Floats32
     # the model's content before this step, in the first one that is traced
     initial: "TensorTrace | None" = None
 
@@ -272,7 +270,7 @@ _Value = TypeVar("_Value", bound=Hashable)
 _MOST_GROUPS = 4
 
 
-def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:
+def known_values(values_W: NDArray[Any], known_W: Bools) -> list[Any]:
     """Return values of the workers as a list, None where one is unknown."""
     return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
 

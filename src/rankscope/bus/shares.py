@@ -1,9 +1,11 @@
-"""What ranks send to each other and to the root: dataclasses as bytes, by the types of fields."""
+"""What ranks send to each other and to the root: arrays, and dataclasses of them, as bytes."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
+from math import prod
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_args, get_origin, get_type_hints
 
@@ -11,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.finding import Finding
-from rankscope.bus.messages import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import DirectedRun, Director, Request
 
@@ -21,6 +22,60 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rankscope")
 
 _MOST_STEPS = 4  # that wait for the workers' other messages
+
+
+_LENGTH = 8  # bytes of the header's length
+
+
+class PackedError(ValueError):
+    """Bytes without the expected content."""
+
+
+def pack_headed(header: Any, *parts: bytes) -> bytes:
+    """Return bytes that begin with a header in JSON."""
+    text = json.dumps(header).encode()
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def unpack_headed(packed: bytes | bytearray | memoryview) -> tuple[Any, memoryview]:
+    """Return the header and the bytes after it; PackedError if there is no header."""
+    content = memoryview(packed)
+    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+    try:
+        return json.loads(bytes(content[_LENGTH:at])), content[at:]
+    except ValueError as error:
+        raise PackedError(f"these bytes have no header ({error})") from error
+
+
+def pack_arrays(header: Any, arrays: Sequence[NDArray[Any]]) -> bytes:
+    """Return a header and arrays of any shapes as bytes.
+
+    Example:
+        >>> header, (array,) = unpack_arrays(pack_arrays({"step": 3}, [np.eye(2)]))
+        >>> header, array.tolist()
+        ({'step': 3}, [[1.0, 0.0], [0.0, 1.0]])
+    """
+    shapes = [[array.dtype.str, list(array.shape)] for array in arrays]
+    return pack_headed([header, shapes], *(array.tobytes() for array in arrays))
+
+
+def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]]]:
+    """Return header and arrays, as views into ``packed``; PackedError if there are none."""
+    content = unpack_headed(packed)
+    arrays = list[NDArray[Any]]()
+    at = 0
+    try:
+        (header, shapes), rest = content
+        for name, shape in shapes:
+            dtype = np.dtype(name)
+            if dtype.hasobject:
+                raise PackedError("expected numbers, got an array of objects")
+            array = np.frombuffer(rest, dtype, prod(shape), at).reshape(shape)
+            arrays.append(array)
+            at += array.nbytes
+    except (ValueError, TypeError) as error:
+        raise PackedError(f"these bytes hold no arrays ({error})") from error
+    return header, arrays
 
 
 class Packable:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.direction import Consensus, from_upper_triangle, upper_triangle
 
 MISSING_INT = np.iinfo(np.int64).min
@@ -34,7 +34,7 @@ class GatheredStep:
     # or bool); NaN or ``MISSING_INT`` where a worker had no value
     workers: Mapping[str, NDArray[Any]]
     # linear sketches of the local gradients, or None when not observed
-    sketches_WK: NDArray[np.float32] | None
+    sketches_WK: Floats32 | None
     samples: tuple[Ints, ...]  # one int64 array per worker: ids or content digests of its samples
     # one array per worker: the loss of each of its micro-batches
     micro_losses: tuple[Floats, ...] = ()
@@ -46,7 +46,7 @@ class GatheredStep:
     # names of the parameter groups ``[G]``; empty when the step was not observed
     groups: tuple[str, ...] = ()
     group_norms_WG: Floats | None = None  # gradient norm by worker and group
-    group_sketches_WGK: NDArray[np.float32] | None = None  # narrow sketches by worker and group
+    group_sketches_WGK: Floats32 | None = None  # narrow sketches by worker and group
     reduced_copies: int = 1  # how many workers hold each element of the reduced gradient
     # state that differs between workers that should hold the same
     differences: tuple[StateDifference, ...] = ()

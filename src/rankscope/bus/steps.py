@@ -1,16 +1,11 @@
 """Consecutive steps as detectors receive them, with summaries that are computed once for all.
 
-And how much a label token weighs in a step: a unit (a worker, or a micro-batch) with a mean loss
-over n tokens, multiplied by m before backward, gives each of its tokens the weight m/n. The
-multiplier that most workers share is undone before gradients are compared.
-
-Legend of shapes: S or T steps, C columns of one type, W workers, N remembered steps, R groups of
-units that one step adds up, U units in a group.
+Legend of shapes: S or T steps, C columns of one type, W workers, N remembered steps.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
@@ -25,180 +20,10 @@ from rankscope.stats.arrays import Floats, Ints, median
 from rankscope.stats.draws import DrawnSamples, SortedMap
 from rankscope.stats.samples import identical_groups
 from rankscope.stats.state import Stateful
-
-Bools = NDArray[np.bool_]
+from rankscope.stats.tokens import log_spread, token_products
 
 LEAST_SCALER = 1024.0
 """A factor on the loss from which it is a gradient scaler's; anything smaller may be the loss's."""
-
-_EQUAL = 1e-3
-_PROPORTIONAL = 1e-2
-_ENOUGH = 0.2
-_SLOPE = 0.5
-
-
-def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
-    """Return the logarithm of the largest weight of a token over the smallest ``[R]``.
-
-    Args:
-        scales_RU: Multipliers m; NaN where unknown.
-        tokens_RU: Tokens n; NaN where unknown. Units without tokens are left out.
-
-    Returns:
-        About 0 where m grows with n. NaN where fewer than two units are known, or where the
-        multipliers differ and do not follow the tokens: then they weigh something else.
-
-    Example:
-        >>> equal, doubled = [1.0, 1.0], [2.0, 1.0]
-        >>> spread = log_spread(np.array([equal, doubled]), np.array([[10.0, 20.0], [8.0, 4.0]]))
-        >>> np.exp(spread).round(6).tolist()
-        [2.0, 1.0]
-    """
-    both = np.array([np.abs(scales_RU), tokens_RU])
-    known_RU: Bools = np.logical_and.reduce((both > 0) & (both < np.inf))
-    if not known_RU.any():
-        return np.full(len(known_RU), np.nan)
-    log_scales_RU, log_tokens_RU = np.log(np.where(known_RU, both, 1.0))
-    spread_R = _range(log_scales_RU - log_tokens_RU, known_RU)
-    constant_R = _range(log_scales_RU, known_RU) <= _EQUAL
-    judged_R = (known_RU.sum(axis=1) >= 2) & (constant_R | (spread_R <= _PROPORTIONAL))
-    return np.where(judged_R, spread_R, np.nan)
-
-
-def are_alike(values_U: Floats) -> bool:
-    """Return whether all numbers are known, and equal but for rounding.
-
-    Example:
-        >>> are_alike(np.array([2.0, 2.0001])), are_alike(np.array([2.0, 2.1]))
-        (True, False)
-    """
-    sizes_U = np.abs(values_U)
-    largest = float(sizes_U.max())
-    return math.isfinite(largest) and largest - float(sizes_U.min()) <= _EQUAL * largest
-
-
-def follow_tokens(scales_U: Floats, tokens_U: Floats) -> bool:
-    """Return whether multipliers are in proportion to tokens that are all known.
-
-    Example:
-        >>> follow_tokens(np.array([1.0, 2.0]), np.array([10.0, 20.0]))
-        True
-    """
-    if not (np.isfinite(tokens_U).all() and (tokens_U > 0).all()):
-        return False
-    spread = float(log_spread(scales_U[None], tokens_U[None])[0])
-    return spread <= _PROPORTIONAL
-
-
-def as_matrix(parts: Sequence[Floats]) -> Floats:
-    """Return arrays of different lengths as the rows of a matrix, filled up with NaN.
-
-    Example:
-        >>> as_matrix([np.array([1.0]), np.array([2.0, 3.0])]).tolist()
-        [[1.0, nan], [2.0, 3.0]]
-    """
-    lengths = {len(part) for part in parts}
-    if len(lengths) == 1:
-        return np.concatenate(parts, dtype=np.float64).reshape(len(parts), -1)
-    matrix = np.full((len(parts), max(lengths, default=0)), np.nan)
-    for row, part in zip(matrix, parts, strict=True):
-        row[: len(part)] = part
-    return matrix
-
-
-def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
-    """Return the sums of x² and of xy in each group ``[R, 2]``.
-
-    Args:
-        losses_RU: Losses of units; NaN where unknown.
-        tokens_RU: Their tokens; NaN where unknown.
-
-    Returns:
-        With x log tokens and y log losses, each minus its group's mean.
-
-    Example:
-        >>> token_products(np.array([[np.e, 1.0]]), np.array([[np.e, 1.0]])).tolist()  # ±1/2 each
-        [[0.5, 0.5]]
-    """
-    both = np.array([tokens_RU, losses_RU])
-    known_RU = (both > 0).all(axis=0) & np.isfinite(tokens_RU + losses_RU)
-    logs = np.log(np.where(known_RU, both, 1.0))  # 0 where unknown
-    number_R1 = np.maximum(known_RU.sum(axis=1, keepdims=True), 1)
-    logs -= logs.sum(axis=2, keepdims=True) / number_R1
-    x_RU, y_RU = np.where(known_RU, logs, 0.0)
-    return np.stack([(x_RU * x_RU).sum(axis=1), (x_RU * y_RU).sum(axis=1)], axis=1)
-
-
-class TokenSums(Stateful):
-    """Detects losses that are sums over tokens, not means.
-
-    Some trainers divide the sum over a worker's tokens by the number of *all* workers' tokens.
-    Such a loss grows with the worker's tokens, and weighs all tokens alike without any help from
-    the multipliers. The slope of log loss against log tokens within a step is near 1 then, and
-    near 0 for means.
-
-    Example:
-        >>> sums, means = TokenSums(), TokenSums()
-        >>> sums.add(np.array([[20.0, 40.0]]), tokens := np.array([[100.0, 200.0]]))
-        >>> means.add(np.array([[0.2, 0.21]]), tokens)
-        >>> sums.found, means.found
-        (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._xx = 0.0
-        self._xy = 0.0
-
-    def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
-        """Add the losses of units, and their tokens; NaN where unknown."""
-        self.add_products(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
-
-    def add_products(self, products: Sequence[float]) -> None:
-        """Add the sums of x² and xy of a step, see :func:`token_products`."""
-        self._xx += products[0]
-        self._xy += products[1]
-
-    @property
-    def found(self) -> bool:
-        """Whether the losses are sums over tokens, as far as the steps show."""
-        return self._xx >= _ENOUGH and self._xy > _SLOPE * self._xx
-
-
-def _range(values_RU: Floats, known_RU: Bools) -> Floats:
-    """Return the largest minus the smallest known value of each group; -inf without any."""
-    if known_RU.all():
-        return np.asarray(values_RU.max(axis=1) - values_RU.min(axis=1))
-    highest_R = np.where(known_RU, values_RU, -np.inf).max(axis=1, initial=-np.inf)
-    lowest_R = np.where(known_RU, values_RU, np.inf).min(axis=1, initial=np.inf)
-    return np.asarray(highest_R - lowest_R)
-
-
-_NORMS = ("grad_norm", "grad_max", "reduced_norm")
-
-
-def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
-    """Divide all gradients of a step by the factor that most workers put on their loss.
-
-    Gradient scalers multiply the loss by thousands, accumulation divides it. The factor is the
-    median over workers of ``grad_scale``, one for all: a single worker whose loss is scaled
-    otherwise still stands out by its gradient. Without a known factor nothing changes. The
-    gradients returned are those of the unscaled loss, averaged over micro-batches.
-    """
-    scale = common_scale(gathered)
-    if math.isnan(scale):
-        return gathered
-    if scale == 1 and all(len(norms) == 1 for norms in gathered.micro_norms):
-        return gathered
-    norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
-    return replace(
-        gathered,
-        workers={**gathered.workers, **norms},
-        micro_norms=tuple(norms * len(norms) / scale for norms in gathered.micro_norms),
-        sketches_WK=_divided(gathered.sketches_WK, scale),
-        group_norms_WG=_divided(gathered.group_norms_WG, scale),
-        group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
-        reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
-    )
 
 
 def common_scale(gathered: GatheredStep) -> float:
@@ -209,12 +34,6 @@ def common_scale(gathered: GatheredStep) -> float:
         return first
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
     return float(median(known)) if known.size else math.nan
-
-
-def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
-    if values is None or scale == 1:
-        return values
-    return (values / scale).astype(values.dtype, copy=False)
 
 
 REMEMBERED = 64
@@ -317,11 +136,11 @@ _SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
 }
 """Summaries over the workers, from ``[S, C, W]`` to ``[S, C]``."""
 
-Groups = Sequence[tuple[int, ...]]
-"""Groups of ranks whose batches are identical."""
+RankGroups = Sequence[tuple[int, ...]]
+"""RankGroups of ranks whose batches are identical."""
 
 
-class Columns:
+class WorkerColumns:
     """The workers' columns in consecutive steps; their summaries are computed once for all."""
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches) -> None:
@@ -362,7 +181,7 @@ class Columns:
 
     @cached_property
     def token_products(self) -> list[list[float]]:
-        """Covariation of the workers' losses and tokens in each step, for :class:`TokenSums`."""
+        """Covariation of the workers' losses and tokens in each step, for ``TokenSums``."""
         products_S2 = token_products(self.column("loss"), self.column("loss_weight"))
         return list(products_S2.tolist())
 
@@ -378,7 +197,7 @@ class Step:
     """One step of a batch."""
 
     report: StepReport
-    columns: Columns  # the workers' columns in all steps of the batch
+    columns: WorkerColumns  # the workers' columns in all steps of the batch
     index: int  # its place among them
 
     @property
@@ -392,8 +211,8 @@ class Step:
         return self.columns.recurrences[self.index]
 
     @cached_property
-    def identical(self) -> Groups:
-        """Groups of workers whose batches hold the same samples."""
+    def identical(self) -> RankGroups:
+        """RankGroups of workers whose batches hold the same samples."""
         if self.columns.samples.all_differ(self.index):
             return ()
         return identical_groups(self.gathered.samples)
@@ -447,10 +266,10 @@ class SharedWork(Stateful):
     """
 
     def __init__(self) -> None:
-        self.groups: Groups = ()  # those workers, group by group
+        self.groups: RankGroups = ()  # those workers, group by group
         self._doubts = 0
 
-    def observe(self, step: Step) -> Groups:
+    def observe(self, step: Step) -> RankGroups:
         """Process a step; return the groups, none where the workers of some group do not share."""
         shared = step.shares_work() if step.identical else None
         if shared:
@@ -462,7 +281,7 @@ class SharedWork(Stateful):
                 self.groups = ()
         return self.groups
 
-    def places(self, num_workers: int) -> NDArray[np.int64] | None:
+    def places(self, num_workers: int) -> Ints | None:
         """Return each worker's place in its group ``[W]``: those of one place hold the same.
 
         None where the workers do not fall into groups of one size.
@@ -483,7 +302,7 @@ class StepBatch:
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches | None = None) -> None:
         batches = batches or RecentBatches(reports[0].gathered.num_workers)
-        self.columns = Columns(reports, batches)
+        self.columns = WorkerColumns(reports, batches)
         self.numbers = self.columns.numbers
         self._steps = [Step(report, self.columns, at) for at, report in enumerate(reports)]
 
@@ -503,7 +322,7 @@ def batches_of(reports: Sequence[StepReport], batches: RecentBatches) -> Iterato
         yield StepBatch(list(together), batches)
 
 
-def _spread(values: NDArray[np.float64]) -> float:
+def _spread(values: Floats) -> float:
     """Return the range of some values over the largest."""
     largest = float(np.abs(values).max())
     return float(np.ptp(values)) / largest if largest else 0.0

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from rankscope.agent.processes import ending_of
+from rankscope.agent.rank_processes import ending_of
 from rankscope.bus.parity import FOLDER
 from rankscope.cli.output import (
     HtmlOption,

@@ -30,6 +30,7 @@ from rankscope.files import is_directory, is_file, to_plain
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
+from rankscope.report.document import ELSEWHERE
 from rankscope.report.live import catalog
 from rankscope.report.live.catalog import (
     MAX_DIRECTORIES,
@@ -140,10 +141,7 @@ def _put(path: Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "make the directory writable or name another file"
-        ) from error
+        raise RunError(f"cannot write {path}: {error.strerror or error}; {ELSEWHERE}") from error
     return path
 
 
@@ -282,8 +280,8 @@ class _Wanted:
             for one, path in self._writable().items():
                 try:
                     written[one] = write(one, path)
-                except MissingExtraError as error:  # the other formats are written
-                    if self.explicit:
+                except RankscopeError as error:  # the other formats are written
+                    if self._needs(error):
                         raise
                     terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
         except RankscopeError:
@@ -291,6 +289,10 @@ class _Wanted:
                 show()
             raise
         self._show(written, result, show)
+
+    def _needs(self, error: RankscopeError) -> bool:
+        """Return whether a file that cannot be made for this reason was asked for."""
+        return self.explicit if isinstance(error, MissingExtraError) else self.asked
 
     def _writable(self) -> Mapping[Format, Path]:
         """Return the place of each format, without one that was not asked for and is read-only."""

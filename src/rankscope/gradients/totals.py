@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.bus.messages import SKETCHES
+from rankscope.bus.gradient_part import SKETCHES
 
 _WORD = 8  # bytes
 

@@ -40,6 +40,9 @@ else:
         raise MissingExtraError("rankscope.integrations.lightning", "lightning") from error
 
 
+_BY_COMMAND = "leave the callback out, and put rankscope run before the script, which watches it"
+
+
 class RankscopeCallback(Callback):
     """Watches every worker of a ``Trainer.fit``, from ``on_train_start`` to its end.
 
@@ -75,14 +78,14 @@ class RankscopeCallback(Callback):
             raise UnsupportedError(
                 "RankscopeCallback expected a strategy that wraps the module for several workers, "
                 f"such as 'ddp', got {type(trainer.strategy).__name__}, whose steps go past the "
-                "module's forward pass; train with strategy='ddp', or leave the callback out"
+                f"module's forward pass; train with strategy='ddp', or {_BY_COMMAND}"
             )
         optimizers = trainer.optimizers
         if len(optimizers) != 1:
             raise UsageError(
                 f"RankscopeCallback expected one optimizer, got {len(optimizers)}: with several, "
-                "which backward pass belongs to which step is unknown; watch a training with "
-                "one, or leave the callback out"
+                "which backward pass belongs to which step is unknown here; watch a training "
+                f"with one, or {_BY_COMMAND}"
             )
         config = {
             "framework": "lightning",

@@ -15,6 +15,7 @@ from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION
+from rankscope.stats.arrays import Bools
 
 Array = NDArray[Any]
 
@@ -106,7 +107,7 @@ def to_arrow_lists(cells: Sequence[Array], dtype: DType) -> pa.Array:
     return pa.Array.from_buffers(_ARROW[dtype], len(cells), buffers, children=children)
 
 
-def _arrow(values: Array, missing: NDArray[np.bool_], dtype: DType) -> pa.Array:
+def _arrow(values: Array, missing: Bools, dtype: DType) -> pa.Array:
     """Return numpy's bytes as Arrow.
 
     ``pa.array`` would import an installed pandas in the middle of the training, and hold the
@@ -130,7 +131,7 @@ def _offsets(lengths: Sequence[int]) -> pa.Buffer:
     return pa.py_buffer(offsets)
 
 
-def _bits(flags: NDArray[np.bool_]) -> Array:
+def _bits(flags: Bools) -> Array:
     return np.packbits(flags, bitorder="little")
 
 

@@ -243,6 +243,10 @@ def fill(template: str, **context: Any) -> str:
     return words.writable(page)
 
 
+ELSEWHERE = "free some space, make the directory writable, or name another file"
+"""Advice where a file cannot be written."""
+
+
 def write_bytes(path: Path, content: bytes) -> Path:
     """Write a file whole: a reader sees the old one or the new one; RunError if that fails."""
     temporary = None
@@ -258,10 +262,7 @@ def write_bytes(path: Path, content: bytes) -> Path:
     except OSError as error:
         if temporary:
             Path(temporary).unlink(missing_ok=True)
-        raise RunError(
-            f"cannot write {path}: {error.strerror or error}; "
-            "make the directory writable or name another file"
-        ) from error
+        raise RunError(f"cannot write {path}: {error.strerror or error}; {ELSEWHERE}") from error
     return path
 
 

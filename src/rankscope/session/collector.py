@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.pace import Intervals
-from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
+from rankscope.bus.probe import EVENTS, Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
@@ -37,14 +37,6 @@ from rankscope.wrappers.transfer import GradientTransfer
 from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
-
-_EVENTS = (
-    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "forbid", "listen"),
-    *("begin_step", "on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *("on_evaluation", "see_reduced", "after_schedule", "before_update", "after_update"),
-    *("see_saved", "collect", "on_message", "abort", "close"),
-)
-"""The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
 _MOST_PASSES = 8192
 """Most forward passes of one step; the data of more would only fill the memory."""
@@ -155,9 +147,9 @@ class StepCollector:
         made = {each.name: each.make_probes(job) for each in EVIDENCE}
         self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
         probes: list[Probe] = [one for some in made.values() for one in some]
-        self._calls = {name: overriding(probes, name) for name in _EVENTS}
-        self._turns = [each for each in probes if type(each).on_turn is not Probe.on_turn]
-        self._recomputes = [each for each in probes if type(each).recompute is not Probe.recompute]
+        self._calls = {name: overriding(probes, name) for name in EVENTS}
+        self._runners: list[Probe] = [call.__self__ for call in self._calls["run_model"]]
+        self._recomputes: list[Probe] = [call.__self__ for call in self._calls["recompute"]]
         self._so_far = _StepSoFar()
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
@@ -165,7 +157,7 @@ class StepCollector:
         self._stop_listening: Callable[[], object] = lambda: None
         if optimizer is not None:
             self._accumulation = Accumulation(optimizer, job.wrapped.parameters)
-        observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
+        observers = [call.__self__ for call in self._calls["see_local"]]
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
@@ -192,12 +184,12 @@ class StepCollector:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
         if more.get("spare") and not self._evaluated:  # its backward pass is about to begin
             self.begin_backward()
-        self._given("loss", value, weight, self._passes.current, **more)
+        self.call("give_loss", value, weight, self._passes.current, **more)
 
     def give_samples(self, samples: Any) -> None:
         """Take the ids of the next forward pass's samples from the user."""
         self.close_step()
-        self._given("samples", samples, self._passes.current + 1)
+        self.call("give_samples", samples, self._passes.current + 1)
 
     def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
         """Take log-probabilities of a micro-batch, see :meth:`rankscope.Scope.rollout`.
@@ -205,16 +197,7 @@ class StepCollector:
         They belong to the step whose backward pass comes next.
         """
         self.close_step()
-        self._given("rollouts", trainer, rollout, mask)
-
-    def _given(self, name: str, *values: Any, **more: Any) -> None:
-        """Pass the user's values to the probe of their kind, and to others that want them."""
-        probe: Any = self._probes[name]
-        probe.give(*values, **more)
-        for each in self._probes.values():
-            give = getattr(each, f"give_{name}", None)
-            if give is not None:
-                give(*values, **more)
+        self.call("give_rollout", trainer, rollout, mask)
 
     def call(self, event: str, *args: Any, **more: Any) -> None:
         """Call the probes that handle an event, see :class:`rankscope.bus.probe.Probe`."""
@@ -249,11 +232,11 @@ class StepCollector:
     def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Begin a micro-batch with a forward pass of the outer model."""
         self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
-        if not any(probe.turn_near for probe in self._turns):
+        if not any(probe.run_near for probe in self._runners):
             return
         bare = model is self._module
         if bare or is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
-            self._give_turns(early=True)
+            self._let_run_model(early=True)
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -293,19 +276,19 @@ class StepCollector:
         return self._runs_model or traced() or self._passes.recomputed
 
     @property
-    def turn_due(self) -> bool:
+    def run_due(self) -> bool:
         """Whether a probe must run the model as the forward pass enters the wrapped module."""
-        return any(probe.turn_due for probe in self._turns)
+        return any(probe.run_due for probe in self._runners)
 
-    def give_turns(self, model: torch.nn.Module) -> None:
+    def let_run_model(self, model: torch.nn.Module) -> None:
         """Let probes run the outer model."""
         if self.trains(model):
-            self._give_turns(early=False)
+            self._let_run_model(early=False)
 
-    def _give_turns(self, *, early: bool) -> None:
+    def _let_run_model(self, *, early: bool) -> None:
         self._runs_model = True
         try:
-            self.call("on_turn", self.step, early=early)
+            self.call("run_model", self.step, early=early)
         finally:
             self._runs_model = False
 
@@ -417,18 +400,17 @@ class StepCollector:
         """
         if self._tap.awaits_backward:
             return
-        give_later: Callable[[int], None] | None = None
+        give_later: list[Callable[[int], None]] = []
         if self._so_far.over:
-            loss: Any = self._probes["loss"]
-            give_later = loss.take_later(self._passes.current + 1)
+            give_later = [take(self._passes.current + 1) for take in self._calls["take_later"]]
             self.close_step()
         elif self._passes.current >= 0 and not self.by_backward:
             return
         self.by_backward = True
         self._begin_pass()
         self._passes.begin(reached=True)
-        if give_later is not None:
-            give_later(self._passes.current)
+        for give in give_later:
+            give(self._passes.current)
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""
@@ -553,8 +535,8 @@ class StepCollector:
         now = time.perf_counter()
         if self._evaluating and self._is_new("evaluating"):
             _log.warning(
-                "rank %d trains in evaluation mode since step %d: without dropout, and with fixed "
-                "batch statistics; call model.train(), unless it is intended",
+                "rank %d trains in evaluation mode since step %d: any dropout is off, and any "
+                "batch statistics are fixed; call model.train(), unless it is intended",
                 dist.get_rank(),
                 self.step,
             )

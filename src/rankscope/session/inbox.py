@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rankscope.agent.frames import Frame, FrameKind
 from rankscope.agent.link import AgentEndedError, Link
-from rankscope.agent.message import unpack_report, untag
-from rankscope.agent.processes import permit_inspection
+from rankscope.agent.rank_processes import permit_inspection
+from rankscope.agent.step_message import unpack_report, untag
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import StepReport
 from rankscope.bus.words import TRACE

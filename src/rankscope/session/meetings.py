@@ -23,7 +23,7 @@ from torch import nn
 
 from rankscope.agent.frames import GUESTS, FrameKind, pack
 from rankscope.agent.link import Link, connect
-from rankscope.agent.message import tag
+from rankscope.agent.step_message import tag
 from rankscope.bus.probe import Content
 from rankscope.wrappers.find import FSDP2, Wrapped
 from rankscope.wrappers.fsdp2_mesh import (

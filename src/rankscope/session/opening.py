@@ -26,9 +26,9 @@ import torch.distributed as dist
 
 from rankscope import errors
 from rankscope.agent.frames import FrameKind, pack
-from rankscope.agent.hang_report import Numbers, RecorderThread
+from rankscope.agent.hang_report import RecorderDescriptors, RecorderThread
 from rankscope.agent.link import Link, Started, connect, listen, start_agent
-from rankscope.agent.processes import ProgressMark
+from rankscope.agent.rank_processes import ProgressMark
 from rankscope.bus.environment import without_secrets
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
@@ -62,7 +62,7 @@ class HeldParameters(StrEnum):
 
     @classmethod
     def of(cls, held_W: list[str]) -> "HeldParameters":
-        """Return what the ranks' :func:`held_bits` have in common."""
+        """Return what the ranks' ``held_bits`` have in common."""
         if not all(held_W):
             return cls.ALL
         if len(set(held_W)) == 1:
@@ -93,7 +93,10 @@ class RunHandle:
     store: str = ""  # the run's address in an object store; empty without
 
     def connect(
-        self, reduced_copies: int, mark: ProgressMark | None, collectives: Numbers | None
+        self,
+        reduced_copies: int,
+        mark: ProgressMark | None,
+        collectives: RecorderDescriptors | None,
     ) -> Link:
         """Return the link to the agent."""
         hello = {**self.hello, "thread": threading.get_native_id()}

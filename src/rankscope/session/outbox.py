@@ -14,7 +14,7 @@ from typing import Any
 
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import Link
-from rankscope.agent.message import pack_step, pack_values
+from rankscope.agent.step_message import pack_step, pack_values
 from rankscope.bus.probe import Content, MessagePart, Pending
 
 

@@ -14,7 +14,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
-from rankscope.agent.message import tag
-from rankscope.agent.processes import ProgressMark
+from rankscope.agent.rank_processes import ProgressMark
+from rankscope.agent.step_message import tag
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
@@ -37,7 +38,6 @@ from rankscope.errors import RankscopeError
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding, announce, crash_line, last_line, place_of
 from rankscope.session.instruments import Instruments
-from rankscope.session.meetings import JoinedMesh
 from rankscope.session.opening import RunHandle, start_recorder_thread
 from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
@@ -93,10 +93,7 @@ class Scope:
         handle: RunHandle,
         *,
         on_finding: OnFinding | None,  # takes each finding that opens, gets worse or closes
-        mesh: JoinedMesh | None = None,  # that the run is a part of
-        stages: JoinedMesh | None = None,  # of a pipeline, which share weights with this one
-        stages_later: Callable[[], JoinedMesh | None] | None = None,  # meets these at an update
-        shared_weights: Set[str] = frozenset(),  # parameters that other stages hold; may grow
+        channel: Channel,  # what the run is a part of; its other fields are filled in here
         sinks: Sinks | None = None,  # that live in this process
         announce_end: bool = False,  # rank 0 prints the run's place at the end
     ) -> None:
@@ -109,22 +106,18 @@ class Scope:
         self._training = False  # the last forward pass of the model counts
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.wrapped.device))
-        channel = Channel(
-            self._send_evidence,
-            lambda: self._link.has_room,
-            handle.meeting,
-            mesh,
-            stages,
-            stages_later,
-            shared_weights,
-        )
         self._collector = StepCollector(
             instruments,
             optimizer,
             self._guard,
             self._send,
             handle.first_step,
-            channel,
+            replace(
+                channel,
+                send=self._send_evidence,
+                has_room=lambda: self._link.has_room,
+                meeting=handle.meeting,
+            ),
         )
         self._mark = _new_mark()
         self._recorder_thread = start_recorder_thread()
@@ -474,8 +467,8 @@ class Scope:
                 return
             self._guard(self._collector.call, "enter_module")
             self._guard(self._collector.call, "on_module_inputs", args, kwargs)
-            if self._collector.turn_due:
-                self._guard(self._collector.give_turns, self._model)
+            if self._collector.run_due:
+                self._guard(self._collector.let_run_model, self._model)
             return
         self._forward = _Forward.NONE
         if not is_training(model):

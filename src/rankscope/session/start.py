@@ -1,14 +1,14 @@
 """``rankscope.watch``: the setup before the first step."""
 
 import contextlib
-import dataclasses
 import logging
 import os
 import platform
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
+from rankscope.bus.probe import Channel
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence import EVIDENCE
@@ -26,7 +27,6 @@ from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.meetings import (
     LATER_SECONDS,
-    JoinedMesh,
     WatchedStage,
     begin_apart,
     meet_mesh,
@@ -209,14 +209,10 @@ def watch(
     )
     held = frozenset(held_names(optimizer, wrapped.parameters)) if wrapped.kind is LOOP else None
     if held is not None and (handle.held is not HeldParameters.ALL or not held):
-        wrapped = dataclasses.replace(
-            wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES
-        )
-        instruments = dataclasses.replace(instruments, wrapped=wrapped)
+        wrapped = replace(wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES)
+        instruments = replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper)
-    mesh: JoinedMesh | None = None
-    stages: JoinedMesh | None = None
-    stages_later: Callable[[], JoinedMesh | None] | None = None
+    channel = Channel(shared_weights=stage.shared)
     if not local_steps and not handle.problem:
         facts = {
             "run": ranks_of(group)[0],
@@ -224,22 +220,20 @@ def watch(
             "address": handle.address,
             "secret": handle.hello["secret"],
         }
-        mesh = meet_mesh(wrapped, facts, compares=options.evidence)
+        channel = replace(channel, mesh=meet_mesh(wrapped, facts, compares=options.evidence))
         meet = partial(meet_stages, wrapped, stage, facts, compares=options.evidence)
         if begin_apart():
-            stages_later = partial(meet, patience_seconds=LATER_SECONDS)
+            later = partial(meet, patience_seconds=LATER_SECONDS)
+            channel = replace(channel, meet_stages=later)
         else:
-            stages = meet()
+            channel = replace(channel, stages=meet())
     scope = Scope(
         models,
         optimizer,
         instruments,
         handle,
         on_finding=on_finding,
-        mesh=mesh,
-        stages=stages,
-        stages_later=stages_later,
-        shared_weights=stage.shared,
+        channel=channel,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
@@ -271,7 +265,9 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         with contextlib.suppress(Exception):  # the stream is closed
-            sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
+            line = self.format(record)
+            name = "" if line.startswith("rankscope") else "rankscope: "
+            sys.stderr.write(f"{name}{line}\n")  # in one piece, beside other ranks' lines
             sys.stderr.flush()
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.state import Stateful
 
 STRENGTHS = (0.75, 1.6, 4.0)
@@ -151,7 +151,7 @@ class Ranked:
     sorted_SU: Floats  # each row in order; missing ones last
     doubled_SU: NDArray[np.int32]  # twice the mid-rank from 0 of each unit; −1 where it is missing
     counts_S: Ints  # n, how many units are present
-    tied_S: NDArray[np.bool_]  # whether a row holds equal values
+    tied_S: Bools  # whether a row holds equal values
     count: int | None  # n where it is the same in all rows, else None
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints, mix
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints, mix
 
 ROUNDING = 1e-12
 """Cosines closer than this to ±1 are ±1: what float64 sums of a few thousand products can lose."""
@@ -42,7 +42,7 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
         products_WW: Floats = rows_WK @ rows_WK.swapaxes(-1, -2)
     if np.isfinite(products_WW.diagonal(0, -2, -1)).all():  # so are all numbers
         return products_WW
-    finite_W: NDArray[np.bool_] = np.asarray(np.isfinite(rows_WK).all(axis=-1))
+    finite_W: Bools = np.asarray(np.isfinite(rows_WK).all(axis=-1))
     if finite_W.all():
         return products_WW
     rows_WK = np.where(finite_W[..., None], rows_WK, 0.0)
@@ -51,7 +51,7 @@ def gram(sketches_WK: NDArray[np.floating]) -> Floats:
     return gram_WW
 
 
-def has_direction(gram_WW: Floats) -> NDArray[np.bool_]:
+def has_direction(gram_WW: Floats) -> Bools:
     """Return for each worker ``[..., W]`` whether its gradient is finite and not zero.
 
     Example:

@@ -112,7 +112,7 @@ class DistinctSamples:
         self._share = SampleShare()
         self._hashes = np.empty(0, np.int64)
         self._draws = np.empty(0, np.int64)
-        self._waiting: list[NDArray[np.int64]] = []
+        self._waiting: list[Ints] = []
         self._num_waiting = 0
 
     @property
@@ -218,6 +218,16 @@ class SortedMap(Stateful):
         kept = [(keys, values, admitted(keys)) for keys, values in self._runs]
         self._runs = [(keys[here], values[here]) for keys, values, here in kept if here.any()]
 
+    def values(self) -> NDArray[Any]:
+        """Return the values of all keys, in no order."""
+        runs = (values for _, values in self._runs)
+        return np.concatenate([np.empty(0, self._value_type), *runs])
+
+    def fill(self, value: int) -> None:
+        """Give all keys one value."""
+        for _, values in self._runs:
+            values[:] = value
+
     def put(self, keys: Ints, values: NDArray[Any]) -> tuple[Bools, NDArray[Any]]:
         """Set the values of sorted keys, which may be in the map or not.
 
@@ -286,7 +296,7 @@ class Draws:
     steps: Ints  # the steps in which they do, by index ``[D]``
     shape: tuple[int, int]  # how many steps and workers there are
 
-    def where(self, which_D: NDArray[np.bool_]) -> "Draws":
+    def where(self, which_D: Bools) -> "Draws":
         """Return some of the draws."""
         return Draws(self.samples[which_D], self.ranks[which_D], self.steps[which_D], self.shape)
 
@@ -395,7 +405,7 @@ class DrawnSamples:
         np.maximum.at(latest_S, steps[1:][again], steps[:-1][again])
         return list(latest_S.tolist())
 
-    def sorted(self, which_D: NDArray[np.bool_] | None = None) -> Draws:
+    def sorted(self, which_D: Bools | None = None) -> Draws:
         """Return the draws, or some of them, in the order of samples.
 
         ``which_D``: which, in the order of ``flat``. No two steps share one of their samples.
@@ -404,7 +414,7 @@ class DrawnSamples:
         shape = len(self), max(map(len, self._steps), default=0)
         return Draws(self.flat[order], self.rank_of_draw[order], self.step_of_draw[order], shape)
 
-    def in_steps(self, which_D: NDArray[np.bool_]) -> list[Ints]:
+    def in_steps(self, which_D: Bools) -> list[Ints]:
         """Return some of the samples, step by step and worker by worker."""
         if len(self) == 1:
             return [self.flat[which_D]]
@@ -412,7 +422,7 @@ class DrawnSamples:
         return np.split(self.flat[which_D], np.cumsum(lengths_S)[:-1])
 
 
-def differs_from_previous(values: Ints) -> NDArray[np.bool_]:
+def differs_from_previous(values: Ints) -> Bools:
     """Return which values differ from the one before; true for the first."""
     differs = np.ones(len(values), bool)
     differs[1:] = values[1:] != values[:-1]

@@ -7,18 +7,18 @@ others: in a healthy run of N steps it reaches c with a probability of at most N
 
 A unit that was found unlike the others is flagged: the others are compared without it from the next
 step on (which their exchangeability allows, given the past), and the unit is compared with them,
-which shows when it heals.
+which shows when it heals. Where it is unknown which units to leave out, some are followed among the
+others instead.
 
 Legend of shapes: T steps, S signals, R signals that a step measures, U units, B bets.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     Bet,
     BetKind,
@@ -32,7 +32,14 @@ from rankscope.stats.bets import (
     steady_scales,
 )
 from rankscope.stats.state import State, StateError, Stateful
-from rankscope.stats.units import RECENT, FlaggedUnit, RecentSteps, compare_with_others, friedman
+from rankscope.stats.units import (
+    RECENT,
+    FollowedUnit,
+    RecentSteps,
+    compare_among,
+    compare_with_others,
+    friedman,
+)
 
 MANY = 8
 LEVEL_OF_MANY = 1e-2
@@ -72,7 +79,7 @@ class _Compared:
     deviations_TRU: Floats
     z_TRU: Floats32  # distances from them, in robust standard deviations
     scales: Scales  # the scales of these distances after each step
-    e_of_flagged_BTR: Mapping[int, Floats]  # the e-values of each flagged unit, among the others
+    e_of_followed_BTR: Mapping[int, Floats]  # those of each flagged or followed unit
 
 
 class ExchangeabilityTest(Stateful):
@@ -103,7 +110,7 @@ class ExchangeabilityTest(Stateful):
         self,
         num_units: int,
         weights_S: Floats,
-        relative_S: NDArray[np.bool_],
+        relative_S: Bools,
         bets: Sequence[Bet],
     ) -> None:
         shape = len(bets), len(weights_S), num_units
@@ -118,7 +125,8 @@ class ExchangeabilityTest(Stateful):
         self._scale_steps_S = np.zeros(len(weights_S))
         self._detectors = ShiryaevRoberts(*shape)
         self._recent = RecentSteps(*shape[1:])
-        self._flagged: dict[int, FlaggedUnit] = {}
+        self._flagged: dict[int, FollowedUnit] = {}
+        self._followed: dict[int, FollowedUnit] = {}  # not flagged
         self.z_SU = np.zeros(shape[1:], np.float32)
 
     @property
@@ -126,11 +134,16 @@ class ExchangeabilityTest(Stateful):
         """Flagged units, in the order of their flags."""
         return tuple(self._flagged)
 
+    @property
+    def unlike(self) -> tuple[int, ...]:
+        """Flagged and followed units."""
+        return *self._flagged, *self._followed
+
     def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
         """Process consecutive steps, one with each iteration; yield each step's number.
 
-        A unit may be flagged or unflagged after any of them; those that follow are compared
-        accordingly.
+        A unit may be flagged, followed or released after any of them; those that follow are
+        compared accordingly.
 
         ``values_TSU``: values of all signals, NaN where a unit has none; flagged units have theirs,
         too. A signal without any is not measured in that step.
@@ -138,18 +151,18 @@ class ExchangeabilityTest(Stateful):
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
             values_TSU = np.where(finite_TSU, values_TSU, np.nan)
-        measured_TS: NDArray[np.bool_] = np.logical_or.reduce(finite_TSU, axis=2)
+        measured_TS: Bools = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
             end = at + _length_of_first_run(measured_TS[at:])
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
-            flagged = self.flagged
+            unlike = self.unlike
             for index in range(end - at):
                 self._learn(compared, index, steps[at])
                 yield steps[at]
                 at += 1
-                if self.flagged != flagged:
+                if self.unlike != unlike:
                     break
 
     def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
@@ -186,23 +199,27 @@ class ExchangeabilityTest(Stateful):
             deviations_TRU,
             z_TRU,
             scales,
-            self._compare_flagged(values, z_TRU, ranked),
+            self._compare_unlike(values, z_TRU, ranked, away),
         )
 
-    def _compare_flagged(
-        self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
+    def _compare_unlike(
+        self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked, away: Ranked
     ) -> Mapping[int, Floats]:
-        """Return the e-values of each flagged unit among the others ``[B, T, R]``."""
+        """Return the e-values of each flagged or followed unit among the others ``[B, T, R]``."""
         shape = len(self._bets), *values_TRU.shape[:2]
-        return {
+        e_of = {
             unit: compare_with_others(
                 values_TRU[:, :, unit].reshape(-1),
                 z_TRU[:, :, unit].reshape(-1),
                 ranked,
                 self._bets,
-            ).reshape(shape)
+            )
             for unit in self._flagged
         }
+        for unit in self._followed:
+            z_S = z_TRU[:, :, unit].reshape(-1)
+            e_of[unit] = compare_among(unit, z_S, ranked, away, self._bets)
+        return {unit: e_BS.reshape(shape) for unit, e_BS in e_of.items()}
 
     def _learn(self, compared: _Compared | None, at: int, step: int) -> None:
         """Learn from one of the compared steps; None if it measures nothing."""
@@ -217,8 +234,8 @@ class ExchangeabilityTest(Stateful):
         if compared.z_TRU.shape[1] < len(self.z_SU):
             self.z_SU[:] = 0
         self.z_SU[rows] = compared.z_TRU[at]
-        for unit, e_BTR in compared.e_of_flagged_BTR.items():
-            self._flagged[unit].observe(e_BTR[:, at], rows)
+        for unit, followed in {**self._flagged, **self._followed}.items():
+            followed.observe(compared.e_of_followed_BTR[unit][:, at], rows)
 
     @property
     def most_evidence(self) -> float:
@@ -238,12 +255,14 @@ class ExchangeabilityTest(Stateful):
             evidence[list(self._flagged)] = 0
         return evidence
 
-    def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
+    def traces(
+        self, unit: int, least: float = 0.0, since: float = RECENT, last: int | None = None
+    ) -> list[SignalTrace]:
         """Return in which signals and how a unit is unlike the others, the strongest first.
 
-        ``since``: number of recent steps whose deviations count. ``least``: signals with less
-        logarithmic evidence are left out, and those with less than 0.6 of the strongest one's,
-        which some of many signals have by chance.
+        ``since``: number of steps up to number ``last`` whose deviations count. ``least``: signals
+        with less logarithmic evidence are left out, and those with less than 0.6 of the strongest
+        one's, which some of many signals have by chance.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         best_S = log_BS.argmax(axis=0).tolist()
@@ -253,16 +272,27 @@ class ExchangeabilityTest(Stateful):
         for signal in np.argsort(-log_S, kind="stable").tolist():
             if log_S[signal] >= least > 0:
                 age = float(ages_BS[best_S[signal], signal])
-                kind = self._kind(signal, unit, min(age, since), log_BS[:, signal])
-                size = self._size(signal, unit, min(age, since), kind)
+                kind = self._kind(signal, unit, min(age, since), log_BS[:, signal], last)
+                size = self._size(signal, unit, min(age, since), kind, last)
                 traces.append(SignalTrace(signal, kind, float(log_S[signal]), age, *size))
         return traces
 
+    def measured_anew(self, unit: int, trace: SignalTrace, since: float, last: int) -> SignalTrace:
+        """Return a trace with its deviation in ``since`` steps up to number ``last``.
+
+        It stays as it is where most of these steps are forgotten.
+        """
+        known = len(self._recent.medians(trace.signal, since, last))
+        if 2 * known < min(since, RECENT):
+            return trace
+        size = self._size(trace.signal, unit, since, trace.kind, last)
+        return replace(trace, deviation=size[0], relative=size[1])
+
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        flagged = self._flagged.get(unit)
-        if flagged is not None:
-            return flagged.log_BS, flagged.ages_BS
+        unlike = self._unlike(unit)
+        if unlike is not None:
+            return unlike.log_BS, unlike.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
@@ -312,22 +342,35 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
+    def _unlike(self, unit: int) -> FollowedUnit | None:
+        return self._flagged.get(unit) or self._followed.get(unit)
+
     def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
+        self._flagged[unit] = self._from_now_on(unit)
+        self._followed.pop(unit, None)
+
+    def follow(self, unit: int) -> None:
+        """Follow a unit that stays among the others from the next step on."""
+        self._followed[unit] = self._from_now_on(unit)
+
+    def _from_now_on(self, unit: int) -> FollowedUnit:
         log_BS, ages_BS = self._log_evidence(unit)
-        self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
+        return FollowedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return the certainty that a flagged unit is still unlike the others, 1 to 0."""
-        return self._flagged[unit].certainty
+        """Return the certainty that a unit is still unlike the others, 1 to 0; 0 if not known."""
+        unlike = self._unlike(unit)
+        return 0.0 if unlike is None else unlike.certainty
 
     def start_anew(self) -> None:
         """Forget the evidence on all units; its part of the budget stays spent."""
         self._detectors.restart(...)
 
-    def unflag(self, unit: int) -> None:
-        """Let a flagged unit count among the others again; its detectors start anew."""
-        del self._flagged[unit]
+    def release(self, unit: int) -> None:
+        """Let a unit count among the others like any of them; its detectors start anew."""
+        self._flagged.pop(unit, None)
+        self._followed.pop(unit, None)
         self._detectors.restart((slice(None), slice(None), unit))
 
     def state(self) -> State:
@@ -337,7 +380,8 @@ class ExchangeabilityTest(Stateful):
             "scale_steps": self._scale_steps_S.copy(),
             "detectors": self._detectors.state(),
             "recent": self._recent.state(),
-            "flagged": [[unit, flagged.state()] for unit, flagged in self._flagged.items()],
+            "flagged": [[unit, each.state()] for unit, each in self._flagged.items()],
+            "followed": [[unit, each.state()] for unit, each in self._followed.items()],
         }
 
     def restore(self, state: State) -> None:
@@ -350,20 +394,24 @@ class ExchangeabilityTest(Stateful):
             self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
             self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
             self._detectors.restore(state["detectors"])
-            self._flagged = {}
-            for unit, flagged in state["flagged"]:
-                self._flagged[int(unit)] = FlaggedUnit(
-                    *self._log_evidence(int(unit)), self._patient_B
-                )
-                self._flagged[int(unit)].restore(flagged)
+            self._flagged = self._restored(state["flagged"])
+            self._followed = self._restored(state.get("followed", []))  # older records have none
         except StateError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"this is not the state of a test: {error!r}") from error
 
-    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> BetKind:
-        """Return how a unit differs, by its recent deviations."""
-        recent = self._recent.deviations(signal, age)[:, unit]
+    def _restored(self, states: Sequence[tuple[int, State]]) -> dict[int, FollowedUnit]:
+        """Return followed units by the states of them."""
+        units = {}
+        for unit, state in states:
+            units[int(unit)] = self._from_now_on(int(unit))
+            units[int(unit)].restore(state)
+        return units
+
+    def _kind(self, signal: int, unit: int, age: float, log_B: Floats, last: int | None) -> BetKind:
+        """Return how a unit differs, by its deviations up to a step."""
+        recent = self._recent.deviations(signal, age, last)[:, unit]
         recent = recent[np.isfinite(recent)]
         best = self._bets[int(log_B.argmax())].kind
         if not len(recent):
@@ -379,15 +427,17 @@ class ExchangeabilityTest(Stateful):
         log, kind = max(two_sided, key=lambda pair: pair[0], default=(0.0, best))
         return best if log < _NEARLY_AS_STRONG * log_B.max() else kind
 
-    def _size(self, signal: int, unit: int, age: float, kind: BetKind) -> tuple[float, bool]:
-        """Return the typical or largest recent deviation, and whether it is a part of the median.
+    def _size(
+        self, signal: int, unit: int, age: float, kind: BetKind, last: int | None
+    ) -> tuple[float, bool]:
+        """Return the typical or largest deviation, and whether it is a part of the median.
 
         It is an absolute difference where a value of another unit was negative, or a median was
         not positive: parts of such medians mean nothing. Medians from before a restart are unknown.
         """
-        recent_TU = self._recent.deviations(signal, age)
+        recent_TU = self._recent.deviations(signal, age, last)
         recent_T = recent_TU[:, unit]
-        medians_T = self._recent.medians(signal, age)
+        medians_T = self._recent.medians(signal, age, last)
         relative = bool(self._relative_S[signal])
         others_TV = np.delete(recent_TU, unit, axis=1)
         if relative and ((others_TV < -1).any() or (medians_T <= 0).any()):
@@ -422,7 +472,7 @@ def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats
     return since_BT
 
 
-def _length_of_first_run(measured_TS: NDArray[np.bool_]) -> int:
+def _length_of_first_run(measured_TS: Bools) -> int:
     """Return how many steps from the first one on measure the same signals as it."""
     other_T = (measured_TS != measured_TS[0]).any(axis=1)
     return int(other_T.argmax()) if other_T.any() else len(other_T)

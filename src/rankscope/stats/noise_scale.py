@@ -38,9 +38,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Ints
 
 MOST_BLOCKS = 64
 LEAST_BLOCKS = 8
@@ -138,7 +137,7 @@ class NoiseOfSteps:
     signal_T: Floats  # |G|², without bias, so possibly negative in a single step
     units_T: Ints  # how many units the reduced gradient averages
 
-    def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
+    def at(self, chosen_T: Bools) -> "NoiseOfSteps":
         """Return the chosen steps."""
         return NoiseOfSteps(
             self.between_T[chosen_T],

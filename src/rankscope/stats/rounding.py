@@ -17,9 +17,9 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.errors import UsageError
+from rankscope.stats.arrays import Floats, Floats32, Ints
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
@@ -128,7 +128,7 @@ def worst_error(num_terms: int, dtype: str, algorithm: Algorithm = Algorithm.SEQ
     return max(depth, 0) * _roundoff(dtype)
 
 
-def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> NDArray[np.float64]:
+def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> Floats:
     """Return how many numbers of a type lie between two arrays' elements, one by one.
 
     Args:
@@ -160,7 +160,7 @@ def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> NDArray[np.
     return distance
 
 
-def _order_of(values: Any, dtype: str) -> NDArray[np.int64]:
+def _order_of(values: Any, dtype: str) -> Ints:
     """Return integers that have the order of the numbers, without a gap."""
     _roundoff(dtype)
     if dtype == "bfloat16":
@@ -174,7 +174,7 @@ def _order_of(values: Any, dtype: str) -> NDArray[np.int64]:
     return np.where(wide < 0, least - wide, wide)
 
 
-def round_to_bfloat16(values: Any) -> NDArray[np.float32]:
+def round_to_bfloat16(values: Any) -> Floats32:
     """Round to the nearest bfloat16, ties to even; returns them as float32, at least 1-d.
 
     Example:

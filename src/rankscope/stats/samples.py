@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Ints, mix
+from rankscope.stats.arrays import Bools, Ints, mix
 from rankscope.stats.draws import (
     MAX_HALVINGS,
     DrawnSamples,
@@ -147,7 +147,7 @@ class SampleLedger(Stateful):
         self._first_owners.keep(share.admits)
         self._pairs.keep(share.admits_hashes)
 
-    def _cross(self, pairs: Draws, cross_P: NDArray[np.bool_], owners_P: NDArray[Any]) -> Ints:
+    def _cross(self, pairs: Draws, cross_P: Bools, owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
         ``cross_P``: which of them draw a sample that only others drew before. ``owners_P``: the
@@ -166,8 +166,8 @@ class SampleLedger(Stateful):
         return crossing_SW
 
     def _owned(
-        self, samples_P: Ints, ranks_P: Ints, seen_P: NDArray[np.bool_], owners_P: NDArray[Any]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        self, samples_P: Ints, ranks_P: Ints, seen_P: Bools, owners_P: NDArray[Any]
+    ) -> tuple[Bools, Bools]:
         """Return which draws repeat the worker's own samples, and which only those of others.
 
         ``ranks_P``: the workers that draw them. ``owners_P``: the first to draw each; -1 minus its
@@ -229,7 +229,7 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
 
 
-def _without_repeats(draws: Draws) -> tuple[Draws, NDArray[np.bool_]]:
+def _without_repeats(draws: Draws) -> tuple[Draws, Bools]:
     """Return the draws without repeats by one worker, and which are the first of their sample."""
     first_D = differs_from_previous(draws.samples)
     if first_D.all():
@@ -241,9 +241,9 @@ def _without_repeats(draws: Draws) -> tuple[Draws, NDArray[np.bool_]]:
 def _counts(
     draws: Draws,
     pairs: Draws,
-    flags: Sequence[NDArray[np.bool_]],
+    flags: Sequence[Bools],
     crossing_SW: Ints,
-    shared_P: NDArray[np.bool_] | None,
+    shared_P: Bools | None,
 ) -> list[SampleCounts]:
     """Return the counts of each step.
 

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     RARE_FROM,
     RARE_STAKE,
@@ -72,14 +72,17 @@ class RecentSteps(Stateful):
         self._steps[places, signals] = step
         self._fed_S[rows] += 1
 
-    def deviations(self, signal: int, age: float) -> Floats32:
-        """Return the deviations of the last ``age`` steps, as far as they are known, ``[T, U]``."""
-        recent: Floats32 = self._deviations[self._places(signal, age), signal]
+    def deviations(self, signal: int, age: float, last: int | None = None) -> Floats32:
+        """Return the deviations of ``age`` steps, as far as they are known, ``[T, U]``.
+
+        The latest of them is number ``last``, or the last step without it.
+        """
+        recent: Floats32 = self._deviations[self._places(signal, age, last), signal]
         return recent
 
-    def medians(self, signal: int, age: float) -> Floats32:
+    def medians(self, signal: int, age: float, last: int | None = None) -> Floats32:
         """Return the medians of the same steps, NaN for those before a restart, ``[T]``."""
-        medians: Floats32 = self._medians[self._places(signal, age), signal]
+        medians: Floats32 = self._medians[self._places(signal, age, last), signal]
         return medians
 
     def step_of(self, signal: int, back: int) -> int:
@@ -96,11 +99,12 @@ class RecentSteps(Stateful):
         apart = steps_T[-2] - steps_T[-1] if oldest > 0 else 1
         return int(steps_T[-1] - (back - oldest) * apart)
 
-    def _places(self, signal: int, age: float) -> Ints:
+    def _places(self, signal: int, age: float, last: int | None = None) -> Ints:
         fed = int(self._fed_S[signal])
-        count = int(min(max(age, 1.0), fed, RECENT))
-        places: Ints = (fed - 1 - np.arange(count)) % RECENT
-        return places
+        places: Ints = (fed - 1 - np.arange(min(fed, RECENT))) % RECENT
+        if last is not None:
+            places = places[self._steps[places, signal] <= last]
+        return places[: int(max(age, 1.0))]
 
 
 _FEWEST_STEPS = 4
@@ -144,10 +148,10 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
 
 
 CERTAIN = float(np.log(1e8))
-"""Largest log evidence that a flagged unit keeps, so that it heals in bounded time."""
+"""Largest log evidence that a followed unit keeps, so that it heals in bounded time."""
 
 HEALED = 0.25
-"""Certainty at and below which a flagged unit counts as being like the others again."""
+"""Certainty at and below which a followed unit counts as being like the others again."""
 
 RARE_FADES = 0.95
 """Share of the evidence for rare errors that remains after a step without one."""
@@ -156,8 +160,8 @@ _STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.75
 
 
-class FlaggedUnit(Stateful):
-    """A flagged unit: a CUSUM for each bet and signal.
+class FollowedUnit(Stateful):
+    """A unit that was found unlike the others: a CUSUM for each bet and signal.
 
     The initially strongest one is followed until it has lost nearly all its evidence; if another is
     still certain then, that one is followed. Bets on rare errors lose slowly by nature, so they are
@@ -166,7 +170,7 @@ class FlaggedUnit(Stateful):
 
     SETTINGS = ("_patient_B",)
 
-    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
+    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: Bools) -> None:
         self.log_BS = np.minimum(log_BS, CERTAIN)
         self.ages_BS = ages_BS
         self._patient_B = patient_B
@@ -207,11 +211,35 @@ def compare_with_others(
     middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
-    e_BS = np.ones((len(bets), len(values_S)))
     usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
-    for others in set(ranked.counts_S[usable_S].tolist()):
-        rows = (usable_S & (ranked.counts_S == others)).nonzero()[0]
-        count = others + 1
+    counts_S = np.where(usable_S, ranked.counts_S + 1, 0)
+    return _e_values(plain_S, folded_S, z_S, counts_S, bets)
+
+
+def compare_among(
+    unit: int, z_S: Floats32, ranked: Ranked, away: Ranked, bets: Sequence[Bet]
+) -> Floats:
+    """Return the same of one of the ranked units, which may be one of two.
+
+    ``away``: the ranked distances from the median. Equal values are no evidence here: they lower
+    that on the unit.
+    """
+    plain_S = ranked.doubled_SU[:, unit]
+    counts_S = np.where((plain_S >= 0) & (ranked.counts_S >= 2), ranked.counts_S, 0)
+    return _e_values(plain_S, away.doubled_SU[:, unit], z_S, counts_S, bets)
+
+
+def _e_values(
+    plain_S: NDArray[np.integer],
+    folded_S: NDArray[np.integer],
+    z_S: Floats32,
+    counts_S: Ints,
+    bets: Sequence[Bet],
+) -> Floats:
+    """Return the e-values of a unit by its doubled mid-ranks; 1 where it is compared with none."""
+    e_BS = np.ones((len(bets), len(counts_S)))
+    for count in set(counts_S[counts_S > 0].tolist()):
+        rows = (counts_S == count).nonzero()[0]
         plain = plain_S[rows]
         folded = folded_S[rows]
         for bet, e in zip(bets, e_BS, strict=True):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.bus.bundles import ReplayBundle
+from rankscope.bus.bundles import PlainBatch, ReplayBundle
 from rankscope.bus.canary import (
     CanaryCause,
     CanaryResults,
@@ -22,7 +22,6 @@ from rankscope.bus.canary import (
     explain,
     judge,
 )
-from rankscope.bus.messages import PlainBatch
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError

@@ -213,7 +213,7 @@ def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None
     if worst is None or worst.worst is None:
         return verdict
     fault = worst.worst
-    seen = f"See rankscope report {shlex.quote(str(worst.path))}."
+    seen = f"See rankscope report {shlex.quote(str(worst.path.absolute()))}."
     own = max((one.severity for one in findings), default=Severity.NOTE)
     if own > fault.severity:
         return verdict

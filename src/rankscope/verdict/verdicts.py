@@ -284,11 +284,15 @@ def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
-    """Extend a verdict for a record that ends early."""
-    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f" {verdict.recommendation}"
+    """Return the verdict on a record that ends early: its end before any note.
+
+    The advice about a note stays with its finding.
+    """
+    has_own = verdict.about is None and verdict.recommendation != NOTHING_TO_CHANGE
+    own = f" {verdict.recommendation}" if has_own else ""
     return replace(
         verdict,
-        headline=f"{verdict.headline} {_describe_end(progress)}",
+        headline=f"{_describe_end(progress)} {verdict.headline}",
         recommendation=f"{_why_it_ended(progress)}{own}",
         severity=verdict.severity or Severity.NOTE,
         early=False,

@@ -312,15 +312,30 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
         return _find_sharded(inner, process_group)
     if is_megatron(inner):
         return _find_megatron(inner)
+    whole = _wrapped_whole(inner)
+    if whole is not None:
+        return find_wrapper(whole, process_group)
     _check_bare(inner)
     return _find_loop(inner, process_group or dist.group.WORLD)
+
+
+def _wrapped_whole(model: Any) -> nn.Module | None:
+    """Return the wrapped model inside a module without parameters of its own, as of Fabric."""
+    if not isinstance(model, nn.Module):
+        return None
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+    wrapped = next((part for part in model.modules() if isinstance(part, kinds)), None)
+    if wrapped is None or wrapped is model:
+        return None
+    own = {id(p) for p in model.parameters()} - {id(p) for p in wrapped.parameters()}
+    return None if own else wrapped
 
 
 _FOREIGN = "fairscale.nn.data_parallel"
 """Wrappers that leave a reduced gradient on one rank, or flatten parameters."""
 
 
-def _check_bare(model: nn.Module) -> None:
+def _check_bare(model: Any) -> None:
     """Check that nothing wraps a model, or a part of it, and that there are ranks to compare."""
     wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
     parts = model.modules() if isinstance(model, nn.Module) else ()
@@ -329,8 +344,12 @@ def _check_bare(model: nn.Module) -> None:
         for part in parts
         if isinstance(part, wrappers) or type(part).__module__.startswith(_FOREIGN)
     ]
-    if not (isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized()):
+    advice = "pass what the training calls, after wrapping"
+    if not isinstance(model, nn.Module):
         why = f"got {type(model).__name__}"
+    elif not (dist.is_available() and dist.is_initialized()):
+        why = f"got {type(model).__name__} in a process without others"
+        advice = "start the script with torchrun --nproc-per-node 2 or more, and wrap the model"
     elif wrapped:
         why = f"got {type(model).__name__}, of which {wrapped[0]} wraps a part"
         why = why if type(model).__name__ != wrapped[0] else f"got {wrapped[0]}"
@@ -341,7 +360,7 @@ def _check_bare(model: nn.Module) -> None:
     raise UnsupportedError(
         "watch() expected a model under DistributedDataParallel, replicate or fully_shard, a "
         "DeepSpeed engine, or a model without wrapper in a job of several ranks, after "
-        f"init_process_group, {why}; pass what the training calls, after wrapping"
+        f"init_process_group, {why}; {advice}"
     )
 
 

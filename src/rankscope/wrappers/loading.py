@@ -4,6 +4,7 @@ A diffusion model, for instance, gets samples with noise: the same sample never 
 """
 
 import itertools
+import math
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -22,9 +23,12 @@ from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
 from rankscope.wrappers.untraced import transparent
 
+ENDED = object()
+"""In place of a batch: the iterator has no more."""
+
 
 class _YieldRelay(Relay):
-    """Relays the results of an iterator with it."""
+    """Relays the results of an iterator with it, and its end."""
 
     def _relay(self, original: Any) -> Any:
         after = self._after
@@ -32,7 +36,12 @@ class _YieldRelay(Relay):
         @transparent
         @wraps(original)
         def call(iterator: Any) -> Any:
-            result = original(iterator)
+            try:
+                result = original(iterator)
+            except StopIteration:
+                for reference in tuple(after):
+                    notify(reference, (iterator, ENDED), {})
+                raise
             for reference in tuple(after):
                 notify(reference, (iterator, result), {})
             return result
@@ -53,10 +62,18 @@ class _Stream:
 
     def __init__(self, iterator: Any) -> None:
         self.waiting: deque[Ints] = deque(maxlen=_MOST_WAITING)
+        self.ended = False
+        self.goes_on = True
         count = len(getattr(iterator, "_workers", ()))
         stream = count > 1 and isinstance(iterator._dataset, IterableDataset)
         self.processes = count if stream else 0
         self._digests: deque[int] = deque(maxlen=2 * max(self.processes, 1))
+        self._length = _length_of(iterator)
+
+    def see(self, iterator: Any, *, ended: bool) -> None:
+        """Handle a batch, or the end."""
+        self.ended = ended
+        self.goes_on = not ended and iterator._num_yielded < self._length
 
     def comes_again(self, rows_B: Ints) -> bool:
         """Return whether each process of the loader yields this batch, one after the other.
@@ -70,6 +87,19 @@ class _Stream:
         return digest in before[-others:] and digest not in before[:-others]
 
 
+def _length_of(iterator: Any) -> float:
+    """Return how many batches an iterator has; infinity where that shows at its end alone.
+
+    It is 0 for a stream whose length the training has asked for, and may count up to.
+    """
+    if isinstance(iterator._dataset, IterableDataset):
+        return math.inf if iterator._IterableDataset_len_called is None else 0
+    try:
+        return len(iterator)
+    except Exception:  # a sampler of its own
+        return math.inf
+
+
 class LoaderRows:
     """Follows the batches that this thread's loaders yield, until a forward pass takes them."""
 
@@ -78,6 +108,9 @@ class LoaderRows:
         self._thread = threading.get_ident()
         self._streams: OrderedDict[int, _Stream] = OrderedDict()  # by id; the last to yield is last
         self._latest: _Stream | None = None  # the one that fed the last forward pass
+        self._asked: list[_Stream] = []  # for a batch, since the last forward pass
+        self._feeding: list[_Stream] = []  # those asked before a forward pass of the step
+        self._goes_on = False  # whether all of them had more at the last forward pass
         self._again: int | None = None  # batches of the step; None without such a loader
         self._wanted = True
         self._num_unchanged = 0
@@ -89,11 +122,17 @@ class LoaderRows:
 
     @torch.no_grad()
     def _add(self, iterator: Any, batch: Any) -> None:
-        stream = self._streams.pop(id(iterator), None) or _Stream(iterator)
+        stream = self._streams.pop(id(iterator), None)
+        ended = batch is ENDED
+        if stream is None or (stream.ended and not ended):  # another iterator, or it begins again
+            stream = _Stream(iterator)
+        stream.see(iterator, ended=ended)
         self._streams[id(iterator)] = stream
+        if stream not in self._asked:
+            self._asked = [*self._asked, stream][-_MOST_STREAMS:]
         if len(self._streams) > _MOST_STREAMS:
             self._streams.popitem(last=False)
-        if not (self._wanted or stream.processes):
+        if ended or not (self._wanted or stream.processes):
             return
         whole = (t for t in tensors_in(batch) if t.is_floating_point() and t.dim() > 1)
         digests = digest_inputs((next(whole, batch),), {})  # many samples share a label
@@ -104,6 +143,20 @@ class LoaderRows:
             stream.waiting.append(rows_B)
         if stream.processes:
             self._again = (self._again or 0) + stream.comes_again(rows_B)
+
+    def begin_pass(self) -> None:
+        """Handle a forward pass in training."""
+        yielding = [stream for stream in self._asked if not stream.ended]
+        self._feeding += yielding or self._asked
+        self._asked = []
+        self._goes_on = bool(self._feeding) and all(each.goes_on for each in self._feeding)
+
+    def end_step(self) -> bool:
+        """Return whether loaders have fed the step, and all of them go on after it."""
+        goes_on = self._goes_on and not any(stream.ended for stream in self._feeding)
+        self._feeding = []
+        self._goes_on = False
+        return goes_on
 
     def take(self, args: Any, kwargs: Any) -> Ints | None:
         """Return the samples of the next batch, for a forward pass of as many; None without.

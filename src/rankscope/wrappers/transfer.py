@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.bus.messages import NUMBERS, sizes_of
+from rankscope.bus.gradient_part import NUMBERS, sizes_of
 from rankscope.bus.probe import Content, MessagePart
 from rankscope.gradients.host import HostCopy, Share
 from rankscope.gradients.kernels.launch import Launching

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.axes.root import Axes, AxesShare, loss_distance, lost_labels
+from rankscope.evidence.axes.director import Axes, AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
 

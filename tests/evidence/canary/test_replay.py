@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.bus.messages import PlainBatch, pack_batch, unpack_batch
+from rankscope.bus.bundles import PlainBatch, pack_batch, unpack_batch
 from rankscope.evidence.canary.batch import (
     MAX_BATCH_BYTES,
     CanaryDeclined,

@@ -51,6 +51,19 @@ def test_shared_data_without_names_are_found_in_ten_steps():
         assert {e.key for _, e in found} == {SIMILAR}
 
 
+@pytest.mark.parametrize(
+    ("key", "fault", "ratio"), [(SIMILAR, {"shared": 0.9}, 0.46), (DIFFERENT, {"kinds": 1.0}, 1.5)]
+)
+def test_a_spread_that_is_over_has_an_end_and_the_ratio_of_its_steps(key, fault, ratio):
+    bad, good = Job(0, **fault), Job(1)
+    found = watch([(bad if 60 <= t < 90 else good).step(t) for t in range(300)])
+    last = [evidence for _, evidence in found if evidence.key == key][-1]
+    assert last.status == "closed"
+    assert abs(last.first_step - 60) <= 5
+    assert abs(last.last_step - 90) <= 5
+    assert last.numbers["dispersion_ratio"] == pytest.approx(ratio, rel=0.2)
+
+
 def test_gradient_norms_alone_show_kinds_and_shared_data():
     def without_losses(job, t):
         return replace(job.step(t), micro_losses=(), micro_weights=())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from rankscope.agent.summary import as_columns
+from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent.summary import as_columns
+from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan

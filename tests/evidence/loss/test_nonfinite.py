@@ -35,3 +35,19 @@ def test_ranks_that_follow_an_update_with_nan_are_not_blamed():
         (found,) = observe(detector, t, reduced_norm=[nan] * 4, **columns)
     assert found.ranks == (2,)
     assert found.fields["applied"] == ", and the optimizer went on; ranks 0, 1 and 3 followed"
+
+
+def test_batches_without_labels_are_named_and_their_loss_is_no_gradient_with_nan():
+    detector, nan = NonFinite(), float("nan")
+    columns = {"nonfinite": [True] * 4, "loss": [nan] * 4, "loss_weight": [0.0] * 4}
+    columns |= {"optimizer_steps": [1] * 4}
+    measured = {"grad_norm": [0.0] * 4, "reduced_norm": [0.0] * 4}
+    for step in range(6):  # gradients are measured in the first steps only
+        (found,) = observe(detector, step, **columns, **(measured if step < 3 else {}))
+        assert found.severity is Severity.WARNING
+        assert found.fields["what"] == "loss"
+        assert "did not reach the parameters" in found.fields["outcome"]
+    assert found.fields["labels"] == (
+        " In 6 steps, the batches had no label token: a mean over none is NaN."
+    )
+    assert found.fields["label_check"].startswith("Look for what masks or cuts off all labels")

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rankscope.evidence.mesh.root import Replicated, TieVerdict
+from rankscope.evidence.mesh.director import Replicated, TieVerdict
 
 EMBEDDING = "embedding.weight = head.weight"
 WORKERS = {0: 0, 1: 1}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.mesh.root import AxisPart, compare_along
+from rankscope.evidence.mesh.director import AxisPart, compare_along
 from rankscope.stats.rounding import tolerance_of
 
 NAMES = ("norm", "up", "router")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.summary import as_columns
+from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
 from rankscope.bus.replicas import StateKind
@@ -20,6 +20,7 @@ from rankscope.evidence.optimizer.judge import (
     AHEAD,
     APART,
     COUNTERS,
+    NOT_LOADED,
     RESUMED,
     OptimizerStart,
 )
@@ -179,6 +180,70 @@ def test_what_was_lost_or_moved_is_named(change, severity, text):
     assert found.first_step == 3
     assert text in words(found)
     assert "those saved in step 2, bit for bit" in words(found)
+
+
+def not_loaded(ranks):
+    for rank, begun in zip(ranks, three_ranks(), strict=True):
+        rank.model.load_state_dict(begun.model.state_dict())
+
+
+def not_loaded_on_two(ranks):
+    for rank, begun in zip(ranks[1:], three_ranks()[1:], strict=True):
+        rank.model.load_state_dict(begun.model.state_dict())
+
+
+def doubled_on_one(ranks):
+    with torch.no_grad():
+        ranks[2].model[0].weight.mul_(2)
+
+
+def doubled(ranks):
+    with torch.no_grad():
+        for rank in ranks:
+            rank.model[0].weight.mul_(2)
+
+
+def parameters_rounded(ranks):
+    for rank in ranks:
+        rank.model.bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "ranks", "text"),
+    [
+        (not_loaded, Severity.ERROR, (), "the parameters are still those of the run's first step"),
+        (not_loaded_on_two, Severity.ERROR, (1, 2), "the parameters of ranks 1 and 2 are still"),
+        (doubled_on_one, Severity.WARNING, (2,), "of rank 2 are not (in 0.weight its norm is 2 t"),
+        (doubled, Severity.NOTE, (), "the parameters are not (in 0.weight its norm is 2 times"),
+    ],
+)
+def test_parameters_that_were_not_loaded_beside_their_moments_are_named(
+    change, severity, ranks, text
+):
+    [found] = after_restart(three_ranks(), change)
+    assert (found.cause, found.key) == (RESUMED, NOT_LOADED)
+    assert (found.severity, found.ranks) == (severity, ranks)
+    assert text in words(found)
+    assert "step counters are those saved in step 2, bit for bit" in words(found)
+
+
+def test_rounded_parameters_beside_their_moments_are_silent():
+    assert after_restart(three_ranks(), parameters_rounded) == []
+
+
+@pytest.mark.parametrize(("empty", "anew"), [(True, True), (False, False)])
+def test_parameters_of_the_first_step_begin_anew_unless_moments_were_loaded(empty, anew):
+    ranks, detector = three_ranks(), OptimizerStart()
+    evidence_of(detector, step_of(0, StateKind.STARTED, ranks))
+    for rank in ranks:
+        rank.train(3)
+    evidence_of(detector, step_of(2, StateKind.SAVED, ranks))
+    detector.close()
+    not_loaded(ranks)
+    if empty:
+        emptied(ranks)
+    begun = detector.begins_anew(step_of(3, StateKind.STARTED, ranks).gathered)
+    assert (begun is not None) is anew
 
 
 def test_the_state_of_another_rank_is_named():

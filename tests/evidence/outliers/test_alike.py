@@ -1,6 +1,7 @@
 """Pairs and blocks of workers that resemble each other too much."""
 
 import numpy as np
+import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
@@ -39,6 +40,19 @@ def test_a_block_that_is_too_much_alike_is_named():
     text, _ = describe(told[-1])
     assert "cosine +0." in text
     assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)
+
+
+def test_pairs_that_are_alike_for_a_while_are_over_with_the_figures_of_these_steps():
+    detector = AlikePairs(8, tuple)
+    run(detector, 60)
+    run(detector, 30, start=60, seed=1, block=(2, 6))
+    last = run(detector, 210, start=90, seed=2)[-1]
+    assert (last.status, last.ranks) == ("closed", (2, 6))
+    assert abs(last.first_step - 60) <= 5
+    assert abs(last.last_step - 90) <= 10
+    assert last.numbers["cosine_above_other_pairs"] == pytest.approx(0.2, abs=0.04)
+    when = f"from about step {last.first_step} to about step {last.last_step}"
+    assert f"were more alike than those of other workers {when}" in describe(last)[0]
 
 
 def test_blocks_of_half_the_workers_are_a_note():

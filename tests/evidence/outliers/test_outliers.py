@@ -116,6 +116,39 @@ def test_of_losses_around_zero_or_below_the_difference_is_told_and_no_part_of_th
         assert 0.04 < numbers["deviation"] < 0.08
 
 
+@pytest.mark.parametrize("width", [2, 3, 4, 8])
+@pytest.mark.parametrize("factor", [1.2, 1.6])
+def test_a_difference_that_is_over_has_an_end_and_the_figures_of_its_steps(width, factor):
+    job, diagnosis = Job(width), Diagnosis(RunFacts(width))
+
+    def change(values):
+        for column in ("loss", "grad_norm"):
+            values[column][width - 1] *= factor
+
+    for step in range(300):
+        diagnosis.observe(job.report(change if 60 <= step < 90 else None))
+    diagnosis.close()
+    [found] = [one for one in diagnosis.findings if not one.id.startswith("gross")]
+    assert found.status == "closed"
+    assert abs(found.first_step - 60) <= 5
+    assert abs(found.last_step - 90) <= 10
+    when = f"from about step {found.first_step} to about step {found.last_step}"
+    assert f"differed from {'each other' if width == 2 else 'the other workers'} {when}" in (
+        found.explanation
+    )
+    expected = (factor - 1) / (factor + 1) if width == 2 else factor - 1
+    for signal in found.evidence["workers"][str(width - 1)]:
+        assert signal["deviation"] == pytest.approx(expected, rel=0.5)
+
+
+def test_a_lasting_difference_of_two_workers_stays_one_open_finding():
+    job, detector = Job(2), WorkerOutliers(2)
+    told = job.run(detector, 1500, times("loss", [1], 1.05))
+    assert {(one.status, one.key) for one in told} == {("open", "workers-differ")}
+    [last] = detector.close()
+    assert last.last_step > 1400
+
+
 def test_rare_large_errors_are_found_within_a_hundred_steps():
     job, detector = Job(seed=3), WorkerOutliers(8)
     told = []
@@ -124,6 +157,20 @@ def test_rare_large_errors_are_found_within_a_hundred_steps():
         told += job.run(detector, 1, times("grad_norm", [4], factor))
     assert told[0].ranks == (4,)
     assert "in some steps a gradient norm far from theirs" in say(told[0])
+
+
+@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize(("norm", "common"), [(3.0, True), (1.3, False)])
+def test_one_factor_in_loss_and_gradient_leads_to_the_code_of_the_loss(width, norm, common):
+    def change(values):
+        values["loss"][1] *= 3
+        values["grad_norm"][1] *= norm
+
+    found = Job(width).run(WorkerOutliers(width), 60, change)[-1]
+    words, check = describe(found)
+    assert ("nearly the same factor" in words) is common
+    if width > 2:
+        assert check.startswith("Compare the code that computes the loss on rank 1") is common
 
 
 def test_two_workers_with_one_fault_are_one_finding():

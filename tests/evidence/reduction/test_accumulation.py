@@ -10,6 +10,7 @@ from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.judge import (
     ERROR_FROM,
+    FILLED,
     LEFT_OVER,
     AccumulationAudit,
     ChangedLater,
@@ -135,3 +136,32 @@ def test_a_first_of_two_passes_that_is_dropped_may_be_meant():
     told = tell(AccumulationAudit(), *dropped)[-1]
     assert told.severity is Severity.NOTE
     assert "What the first pass has contributed is dropped" in words(told)
+
+
+def carried(number, ranks, *, updates=1, **columns):
+    on_W = np.isin(np.arange(W), list(ranks))
+    steps_W = np.full(W, updates)
+    return step(number, observed=False, grad_carried_over=on_W, optimizer_steps=steps_W, **columns)
+
+
+def test_gradients_that_held_other_values_before_are_a_warning():
+    found = tell(AccumulationAudit(), *(carried(n, [1, 2]) for n in range(12)))
+    assert [one.last_step for one in found] == [8, 9, 10, 11]  # the first one may be any
+    assert {(one.key, one.severity, one.ranks) for one in found} == {
+        (FILLED, Severity.WARNING, (1, 2))
+    }
+    assert "was not zero when the first backward pass of a step began" in words(found[0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: carried(n, [0], updates=n % 2),  # what waits since the step before
+        lambda n: carried(n, [0], grad_left_over=np.array([True, False, False])),
+        lambda n: carried(n, [0], grad_set_aside=np.full(W, True)),
+        lambda n: carried(n, []),
+    ],
+)
+def test_gradients_that_are_explained_otherwise_are_not_filled(make):
+    found = tell(AccumulationAudit(), *map(make, range(40)))
+    assert FILLED not in {one.key for one in found}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.probe import DirectedRun
-from rankscope.evidence.reference.root import Verifications
+from rankscope.evidence.reference.director import Verifications
 from rankscope.evidence.reference.share import ReferenceShare
 
 W = 3

@@ -27,7 +27,7 @@ def test_the_gap_is_the_mean_over_the_tokens_of_all_micro_batches():
         trainer = torch.randn(4, width, generator=generator).to(torch.bfloat16).requires_grad_()
         rollout = torch.randn(4, width, generator=generator)
         mask = torch.rand(4, width, generator=generator) < 0.6
-        meter.give(trainer, rollout, mask.long())
+        meter.give_rollout(trainer, rollout, mask.long())
         apart = np.abs(trainer.detach().double().numpy() - rollout.double().numpy())
         total, count = total + apart[mask.numpy()].sum(), count + int(mask.sum())
         rollout.zero_()
@@ -39,11 +39,13 @@ def test_tokens_without_a_finite_value_do_not_count():
     """vLLM gives none where it could not score a token; without any there is no gap."""
     nan, inf = math.nan, math.inf
     meter = RolloutProbe()
-    meter.give(torch.tensor([-1.0, -2.0, -3.0, -inf]), torch.tensor([-1.5, nan, -3.25, -inf]))
+    meter.give_rollout(
+        torch.tensor([-1.0, -2.0, -3.0, -inf]), torch.tensor([-1.5, nan, -3.25, -inf])
+    )
     assert read(meter) == {"rollout_gap": 0.375}
-    meter.give(torch.tensor([-1.0]), torch.tensor([nan]))
+    meter.give_rollout(torch.tensor([-1.0]), torch.tensor([nan]))
     assert read(meter) == {}
-    meter.give(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([False]))
+    meter.give_rollout(torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([False]))
     assert read(meter) == {}
 
 
@@ -58,8 +60,8 @@ def test_tokens_without_a_finite_value_do_not_count():
 def test_what_cannot_be_compared_is_declined_in_one_line(given, what, caplog):
     meter = RolloutProbe()
     with caplog.at_level(logging.WARNING, "rankscope"):
-        meter.give(*given)
-        meter.give(*given)
+        meter.give_rollout(*given)
+        meter.give_rollout(*given)
     (line,) = caplog.messages
     assert what in line
     assert meter.collect(END) is None

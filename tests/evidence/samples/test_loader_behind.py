@@ -1,17 +1,19 @@
 """Restarted jobs: a loader that went back alone, or with its model, and a job that began anew."""
 
 import copy
+from itertools import islice
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
 
 from rankscope import Run, Severity
 from rankscope.record.states import STATE_FILE, read_number
 from rankscope.verdict.assessment import progress_of
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import train_watched
+from support.loops import train_watched, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +36,35 @@ def train(rank, run_dir, model, begin):
     return before[-BACK], model
 
 
+class Stream(IterableDataset):
+    """Rows of one rank; nobody knows how many there are."""
+
+    def __init__(self, rank, rows):
+        draw = torch.Generator().manual_seed(rank)
+        self.rows = torch.randn(rows, 6, generator=draw)
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def train_on_streams(rank, folder):
+    """Train twice on the beginning of a stream, or on all of it."""
+    for name, rows in (("begun", 40 * STEPS), ("ended", 4 * STEPS)):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 6)
+        for _ in range(2):
+            wrapped = DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            loader = DataLoader(Stream(rank, rows), batch_size=4)
+            with watch(wrapped, optimizer, run_dir=f"{folder}/{name}", canary=False):
+                for batch in islice(loader, STEPS) if name == "begun" else loader:
+                    wrapped(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+
 def train_all(rank, folder):
+    train_on_streams(rank, folder)
     for name in ("behind", "whole"):
         torch.manual_seed(0)
         older, last = train(rank, f"{folder}/{name}", nn.Linear(6, 6), 0)
@@ -61,6 +91,17 @@ def test_a_loader_that_is_behind_the_model_is_a_warning(runs):
     behind = found["behind"]
     assert (behind.id, behind.severity) == ("loader-behind-model", Severity.WARNING)
     assert f"those after step {STEPS - 1}, bit for bit" in behind.explanation
+
+
+def test_a_stream_that_begins_again_before_its_end_is_a_warning(runs):
+    found = {
+        name: [f for f in Run.open(runs / f"{name}-2").findings() if f.cause.startswith("data.")]
+        for name in ("begun", "ended")
+    }
+    [begun] = found["begun"]
+    assert (begun.id, begun.severity) == ("epoch-begun-again", Severity.WARNING)
+    assert f"the model went on from step {STEPS - 1}, bit for bit" in begun.explanation
+    assert found["ended"] == []
 
 
 @pytest.mark.parametrize("number", [2, 3])

@@ -1,5 +1,6 @@
 """What loaders yield identifies samples where the training changes them before the model."""
 
+import itertools
 import threading
 
 import numpy as np
@@ -77,6 +78,66 @@ def test_batches_of_another_size_and_of_another_thread_are_left_alone(probe):
     thread.join()
     other = torch.randn(4, 6)
     assert taken(probe, other).tolist() == digest_inputs((other,), {}).tolist()
+
+
+def fed(probe, batches):
+    """Return after which of the steps that these batches feed their loader goes on."""
+    found = []
+    for batch in batches:
+        if found:
+            found[-1] = probe._rows.end_step()
+        taken(probe, batch)
+        found.append(None)
+    return [*found[:-1], probe._rows.end_step()]
+
+
+def ahead(batches):
+    """Yield batches as accelerate does: the next one is read first."""
+    batches = iter(batches)
+    current = next(batches)
+    for following in batches:
+        yield current
+        current = following
+    yield current
+
+
+def test_the_end_of_the_loader_that_feeds_the_step_is_seen(probe):
+    loader = DataLoader(data(), batch_size=4)
+    assert fed(probe, loader) == [True] * 5 + [False]
+    assert fed(probe, itertools.islice(loader, 4)) == [True] * 4
+    assert fed(probe, ahead(loader))[-1] is False
+    evaluated = iter(DataLoader(data(), batch_size=4))
+    next(evaluated)
+    assert fed(probe, [data(), data()]) == [True, False]  # it yields nothing for the second one
+    assert fed(probe, map(next, [iter(loader)] * 6))[-2:] == [True, False]  # its length is known
+    taken(probe, next(evaluated))
+    assert len(list(loader)) == 6  # an evaluation after the step
+    assert probe._rows.end_step()
+
+
+class Lines(IterableDataset):
+    """A stream that knows its length, or does not."""
+
+    def __init__(self, rows, length):
+        self.rows = rows
+        self.length = length
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def __len__(self):
+        if self.length is None:
+            raise TypeError
+        return self.length
+
+
+@pytest.mark.parametrize(("length", "goes_on"), [(24, False), (None, True)])
+def test_a_stream_ends_where_its_loader_has_said(probe, length, goes_on):
+    loader = DataLoader(Lines(data(), length), batch_size=4)
+    if length is not None:
+        assert len(loader) == 6  # the training may count up to it
+    assert fed(probe, map(next, [iter(loader)] * 6))[-1] is goes_on
+    assert fed(probe, loader)[-1] is False
 
 
 class Stream(IterableDataset):

@@ -1,5 +1,6 @@
 """Restarts inside an epoch: how the data go on, and what only looks like a fault."""
 
+from dataclasses import replace
 from itertools import chain, count, islice
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.steps import StepBatch
 from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
@@ -140,6 +142,97 @@ def test_a_job_that_went_back_as_a_whole_is_a_note():
     batches = list(islice(epochs(512), 100))
     (found,) = restart(batches[:20], batches, lr=(falls(), falls(20)))
     assert (found.severity, found.key) == (Severity.NOTE, "steps-done-twice")
+
+
+STARTED, SAVED = StateKind.STARTED, StateKind.SAVED
+
+
+def held(step, kind, model, num_workers=W):
+    row = StateDifference(
+        kind, "optimizer: parameters: bits", np.full(num_workers, model), np.zeros(W, bool)
+    )
+    return replace(step, differences=(*step.differences, row))
+
+
+def streamed(before, after, *, saved, started, more=True, together=3):
+    """Return the evidence of a job that reads a stream, by the steps after which it was saved.
+
+    It begins again with the model of step ``started``; ``more``: whether its data had a rest.
+    """
+    steps = [
+        gathered(number, samples, loader_goes_on=[more or number != len(before) - 1] * W)
+        for number, samples in enumerate([*before, *after])
+    ]
+    for number in saved:
+        steps[number] = held(steps[number], SAVED, number)
+    steps[len(before)] = held(steps[len(before)], STARTED, started)
+    old, new = ResumeMismatch(W), ResumeMismatch(W)
+    found = []
+    for detector, part in ((old, steps[: len(before)]), (new, steps[len(before) :])):
+        reports = [summarize(step) for step in part]
+        for start in range(0, len(reports), together):
+            for told in detector.observe(StepBatch(reports[start : start + together])):
+                found += told
+        if detector is old:
+            assert not found
+            old.close()
+            new.restore(unpack_state(pack_state(old.state())))
+    return found
+
+
+@pytest.mark.parametrize("together", [1, 5])
+@pytest.mark.parametrize(("saved", "started"), [([37], 37), ([30, 37], 37), ([10, 30], 30)])
+def test_a_stream_that_begins_again_under_a_model_that_went_on_is_a_warning(
+    saved, started, together
+):
+    batches = list(islice(epochs(2000), 38))
+    [found] = streamed(batches, batches, saved=saved, started=started, together=together)
+    assert (found.severity, found.key) == (Severity.WARNING, "epoch-begun-again")
+    text, advice = describe(found)
+    assert f"went on from step {started}, bit for bit" in text
+    assert advice.startswith("Restore the state")
+    assert found.last_step < 38 + 8
+
+
+@pytest.mark.parametrize(
+    ("first", "started", "more"),
+    [
+        (0, 37, False),  # the data had ended
+        (0, -1, True),  # nobody knows these parameters
+        (31, 30, True),  # steps after the checkpoint come again
+        (38, 37, True),
+    ],
+)
+def test_a_stream_that_begins_again_or_goes_on_by_right_is_silent(first, started, more):
+    batches = list(islice(epochs(2000), 60))
+    after = batches[first:][:12]
+    found = streamed(batches[:38], after, saved=[30, 37], started=started, more=more)
+    assert [one for one in found if one.severity > Severity.NOTE] == []
+
+
+def test_a_stream_that_goes_back_with_its_model_to_the_epochs_start_is_a_note():
+    batches = list(islice(epochs(640), 100))
+    [found] = streamed(batches[:60], batches[40:], saved=[39, 59], started=39)
+    assert (found.severity, found.key) == (Severity.NOTE, "steps-done-twice")
+
+
+def test_a_loader_that_went_further_back_than_its_checkpoint_is_a_warning():
+    batches = list(islice(epochs(2000), 60))
+    [found] = streamed(batches[:38], batches[28:], saved=[30], started=30)
+    assert (found.severity, found.key) == (Severity.WARNING, "loader-behind-model")
+    assert "the parameters are those after step 30, bit for bit" in describe(found)[0]
+
+
+@pytest.mark.parametrize(("stop", "seen"), [(50, 1), (64, 0), (96, 0)])
+def test_the_same_order_in_each_epoch_is_no_restart_at_an_epochs_end(stop, seen):
+    stream = list(islice(sharded(512, W, BATCH, reshuffle=False), 200))
+    first = stop // 32 * 32
+    found = streamed(
+        stream[:stop], stream[first:][:12], saved=[stop - 1], started=stop - 1, more=False
+    )
+    assert [(one.severity, one.key) for one in found] == [
+        (Severity.WARNING, "epoch-begun-again")
+    ] * seen
 
 
 def test_a_large_epoch_is_followed_in_a_share_of_its_samples():

@@ -108,6 +108,20 @@ def test_a_gradient_that_one_worker_scales_alone():
     assert "0.25" in describe(found)[0]
 
 
+def test_gradients_that_one_worker_changes_by_several_factors_are_no_scaling():
+    apart = difference("applied", [1, 1, 1, 9])
+    scales_W = [1.0, 1.0, 1.0, 2.21]
+    [found, *more] = watch(
+        step(3, apart, applied_scale=scales_W, applied_spread=[0.0, 0.0, 0.0, 0.78]),
+        step(4, apart, applied_scale=scales_W, applied_spread=[0.0] * W),  # of some parameters
+    )
+    assert not [one for one in more if one.key == "applied-scale"]
+    assert found.cause == "sync.gradients_differ"
+    words, _ = describe(found)
+    assert "between the reduction and optimizer.step, not all by one factor" in words
+    assert "since step 3 at the latest" in words
+
+
 def test_gradients_that_reach_the_optimizer_without_a_reduction():
     [found] = watch(step(4, unreduced=[False, True, True, False]))
     assert (found.cause, found.ranks) == ("sync.not_reduced", (1, 2))

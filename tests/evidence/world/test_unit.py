@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.world.root import Unit, UnitsOfJob, World, first_apart, replicas_apart
+from rankscope.evidence.world.director import Unit, UnitsOfJob, World, first_apart, replicas_apart
 
 ELEMENTS = 64
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import GRADIENT, QUARTERS, WIDTH, RankStep, TensorFigures
+from rankscope.bus.shares import PackedError
 
 
 def step():

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
 from rankscope.bus.words import dtype_name
-from rankscope.evidence.axes.root import AxesShare, Squares
+from rankscope.evidence.axes.director import AxesShare, Squares
 from rankscope.gradients.host import Numbers, copy_numbers
-from rankscope.stats.arrays import digest_of
+from rankscope.stats.arrays import Floats, digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.clipping import rounding_of
 from rankscope.wrappers.find import FSDP2
@@ -213,7 +212,7 @@ class _Reading(NamedTuple):
     """Norms of gradients ``[P]``, perhaps on the device, and how their squares are added up."""
 
     norms_P: Numbers
-    mix_CP: NDArray[np.float64]
+    mix_CP: Floats
 
 
 def _copies(parameter: ManagedParameter, axes: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.messages import PlainBatch
+from rankscope.bus.bundles import PlainBatch
 from rankscope.errors import RankscopeError
 from rankscope.gradients.host import HostCopy
 from rankscope.wrappers.samples import digest_inputs

@@ -46,13 +46,16 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
 
 
 def next_command(run_dir: Path, finding: Finding, answer: Finding) -> str:
-    """Return the command that replays the batches of a finding, or of the one that settles it."""
+    """Return the command that replays the batches of a finding, or of the one that settles it.
+
+    It can be pasted in any directory.
+    """
     until = answer.last_step if answer.id in CANARIES else -1
     both = (finding, answer)
     over = all(one.status == "closed" for one in both)
     over_by = max(one.last_step for one in both) if over else None
     bundle = latest_bundle(run_dir, {finding.id, answer.id}, until, over_by)
-    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
+    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle.absolute()))}"
 
 
 DATA = "canary-data"

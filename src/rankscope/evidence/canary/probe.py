@@ -1,7 +1,7 @@
 """Canaries inside a training: they run in the training thread, which never waits.
 
-The root decides on them, see :mod:`rankscope.evidence.canary.root`; its messages are read when a
-forward pass begins.
+The root decides on them, see :mod:`rankscope.evidence.canary.director`; its messages are read when
+a forward pass begins.
 """
 
 import logging
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankscope.bus.messages import PlainBatch, pack_batch, unpack_batch
+from rankscope.bus.bundles import PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.errors import UnsupportedError, UsageError
@@ -163,16 +163,16 @@ class CanaryProbe(Probe):
         self._leave_out(seconds)
 
     @property
-    def turn_due(self) -> bool:
+    def run_due(self) -> bool:
         """Whether a canary is to run before the forward pass that begins now."""
         return self._due is not None
 
     @property
-    def turn_near(self) -> bool:
+    def run_near(self) -> bool:
         """Whether one is to run then, or in a later step."""
         return self._due is not None or self._ready is not None
 
-    def on_turn(self, step: int, *, early: bool) -> None:
+    def run_model(self, step: int, *, early: bool) -> None:
         """Run the canary that is due, if one is.
 
         If no model may run now, it waits for another forward pass of the step. ``early``, before

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.bundles import PlainBatch
 from rankscope.bus.canary import SINGLE
-from rankscope.bus.messages import PlainBatch
 from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch

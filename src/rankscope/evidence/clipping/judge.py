@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.finding import Severity
@@ -24,7 +23,7 @@ from rankscope.bus.replicas import known_values, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import LEAST_SCALER, Step, common_scale
 from rankscope.bus.words import count
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Bools, Floats
 
 BETWEEN = "clipped-between-micro-batches"
 
@@ -338,7 +337,7 @@ class _Clipped:
     ranks' after it.
     """
 
-    def __init__(self, step: Step, known_W: NDArray[np.bool_], planned: float | None) -> None:
+    def __init__(self, step: Step, known_W: Bools, planned: float | None) -> None:
         workers = step.gathered.workers
         limit = _common(workers["clip_limit"])
         order = _common(workers["clip_order"])
@@ -387,12 +386,12 @@ class _Clipped:
         return found if usable and 0 < found.bound < 1 else None
 
 
-def _scaled_alike(gathered: GatheredStep) -> NDArray[np.bool_]:
+def _scaled_alike(gathered: GatheredStep) -> Bools:
     """Return which workers are known to have scaled all gradients that were read by one factor."""
     workers = gathered.workers
     scales_W = workers["applied_scale"]
     alike_W = workers["applied_spread"] <= workers["clip_rounding"]  # false with NaN
-    known_W: NDArray[np.bool_] = alike_W & np.isfinite(scales_W) & (scales_W > 0)
+    known_W: Bools = alike_W & np.isfinite(scales_W) & (scales_W > 0)
     return known_W
 
 

@@ -51,6 +51,7 @@ from rankscope.stats.spread import (
     spread_ranks,
     value_range,
 )
+from rankscope.stats.units import HEALED, FollowedUnit
 
 SEED = 0x5A3B
 """Seeds the rotations, together with the step's number."""
@@ -62,8 +63,6 @@ _REPEATED = 4096
 """Age in steps from which on the batches of all workers together count as forgotten."""
 
 _TAIL_SHARE = 0.5
-_HEADROOM = 10.0
-_HEALED = 1e-4
 _PROVEN = 0.9
 _LOSSES = 0
 _NORMS = 1
@@ -78,8 +77,8 @@ class Sampling(Detector):
         self._num_workers = num_workers
         self._flagged = flagged
         level = alarm_level(SAMPLING * _TAIL_SHARE)
-        self._low = _Alarm(level, len(STRENGTHS))
-        self._high = _Alarm(level, 2, len(STRENGTHS))
+        self._low = _Alarm(level, 1)
+        self._high = _Alarm(level, 2)
         self._similar = Severity.WARNING
         self._steps = 0
         self._averaged = False
@@ -111,7 +110,7 @@ class Sampling(Detector):
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
             was_open = self._low.open
-            if self._low.add(gathered.step, e_low):
+            if self._low.add(gathered.step, e_low, 0):
                 if not was_open:
                     self._similar = self._severity_of_similar()
                 yield self._evidence(
@@ -151,7 +150,7 @@ class Sampling(Detector):
         return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
 
     def _different_evidence(self) -> FaultEvidence:
-        losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
+        losses, norms = self._high.evidence_of_sources.tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
             "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
@@ -160,7 +159,8 @@ class Sampling(Detector):
     def _evidence(
         self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
     ) -> FaultEvidence:
-        ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
+        shown = len(self._recent) - alarm.quiet
+        ratio = _recent_ratio(list(self._recent)[-alarm.duration : shown])
         known = math.isfinite(ratio)
         return alarm.evidence(
             cause,
@@ -171,7 +171,6 @@ class Sampling(Detector):
                 "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
                 if known
                 else "",
-                "until": "" if alarm.open else f" until step {alarm.last:,}",
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
@@ -186,41 +185,53 @@ class Sampling(Detector):
 
 
 class _Alarm(PersistentFault):
-    """E-detectors with equal weights that alarm together.
+    """E-detectors with equal weights that alarm together, one for each source and bet.
 
-    Once they have, their evidence is kept from growing further, so that they heal in bounded time.
+    Once they have, the strongest one is followed until it has lost its evidence.
     """
 
     SETTINGS = (*PersistentFault.SETTINGS, "_level")
 
-    def __init__(self, level: float, *shape: int) -> None:
+    def __init__(self, level: float, num_sources: int) -> None:
         super().__init__()
         self._level = level
-        self._detectors = ShiryaevRoberts(*shape)
+        self._detectors = ShiryaevRoberts(len(STRENGTHS), num_sources)
+        self._followed = self._follow()
         self._fed: deque[int] = deque(maxlen=RECENT)
         self.duration = 1
 
     @property
-    def evidence_of_each(self) -> Floats:
-        """Evidence of each of them."""
-        return self._detectors.evidence.astype(np.float64)
+    def evidence_of_sources(self) -> Floats:
+        """Evidence of each source: the logarithm of that of its strongest bet."""
+        evidence_S: Floats = self._followed.log_BS.max(axis=0)
+        return evidence_S
 
-    def add(self, step: int, e: Floats, at: int | None = None) -> bool:
-        """Add the e-values of a step, ``at`` their row if not all; return whether it changes."""
-        self._detectors.observe(e.astype(np.float32), ... if at is None else at)
+    def _follow(self) -> FollowedUnit:
+        evidence_BS = self._detectors.evidence.astype(np.float64)
+        patient_B = np.zeros(len(STRENGTHS), bool)
+        ages_BS = self._detectors.age.copy()
+        return FollowedUnit(np.log(np.maximum(evidence_BS, 1.0)), ages_BS, patient_B)
+
+    @property
+    def quiet(self) -> int:
+        """Number of steps since the last one that showed it."""
+        return sum(step > self.last for step in self._fed)
+
+    def add(self, step: int, e_B: Floats, source: int) -> bool:
+        """Add the e-values of a step and source; return whether it changes."""
         if not self._fed or self._fed[-1] != step:
             self._fed.append(step)
             self.duration = min(self.duration + 1, RECENT)
-        total = float(self._detectors.evidence.mean())
         if not self.open:
-            if total >= self._level:
+            self._detectors.observe(e_B.astype(np.float32), (slice(None), source))
+            if float(self._detectors.evidence.mean()) >= self._level:
                 self._open(step)
             return self.open
-        cap = _HEADROOM * self._level
-        np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
-        if total < _HEALED * self._level:
+        self._followed.observe(e_B[:, None], slice(source, source + 1))
+        if self._followed.certainty <= HEALED:
+            self._detectors.restart(...)
             return self.close()
-        if float(e.mean()) <= 1.0:
+        if self._followed.certainty < 1:
             return False
         self.last = step
         self.count += 1
@@ -235,6 +246,7 @@ class _Alarm(PersistentFault):
         self.last = step
         self.count += self.duration
         self.open = True
+        self._followed = self._follow()
 
 
 def _came_before(step: Step) -> bool:

@@ -13,7 +13,7 @@ from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Ints
 from rankscope.stats.state import State
 
 STEPS_NEEDED = 3
@@ -212,7 +212,7 @@ class DifferentSettings(Detector):
         """Return whether all these learning rates differ from the plan's for a call."""
         return bool(self._depart(rates, np.array([self._planned_at(at)]))[0])
 
-    def _depart(self, rates: Floats, planned_N: Floats) -> NDArray[np.bool_]:
+    def _depart(self, rates: Floats, planned_N: Floats) -> Bools:
         """Return for each of these entries of the plan ``[N]`` whether all rates depart from it."""
         tolerance_N = _RELATIVE * planned_N + _OF_PEAK * self._peak
         return np.asarray((np.abs(rates[:, None] - planned_N) > tolerance_N).all(axis=0))
@@ -252,12 +252,12 @@ def _calls(step: Step) -> Ints:
     return calls_W
 
 
-def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]) -> bool:
+def _alike(values_W: NDArray[np.float64 | np.int64], known_W: Bools) -> bool:
     known = values_W[known_W]
     return len(known) < 2 or bool((known == known[0]).all())
 
 
-def _most_frequent(digests_W: Ints, among_W: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _most_frequent(digests_W: Ints, among_W: Bools) -> Bools:
     """Return which workers have the most frequent value of some, the smallest of several."""
     values, counts = np.unique(digests_W[among_W], return_counts=True)
     return digests_W == values[counts.argmax()] if len(values) else among_W

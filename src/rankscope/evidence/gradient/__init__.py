@@ -28,7 +28,7 @@ COLUMNS = (
 # fmt: on
 
 ARRAYS = (
-    Array("numbers", np.float64, bulk=True),  # see bus.messages; empty without a valid measurement
+    Array("numbers", np.float64, bulk=True),  # see bus.gradient_part; empty where not valid
     Array("sizes", np.int64, bulk=True),  # sizes of the parts of numbers and sketches
     Array("sketches", np.float32, bulk=True),
 )

@@ -17,22 +17,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.bus.messages import (
-    Columns,
-    Combiner,
-    Found,
-    Layout,
-    Messages,
-    audit_of,
-    by_rank,
-    fill,
-    measured_in,
-)
+from rankscope.bus.gradient_part import Found, audit_of, by_rank, measured_in
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
 from rankscope.bus.replicas import follow_places
 from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Bools, Floats
 from rankscope.stats.audit import AuditPart, residuals_of_all
 
 _SAME = 1e-5
@@ -56,7 +46,7 @@ class UserReduction:
     # unknown
     factor: float
     # whether a worker's reduced gradient is its own local one, up to a factor
-    unreduced_W: NDArray[np.bool_]
+    unreduced_W: Bools
 
 
 def normalise_user_reduction(
@@ -94,7 +84,7 @@ def normalise_user_reduction(
     scaled_WSK = _factors(given_WSK, local_WSK)[:, None, None] * local_WSK
     unreduced_WS = own_WS & (kept_WS | (_apart(given_WSK, scaled_WSK) <= _SAME))
     all_WS = unreduced_WS | ~own_WS
-    unreduced_W: NDArray[np.bool_] = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
+    unreduced_W: Bools = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
     if kept_WS.any() or unreduced_W.any():
         hidden = [_hidden(part) for part in parts_W]
         return UserReduction(tuple(hidden), float("nan"), unreduced_W)
@@ -146,9 +136,9 @@ def _is_weighted_sum(given_SK: Floats, local_WSK: Floats) -> bool:
     return far <= _OWN_FACTOR * float(np.linalg.norm(given_N))
 
 
-def _by_place(given_WSK: Floats) -> NDArray[np.bool_]:
+def _by_place(given_WSK: Floats) -> Bools:
     """Return the sections whose reduced gradient follows a rank's place, as of parallel experts."""
-    placed_S: NDArray[np.bool_] = (given_WSK != given_WSK[:1]).any(axis=(0, 2))
+    placed_S: Bools = (given_WSK != given_WSK[:1]).any(axis=(0, 2))
     for section in np.flatnonzero(placed_S).tolist():
         placed_S[section] = follow_places([own_K.tobytes() for own_K in given_WSK[:, section]])
     return placed_S
@@ -162,7 +152,7 @@ def _are_own(parts_W: Sequence[AuditPart]) -> bool:
     )
 
 
-def _sections(part: AuditPart, chosen_S: NDArray[np.bool_]) -> AuditPart:
+def _sections(part: AuditPart, chosen_S: Bools) -> AuditPart:
     return replace(
         part,
         local_SK=part.local_SK[chosen_S],
@@ -171,7 +161,7 @@ def _sections(part: AuditPart, chosen_S: NDArray[np.bool_]) -> AuditPart:
     )
 
 
-def _filled(part: AuditPart, known: AuditPart, known_S: NDArray[np.bool_]) -> AuditPart:
+def _filled(part: AuditPart, known: AuditPart, known_S: Bools) -> AuditPart:
     """Return a part with the reduced gradient of some sections, and unknown ones between them."""
     reduced_SK = np.full_like(part.reduced_SK, np.nan)
     squares_S = np.full_like(part.reduced_squares_S, np.nan)

@@ -5,6 +5,7 @@ Legend of shapes: W workers, M micro-batches of all workers, U units of all micr
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.steps import follow_tokens, undo_common_scale
-from rankscope.stats.arrays import Floats, Ints, Ragged
+from rankscope.bus.steps import common_scale
+from rankscope.stats.arrays import Bools, Floats, Ints, Ragged
 from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
+from rankscope.stats.tokens import follow_tokens
 
 
 class _Units(NamedTuple):
@@ -68,8 +70,38 @@ def derive(gathered: GatheredStep) -> Derived:
     return Derived({"loss_mean": loss_mean})
 
 
-amend = undo_common_scale
-"""Divides gradients by the common multiplier of all losses, once the step is complete."""
+_NORMS = ("grad_norm", "grad_max", "reduced_norm")
+
+
+def amend(gathered: GatheredStep) -> GatheredStep:
+    """Divide all gradients of a step by the factor that most workers put on their loss.
+
+    Gradient scalers multiply the loss by thousands, accumulation divides it. The factor is the
+    median over workers of ``grad_scale``, one for all: a single worker whose loss is scaled
+    otherwise still stands out by its gradient. Without a known factor nothing changes. The
+    gradients returned are those of the unscaled loss, averaged over micro-batches.
+    """
+    scale = common_scale(gathered)
+    if math.isnan(scale):
+        return gathered
+    if scale == 1 and all(len(norms) == 1 for norms in gathered.micro_norms):
+        return gathered
+    norms = {name: gathered.workers[name] / scale for name in _NORMS if name in gathered.workers}
+    return replace(
+        gathered,
+        workers={**gathered.workers, **norms},
+        micro_norms=tuple(norms * len(norms) / scale for norms in gathered.micro_norms),
+        sketches_WK=_divided(gathered.sketches_WK, scale),
+        group_norms_WG=_divided(gathered.group_norms_WG, scale),
+        group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
+        reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
+    )
+
+
+def _divided(values: NDArray[Any] | None, scale: float) -> NDArray[Any] | None:
+    if values is None or scale == 1:
+        return values
+    return (values / scale).astype(values.dtype, copy=False)
 
 
 def _as_means(messages: Messages, columns: Columns) -> _Units:
@@ -121,7 +153,7 @@ def _are_own_means(counts: Ragged, divisor_M: Floats) -> bool:
     return bool((~nothing_W & (alone_W | whole_W)).all())
 
 
-def _are_close(values_M: Floats, expected: Floats | float) -> NDArray[np.bool_]:
+def _are_close(values_M: Floats, expected: Floats | float) -> Bools:
     return np.isclose(values_M, expected, rtol=1e-6, atol=0.0)
 
 
@@ -145,7 +177,7 @@ def _losses_of(units: _Units, lengths: Ints) -> dict[str, Floats]:
     return {"loss": means, "loss_sem": sems, "loss_weight": totals}
 
 
-def _knows_multipliers(units: _Units) -> NDArray[np.bool_]:
+def _knows_multipliers(units: _Units) -> Bools:
     """Return whether the multipliers of all micro-batches are known, and some are not zero."""
     flat, lengths_W = units.multipliers.flat, units.multipliers.lengths_R
     finite_W = Ragged(np.isfinite(flat), lengths_W).reduced(np.logical_and, True)

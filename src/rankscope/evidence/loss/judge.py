@@ -21,10 +21,11 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import Step, TokenSums, are_alike, as_matrix, common_scale, log_spread
+from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.tokens import TokenSums, are_alike, as_matrix, log_spread
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
@@ -52,6 +53,7 @@ class NonFinite(Detector):
         self._severity = Severity.NOTE
         self._applied = False
         self._dropped = False  # an update was made without them
+        self._without_labels = 0  # steps in which the batches of all that had them had no label
         self._skips_in_a_row = 0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -68,7 +70,11 @@ class NonFinite(Detector):
                 self._followers.add(rank)
             else:
                 self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
+        if (gathered.workers["loss_weight"][ranks] == 0).all():
+            self._without_labels += 1
         dropped = _was_dropped(gathered)
+        if not gathered.observed and not self._applied:
+            dropped |= self._dropped  # NaN in the parameters would show in the next observed step
         skipped = _was_skipped(gathered)
         self._dropped |= dropped and not skipped
         skipped = dropped or skipped
@@ -90,11 +96,24 @@ class NonFinite(Detector):
                 "the reduced gradient was finite in every step that the optimizer took: they did "
                 "not reach the parameters"
             )
+        labels = check = ""
+        if self._without_labels:
+            steps = count(self._without_labels, "step")
+            labels = f" In {steps}, the batches had no label token: a mean over none is NaN."
+            check = (
+                "Look for what masks or cuts off all labels of a batch, as a short length does. "
+            )
         return self._span.evidence(
             "numerics.nonfinite",
             self._severity,
             self._seen,
-            {"what": what, "applied": applied, "outcome": outcome},
+            {
+                "what": what,
+                "applied": applied,
+                "outcome": outcome,
+                "labels": labels,
+                "label_check": check,
+            },
             {"steps": self._span.count, "in": what},
         )
 
@@ -187,9 +206,15 @@ def _was_dropped(gathered: GatheredStep) -> bool:
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
-    """Return whether these ranks' losses are not finite, in a run that measures losses."""
-    losses_W = gathered.workers["loss"]
+    """Return whether these ranks' losses are not finite, in a run that measures losses.
+
+    Where no loss is, the gradient or the number of label tokens shows it.
+    """
+    workers = gathered.workers
+    losses_W = workers["loss"]
     measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()
+    measured |= np.isfinite(workers["grad_norm"][ranks]).any()
+    measured |= (workers["loss_weight"][ranks] == 0).any()
     return bool(measured and not np.isfinite(losses_W[ranks]).all())
 
 
@@ -212,7 +237,7 @@ class TokenWeighting(Detector):
 
     Judges steps in which all multipliers are equal though token counts differ. Multipliers that
     follow the token counts weigh all tokens alike; so do losses that are sums over tokens divided
-    by one number for all (:class:`rankscope.bus.steps.TokenSums`). Over the last 64 such
+    by one number for all (:class:`rankscope.stats.tokens.TokenSums`). Over the last 64 such
     steps, and at least 16, the geometric mean of the ratio between the largest and the smallest
     weight of a token decides. One step with a short batch does not move it.
 

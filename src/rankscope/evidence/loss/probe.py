@@ -311,10 +311,10 @@ class LossMeter:
                 for micros in (given, seen, spare)
             )
         multipliers = _multipliers(given) or _multipliers(seen)
-        if multipliers is None and not given:
-            multipliers = _multipliers(spare)
-            return seen if multipliers is None and seen else spare, multipliers
-        return given or seen, multipliers
+        if given or multipliers is not None:
+            return given or seen, multipliers
+        multipliers = _multipliers(spare)  # backward passed through no other loss
+        return (seen or spare) if multipliers is None else spare, multipliers
 
 
 def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
@@ -423,8 +423,11 @@ class LossProbe(Probe):
     def __init__(self, *, shifted: bool) -> None:
         self._new_meter = partial(LossMeter, shifted=shifted)
         self._meter = self._new_meter()
-        self.give = self._meter.give
         self._before_update = (0, 0)
+
+    def give_loss(self, value: Any, weight: Any, forward: int, **more: Any) -> None:
+        """Add the loss that the user has given of a micro-batch."""
+        self._meter.give(value, weight, forward, **more)
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Note which losses were given before the optimizer's call."""

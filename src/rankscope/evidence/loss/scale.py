@@ -12,10 +12,11 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.steps import LEAST_SCALER, Step, TokenSums, are_alike, follow_tokens
+from rankscope.bus.steps import LEAST_SCALER, Step
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
+from rankscope.stats.tokens import TokenSums, are_alike, follow_tokens
 
 ONE_WORKER = "loss-scale-one-worker"
 """Key of the finding of a worker whose multiplier differs from the others'."""

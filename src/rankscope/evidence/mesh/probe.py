@@ -21,7 +21,7 @@ from rankscope.bus.probe import Channel, Job, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind
 from rankscope.bus.words import dtype_name
 from rankscope.errors import RankscopeError
-from rankscope.evidence.mesh.root import AxisPart, over_axes
+from rankscope.evidence.mesh.director import AxisPart, over_axes
 from rankscope.evidence.state.trace import PendingRows, TraceReader
 from rankscope.gradients.digest import word_of
 from rankscope.wrappers.fsdp2_mesh import MeshPlace, placements_of

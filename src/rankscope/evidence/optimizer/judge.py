@@ -36,6 +36,7 @@ AHEAD = "state.counter_ahead"
 BEHIND = "counter-behind"
 RESUMED = "state.resume_mismatch"
 FRESH = "optimizer-begins-anew"
+NOT_LOADED = "parameters-not-loaded"
 SETTINGS = "optimizer-settings-changed"
 PRECISION = "moments-less-precise"
 SCHEDULE = "schedule-begins-anew"
@@ -45,6 +46,7 @@ APART = "optimizers-begin-apart"
 _MOST_SAVED = 16
 _FIRST_RATES = 4
 _PARAMETERS = "parameters"
+_OWN_BITS = f"{_PARAMETERS}: bits"
 _WITHOUT = "without: "
 _MOST_NAMED = 3
 _BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
@@ -146,6 +148,8 @@ class OptimizerStart(RestartDetector):
     - Step counters of zero beside moments that are not: the bias correction begins anew.
     - A restarted job whose parameters are those of a saved state, bit for bit, and whose moments or
       counters are not: empty, zero, of another moment, of other parameters, of another rank.
+    - A restarted job whose moments and counters are those of a saved state, bit for bit, and whose
+      parameters are not: those of the run's first step, or others on some ranks alone.
     - A restarted job of other parameters, with an empty optimizer: a note.
     - Step counters that differ between ranks, or state that some ranks do not have at all, before
       the first update: they have not loaded one checkpoint.
@@ -199,13 +203,18 @@ class OptimizerStart(RestartDetector):
         yield from self._precision(now)
 
     def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
-        """Return evidence that a restarted job has the parameters of the run's first step."""
+        """Return evidence that a restarted job has the parameters of the run's first step.
+
+        Beside the moments of a later state, these parameters were to be loaded.
+        """
         rows = gathered.differences
         started = held_values(rows, StateKind.STARTED, KEY) if rows else {}
         if not started or self._first.step < 0:
             return None
         now = _Holdings(gathered.step, started)
-        if now.differs(self._first, f"{_PARAMETERS}: bits"):
+        saved = self._state_of(now)
+        loaded = saved is not None and saved.differs(now, _OWN_BITS)
+        if now.differs(self._first, _OWN_BITS) or loaded:
             return None
         return self._finding(RESUMED, Severity.NOTE, now, {}, key=BEGUN_ANEW)
 
@@ -233,18 +242,53 @@ class OptimizerStart(RestartDetector):
 
     def _compare(self, now: _Holdings) -> Iterable[FaultEvidence]:
         """Compare with the saved states of the same parameters; one of them has to agree."""
-        bits = f"{_PARAMETERS}: bits"
-        alike = [one for one in self._saved if not now.differs(one, bits)]
-        others = [one for one in self._saved if now.differs(one, bits)]
+        alike = [one for one in self._saved if not now.differs(one, _OWN_BITS)]
+        others = [one for one in self._saved if now.differs(one, _OWN_BITS)]
         found = [one for one in (mismatch(now, saved, others) for saved in alike) if one]
         if alike and len(found) == len(alike):
             words, ranks, severity = found[-1]
             where = f"{alike[-1].step:,}"
             yield self._finding(RESUMED, severity, now, {"words": words, "saved": where}, ranks)
+        elif not alike and (state := self._state_of(now)) is not None:
+            yield from self._not_loaded(now, state)
         elif not alike and (now.is_empty or now.is_zero):
             before = (self._last, self._first, *self._saved)
             if not all(one.is_empty for one in before):
                 yield self._finding(RESUMED, Severity.NOTE, now, {}, key=FRESH)
+
+    def _state_of(self, now: _Holdings) -> _Holdings | None:
+        """Return the last saved state that has these moments and counters, bit for bit."""
+        if now.is_empty or now.is_zero:
+            return None
+        alike = (
+            saved
+            for saved in reversed(self._saved)
+            if saved.moments == now.moments and saved.counter == now.counter
+            and not any(now.differs(saved, f"{key}: bits") for key in now.moments)
+        )  # fmt: skip
+        return next(alike, None)
+
+    def _not_loaded(self, now: _Holdings, saved: _Holdings) -> Iterable[FaultEvidence]:
+        """Report parameters that are not those of the saved state whose moments there are."""
+        changed = now.differs(saved, _OWN_BITS)
+        fresh = [rank for rank in changed if rank not in now.differs(self._first, _OWN_BITS)]
+        width = len(now.get(_OWN_BITS))
+        others = _Moment(_PARAMETERS, now, saved).beyond_rounding
+        if fresh:
+            severity, ranks = Severity.ERROR, fresh
+            what = "are still those of the run's first step"
+        elif others:
+            severity, ranks = Severity.WARNING, changed
+            what = f"are not ({others})"
+        else:
+            return
+        if not fresh and len(ranks) == width:  # averaged, or converted
+            severity = Severity.NOTE
+        where = f"of {name_ranks(ranks)} " if len(ranks) < width else ""
+        fields = {"words": where + what, "saved": f"{saved.step:,}"}
+        yield self._finding(
+            RESUMED, severity, now, fields, _unless_all(ranks, width), key=NOT_LOADED
+        )
 
     def _settings(self, now: _Holdings) -> Iterable[FaultEvidence]:
         before = self._last.settings
@@ -394,7 +438,7 @@ def _moved(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings]) -> Mis
     changed = {key: ranks for key, ranks in changed.items() if ranks}
     if not changed:
         return None
-    width = len(now.get(f"{_PARAMETERS}: bits"))
+    width = len(now.get(_OWN_BITS))
     ranks = _unless_all(sorted({r for ranks in changed.values() for r in ranks}), width)
     words = _whose(now, saved, changed, others) or _misplaced(now, saved, changed)
     if words:

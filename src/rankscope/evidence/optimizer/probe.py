@@ -36,7 +36,7 @@ COUNTER = "step"
 _SETTINGS = ("betas", "eps", "momentum", "weight_decay", "alpha", "dampening", "nesterov")
 _NO_SETTINGS = 8
 _MOST_NAMED = 8
-_MOST_MEASURED = 32  # parameters, whose moments are measured one by one
+_MOST_MEASURED = 32  # parameters that are measured one by one, with their moments
 _MOST_ELEMENTS = 1 << 18  # of each, from its beginning
 _UNREADABLE = word_of("cannot be read")
 
@@ -95,11 +95,10 @@ class PendingHoldings:
         self._norms = Norms()
         measured = _chosen(self._names)
         for number, held in enumerate(all_held):
-            self._add(reading, PARAMETERS, number, held.parameter)
-            for key, moment in held.moments.items():
-                self._add(reading, key, number, moment)
+            for key, tensor in {PARAMETERS: held.parameter.detach(), **held.moments}.items():
+                self._add(reading, key, number, tensor)
                 if number in measured:
-                    self._norms.add(norm_name(key, measured[number]), moment)
+                    self._norms.add(norm_name(key, measured[number]), tensor)
             counter = held.counter
             if isinstance(counter, Tensor) and not counter.is_cpu:
                 counters.append(counter.detach().double().reshape(()))
@@ -135,7 +134,7 @@ class PendingHoldings:
         depend on which parameter has which) and one name for each type. ``step: lowest`` and
         ``step: highest`` are the counters; ``without: NAME`` is a parameter whose moments are
         missing or zero, where others' are not; ``setting NAME VALUE`` is a setting. Of some
-        parameters, ``KEY of NAME: norm`` is the norm of a moment, by its bits.
+        parameters, ``KEY of NAME: norm`` is the norm of a moment, or its own, by its bits.
         """
         found: dict[str, int] = defaultdict(int, self._known)
         bits: dict[str, int] = defaultdict(int)
@@ -161,12 +160,12 @@ class PendingHoldings:
 
 
 def norm_name(key: str, name: str) -> str:
-    """Return the name of the norm of a parameter's moment."""
+    """Return the name of the norm of a parameter's moment, or of the parameter."""
     return f"{key} of {name}: norm"
 
 
 def _chosen(names: list[str]) -> dict[int, str]:
-    """Return the parameters whose moments are measured, by number, each with a name of its own.
+    """Return the parameters that are measured, by number, each with a name of its own.
 
     They are the same in later sessions, also where parameters were added.
     """

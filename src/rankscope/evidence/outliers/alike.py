@@ -138,7 +138,7 @@ class AlikePairs(Detector):
         self._span.last = gathered.step
 
     def _follow(self, step: int) -> bool:
-        """Add a step and unflag healed pairs; return whether to report it."""
+        """Add a step and release healed pairs; return whether to report it."""
         if not self._active:
             return False
         self._span.count += 1
@@ -147,13 +147,15 @@ class AlikePairs(Detector):
             self._span.last = step
         if max(certain.values()) > HEALED:
             return self._span.count >= 2 * self._count_reported
+        self._measure()
         for pair in self._active:  # a block heals as a whole
-            self._test.unflag(pair)
+            self._test.release(pair)
         self._active = set()
         return True
 
     def _evidence(self) -> FaultEvidence:
         self._count_reported = self._span.count
+        self._measure()
         ranks = tuple(sorted(self._ranks))
         many = self._many or 2 * len(ranks) >= self._num_workers
         self._span.open = bool(self._active)
@@ -162,25 +164,29 @@ class AlikePairs(Detector):
             Severity.NOTE if many else Severity.WARNING,
             ranks,
             {
-                "above": f"{self._above():+.2f}".replace("-", "−"),
+                "above": f"{self._excess:+.2f}".replace("-", "−"),
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
             {
-                "cosine_above_other_pairs": self._above(),
+                "cosine_above_other_pairs": self._excess,
                 "steps_compared": self._steps,
                 "false_alarm_probability": false_alarm_bound(self._steps),
             },
             key=KEY,
         )
 
-    def _above(self) -> float:
-        """Return by how much the cosine of the pairs exceeds that of others, the median."""
-        traces = [self._test.traces(pair)[:1] for pair in self._active]
+    def _measure(self) -> None:
+        """Measure by how much the cosine of the pairs exceeds that of others, the median.
+
+        The steps that show it count.
+        """
+        last = self._span.last
+        since = last - self._span.first + 1
+        traces = [self._test.traces(pair, since=since, last=last)[:1] for pair in self._active]
         deviations = [trace.deviation for found in traces for trace in found]
         if deviations:
             self._excess = float(np.median(deviations))
-        return self._excess
 
 
 def _connected(start: Pair, pairs: Iterable[Pair]) -> set[int]:

@@ -52,9 +52,9 @@ class Fault:
     # how each worker differs, the strongest trace first
     traces: dict[int, Traces] = field(default_factory=dict)
     last_step: int = -1  # the last step that showed it
-    count: int = 0  # steps since it was found; for a tie, how often it was found
+    count: int = 0  # steps since it began, while it was open
     reported_count: int = 0  # ``count`` at its last report
-    wait: int = 0  # for a tie, steps without any evidence after which it counts as healed
+    wait: int = 0  # for a tie, steps that it took to find: it is not over in fewer
     absorbed: bool = False  # whether a tie has taken its place
     # step of the last canary in which all workers agreed on this one's batch; -1 without
     agreed: int = -1
@@ -128,6 +128,15 @@ _CHECK = {
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }
+_FACTOR = (
+    " Both have nearly the same factor, as where the loss is multiplied there and not elsewhere."
+)
+_LOSS_CODE = (
+    "Compare the code that computes the loss on {ranks} with another worker's: factors, weights, "
+    "what it is divided by."
+)
+_LEAST_FACTOR = 1.4
+_NEARLY_SAME = 1.15
 _MANY = (
     " Too many differ to name one. Shards of different kinds (domains, languages, lengths) look "
     "like this."
@@ -141,13 +150,18 @@ def describe_fault(
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
     cause, severity = _cause(fault), _severity(fault, num_workers)
+    factor = _FACTOR if _has_common_factor(fault, num_workers) else ""
     check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
+    differ, stand = ("differs", "stands") if one else ("differ", "stand")
     words = {
-        "differ": "differs" if one else "differ",
-        "stand": "stands" if one else "stand",
+        "differ": differ if fault.is_open else "differed",
+        "all_differ": "differ" if fault.is_open else "differed",
+        "stand": stand if fault.is_open else "stood",
         "what": _what(fault, num_workers),
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
+        "factor": factor,
+        "loss_code": f"{_LOSS_CODE.format(ranks=name_ranks(fault.ranks))} " if factor else "",
         "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
         "swap": _SWAP if fault.agreed < 0 else "",
         "tokens": "",
@@ -190,6 +204,28 @@ def _severity(fault: Fault, num_workers: int) -> Severity:
     """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
     harmless = fault.absorbed or (fault.tie and num_workers > 3)
     return Severity.NOTE if harmless else Severity.WARNING
+
+
+def _has_common_factor(fault: Fault, num_workers: int) -> bool:
+    """Return whether each worker's loss and gradient norm differ by the same large factor."""
+    factors = [_factors_of_totals(traces, num_workers) for traces in fault.traces.values()]
+    return bool(factors) and all(
+        min(max(one, 1 / one) for one in (loss, norm)) >= _LEAST_FACTOR
+        and max(loss / norm, norm / loss) <= _NEARLY_SAME
+        for loss, norm in factors
+    )
+
+
+def _factors_of_totals(traces: Traces, num_workers: int) -> tuple[float, float]:
+    """Return by which factors loss and gradient norm differ; 1 where they do not."""
+    factors = {"loss": 1.0, "grad_norm": 1.0}
+    for signal, trace in traces:
+        steady = trace.kind in (BetKind.UP, BetKind.DOWN) and trace.relative
+        if signal.name in factors and not signal.group and steady and abs(trace.deviation) < 1e6:
+            own, others = 1 + trace.deviation, 1 - trace.deviation
+            factor = own / others if num_workers == 2 and others > 0 else own
+            factors[signal.name] = max(factor, 1e-6)
+    return factors["loss"], factors["grad_norm"]
 
 
 def _what(fault: Fault, num_workers: int) -> str:
@@ -288,8 +324,7 @@ _SAME_ONSET_PART = 0.25
 _SAME_ONSET_ON_HOST = 0.75
 _NOTEWORTHY = 3.0
 _PART_OF_STRONGEST = 0.6
-_SHORTEST_WAIT = 20
-_WAIT = 10
+_FADING = 0.5
 
 
 class OutlierSearch(Detector):
@@ -442,52 +477,73 @@ class OutlierSearch(Detector):
             fault.absorbed = True
             fault.active = []
         for worker in self._totals.test.flagged:
-            self._unflag(worker)
+            self._release(worker)
         tie = next((fault for fault in self._faults if fault.tie), None)
         if tie is None:
-            tie = Fault(key=self.TIE, first_step=first, tie=True)
+            since = gathered.step - first + 1
+            tie = Fault(key=self.TIE, first_step=first, tie=True, count=since)
             self._faults.append(tie)
-        tie.wait = max(_SHORTEST_WAIT, _WAIT * (gathered.step - max(tie.last_step, first) + 1))
-        tie.count += 1
+        if not tie.is_open:
+            tie.wait = gathered.step - max(tie.last_step, first)
         for worker, found in traces.items():
             tie.add(worker, found, gathered.step)
         for part in self._parts:
+            for worker in suspects:
+                part.test.follow(worker)
             part.test.start_anew()
         return [*absorbed, tie]
 
     def _follow(self, step: int) -> list[Fault]:
-        """Add a step to open faults, and unflag workers that have healed."""
+        """Add a step to open faults, and release workers that have healed."""
         changed = []
         for fault in self._faults:
             if not fault.is_open:
                 continue
-            if fault.tie:
-                healed = step - fault.last_step > fault.wait
-                active = [] if healed else fault.active
-            else:
-                active = [
-                    w
-                    for w in fault.active
-                    if any(part.test.certainty(w) > HEALED for part in self._parts)
-                ]
-                if any(part.test.certainty(w) >= 1 for part in self._parts for w in active):
-                    fault.last_step = step
-                fault.count += 1
+            active = [w for w in fault.active if self._certainty(w) > HEALED]
+            if fault.tie and step - fault.last_step <= fault.wait:
+                active = fault.active
+            if any(self._certainty(w) >= 1 for w in active):
+                fault.last_step = step
+            fault.count += 1
             if active != fault.active:
-                for worker in () if fault.tie else sorted(set(fault.active) - set(active)):
-                    self._unflag(worker)
+                self._measure(fault)
+                for worker in sorted(set(fault.active) - set(active)):
+                    self._release(worker)
                 fault.active = active
                 changed.append(fault)
             elif fault.count >= 2 * fault.reported_count:
                 changed.append(fault)
         return changed
 
-    def _unflag(self, worker: int) -> None:
-        for part in self._parts:
-            part.test.unflag(worker)
+    def _certainty(self, worker: int) -> float:
+        return max(part.test.certainty(worker) for part in self._parts)
 
-    def _traces(self, worker: int, since: int = RECENT) -> Traces:
-        """Return a worker's traces over the last ``since`` steps, the strongest first."""
+    def _release(self, worker: int) -> None:
+        for part in self._parts:
+            part.test.release(worker)
+
+    def _measure(self, fault: Fault) -> None:
+        """Measure how its workers differ in the steps that show it.
+
+        Once the evidence fades, the signals are those that had it.
+        """
+        since = fault.last_step - fault.first_step + 1
+        for worker in fault.active[:NAMED_WORKERS]:
+            fading = self._certainty(worker) < _FADING
+            found = () if fading else self._traces(worker, since, fault.last_step)
+            fault.traces[worker] = found or [
+                (
+                    signal,
+                    self._part_of(signal).test.measured_anew(worker, trace, since, fault.last_step),
+                )
+                for signal, trace in fault.traces[worker]
+            ]
+
+    def _part_of(self, signal: WorkerSignal) -> SignalSet:
+        return self._groups if signal.group and self._groups is not None else self._totals
+
+    def _traces(self, worker: int, since: int = RECENT, last: int | None = None) -> Traces:
+        """Return a worker's traces over ``since`` steps up to ``last``, the strongest first."""
         least = _NOTEWORTHY
         for part in self._parts:
             strongest = part.test.traces(worker)[:1]
@@ -495,7 +551,7 @@ class OutlierSearch(Detector):
         found = [
             (part.signals[trace.signal], trace)
             for part in self._parts
-            for trace in part.test.traces(worker, least, since)
+            for trace in part.test.traces(worker, least, since, last)
         ]
         return sorted(found, key=lambda pair: -pair[1].log_evidence)
 
@@ -503,14 +559,10 @@ class OutlierSearch(Detector):
         if not traces:
             return gathered.step
         signal, trace = traces[0]
-        part = self._groups if signal.group and self._groups is not None else self._totals
-        return part.test.onset(worker, trace.signal, trace.kind)
+        return self._part_of(signal).test.onset(worker, trace.signal, trace.kind)
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         fault.reported_count = fault.count
-        for worker in fault.active[:NAMED_WORKERS]:
-            if not fault.tie:
-                since = fault.last_step - fault.first_step + 1
-                fault.traces[worker] = self._traces(worker, since) or fault.traces[worker]
+        self._measure(fault)
         num_groups = 0 if self._groups is None else len(self._groups.group_names)
         return describe_fault(fault, self._num_workers, self._hosts, self._steps, num_groups)

@@ -20,13 +20,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, PersistentFault
 from rankscope.bus.finding import LATELY, OFTEN, TIMES_LATELY, Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import listed, name_ranks
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, Floats32
 from rankscope.stats.state import Stateful
 
 KEY = "gross-outlier"
@@ -82,7 +81,7 @@ class GrossOutliers(Stateful):
         self._recent: list[tuple[int, int]] = []  # step and worker
         self._count_reported = 0
 
-    def observe(self, z_SW: NDArray[np.float32], step: int) -> list[FaultEvidence]:
+    def observe(self, z_SW: Floats32, step: int) -> list[FaultEvidence]:
         """Process a step; ``z_SW`` are distances from the median, in robust standard deviations."""
         self._steps += 1
         if self._num_workers < _FEWEST_WORKERS:

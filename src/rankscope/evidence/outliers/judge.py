@@ -53,7 +53,7 @@ from rankscope.evidence.outliers.parts import (
 )
 from rankscope.evidence.outliers.tokens import TokenCounts
 from rankscope.evidence.outliers.zeros import ZeroGroups, in_words, what_to_check
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     AMOUNTS,
     AT_ONCE,
@@ -115,7 +115,7 @@ class UnequalAmounts(_OfWholeSamples):
         return self._find(step.gathered)
 
     def _levels(
-        self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_]
+        self, workers: Mapping[str, NDArray[np.generic]], usable_W: Bools
     ) -> tuple[Floats, bool]:
         """Return the values of all signals, and whether some differ from most."""
         signals = self._amounts.signals
@@ -215,7 +215,7 @@ class WorkerOutliers(_OfWholeSamples):
         return sum(len(part.signals) for part in parts) * self._num_workers
 
     def _observe_piece(
-        self, piece: Sequence[Step], usable_TW: NDArray[np.bool_], sizes_TW: Floats
+        self, piece: Sequence[Step], usable_TW: Bools, sizes_TW: Floats
     ) -> Iterator[Iterable[FaultEvidence]]:
         numbers = [step.gathered.step for step in piece]
         signals = self._totals.signals
@@ -236,7 +236,7 @@ class WorkerOutliers(_OfWholeSamples):
         self,
         piece: Sequence[Step],
         in_groups: Sequence[bool],
-        usable_TW: NDArray[np.bool_],
+        usable_TW: Bools,
         sizes_TW: Floats,
     ) -> Iterator[int]:
         """Process the groups of the steps that measure them, one with each iteration."""
@@ -292,7 +292,7 @@ class WorkerOutliers(_OfWholeSamples):
                 fault.agreed = gathered.step
                 fault.reported_count = 0  # report it again
 
-    def _z_of_unsuspected(self) -> NDArray[np.float32]:
+    def _z_of_unsuspected(self) -> Floats32:
         z_SW = self._totals.test.z_SU
         flagged = list(self.flagged)
         if flagged:
@@ -403,7 +403,7 @@ def _thinned(samples: Ints) -> Ints:
     return kept
 
 
-def _usable(steps: StepBatch) -> NDArray[np.bool_]:
+def _usable(steps: StepBatch) -> Bools:
     """Return which workers can be compared in each step ``[T, W]``.
 
     A worker that repeats a batch, or has one of another size (at the end of an epoch), differs

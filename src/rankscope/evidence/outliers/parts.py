@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.evidence import Column, Compared, Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns
-from rankscope.stats.arrays import Floats, Ints, median, median_of_known
+from rankscope.stats.arrays import Bools, Floats, Ints, median, median_of_known
 from rankscope.stats.bets import Rows, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice
 from rankscope.stats.state import Stateful
@@ -61,7 +60,7 @@ class SizeEffect(Stateful):
 
     SETTINGS = ("_relative_S",)
 
-    def __init__(self, relative_S: NDArray[np.bool_], num_units: int) -> None:
+    def __init__(self, relative_S: Bools, num_units: int) -> None:
         self._relative_S = relative_S
         self._products_SU = np.zeros((len(relative_S), num_units))
         self._squares_SU = np.zeros((len(relative_S), num_units))
@@ -90,9 +89,9 @@ class SizeEffect(Stateful):
     def _adjusted(
         self,
         values_TSU: Floats,
-        measured_TSU: NDArray[np.bool_],
+        measured_TSU: Bools,
         relative_TU: Floats,
-        differ_T: NDArray[np.bool_],
+        differ_T: Bools,
         rows: Rows,
     ) -> Floats:
         """Return the same for the signals of these rows, of which each has some value."""
@@ -123,9 +122,7 @@ class SizeEffect(Stateful):
         return np.where(differ_T[:, None, None], free_TSU, values_TSU)
 
 
-def _relative_sizes(
-    present_TU: NDArray[np.bool_], sizes_TU: Floats
-) -> tuple[Floats, NDArray[np.bool_]]:
+def _relative_sizes(present_TU: Bools, sizes_TU: Floats) -> tuple[Floats, Bools]:
     """Return sizes over their median, as logarithms, and in which steps they are of use."""
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
@@ -166,15 +163,13 @@ class Levelled(SignalSet):
         self._shown = 0
         self._unknown_W = np.full(num_workers, np.nan)
 
-    def see(
-        self, values_SW: Floats, usable_W: NDArray[np.bool_], step: int, *, different: bool
-    ) -> None:
+    def see(self, values_SW: Floats, usable_W: Bools, step: int, *, different: bool) -> None:
         """Process a step; ``different`` if some value differs from the usual one."""
         self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
         if self._shown < 0:
             self._shown = 0
             self.test.start_anew()
-        if different or self.test.flagged:
+        if different or self.test.unlike:
             values = np.where(usable_W, values_SW, np.nan)
             for _ in self.observe(values[None], self._unknown_W[None], [step]):
                 pass
@@ -229,7 +224,7 @@ def log_sizes(weights: Floats) -> Floats:
     return np.log(np.where(weights > 0, weights, np.nan))
 
 
-def of_usual_size(sizes_W: Ints) -> NDArray[np.bool_]:
+def of_usual_size(sizes_W: Ints) -> Bools:
     """Return which workers have the batch size of the majority; all without a majority."""
     if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):
         return np.ones(len(sizes_W), bool)
@@ -237,5 +232,5 @@ def of_usual_size(sizes_W: Ints) -> NDArray[np.bool_]:
     usual = sizes[counts.argmax()]
     if 2 * counts.max() <= len(sizes_W):
         return np.ones(len(sizes_W), bool)
-    same: NDArray[np.bool_] = sizes_W == usual
+    same: Bools = sizes_W == usual
     return same

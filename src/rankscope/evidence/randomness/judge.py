@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import (
     Detector,
@@ -19,10 +18,10 @@ from rankscope.bus.messages import held_values
 from rankscope.bus.plan import Plan
 from rankscope.bus.replicas import StateKind, copied_values, known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.steps import Groups, SharedWork, Step
+from rankscope.bus.steps import RankGroups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
 from rankscope.evidence.randomness import BETWEEN_BITS, DIGESTS, GENERATORS, KEY
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Bools, Ints
 
 STEPS_NEEDED = 3
 
@@ -89,7 +88,7 @@ class EqualRandom(Detector):
         return found
 
     def _see_generators(
-        self, step: int, workers: Mapping[str, Ints], identical: Groups, *, sharing: bool
+        self, step: int, workers: Mapping[str, Ints], identical: RankGroups, *, sharing: bool
     ) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         for size_W in (workers["num_samples"], workers["sequence_length"]):
@@ -184,7 +183,7 @@ class EqualRandom(Detector):
         )
 
 
-def _groups(values_W: Ints, known_W: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+def _groups(values_W: Ints, known_W: Bools) -> list[tuple[int, ...]]:
     """Return the groups of workers with the same value, if there are several of one size."""
     _, counts = np.unique(values_W[known_W], return_counts=True)
     if len(counts) < 2 or counts[0] == 1 or (counts != counts[0]).any():
@@ -195,7 +194,7 @@ def _groups(values_W: Ints, known_W: NDArray[np.bool_]) -> list[tuple[int, ...]]
     return [tuple(each) for each in ranks.values()]
 
 
-def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
+def _sharing(values_W: Ints, known_W: Bools) -> tuple[int, ...]:
     """Return the workers whose value another worker has as well."""
     ranks = np.flatnonzero(known_W)
     ordered = np.sort(values_W[ranks])

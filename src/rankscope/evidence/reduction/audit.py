@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
@@ -41,7 +40,7 @@ from rankscope.evidence.reduction.levels import (
     Streak,
     sums_of_gradients,
 )
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Bools, Floats
 
 ALIKE = 3.0
 """Factor by which most groups' residuals may differ from their median under one rounding."""
@@ -165,7 +164,7 @@ class ReductionAudit(Detector):
             lasting_G=lasting_G[known_G],
         )
 
-    def _may_overflow(self, gathered: GatheredStep) -> NDArray[np.bool_]:
+    def _may_overflow(self, gathered: GatheredStep) -> Bools:
         """Return which groups may be infinite though all is well: float16 ends at 65,504 ``[G]``.
 
         Loss scaling relies on it. A sum of gradients that were far smaller did not overflow.
@@ -359,7 +358,7 @@ def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
 
 
 def _with_lost(
-    residuals_WG: Floats, may_be_lost_G: NDArray[np.bool_], histories: Sequence[GroupHistory]
+    residuals_WG: Floats, may_be_lost_G: Bools, histories: Sequence[GroupHistory]
 ) -> Floats:
     """Give a residual of 1 to a group that was well and whose reduced gradient is not finite.
 

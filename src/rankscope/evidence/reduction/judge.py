@@ -48,6 +48,7 @@ from rankscope.stats.state import Stateful
 
 CAUSE = "sync.accumulation"
 LEFT_OVER = "gradient-left-over"
+FILLED = "gradient-filled"
 CHANGED_LATER = "sync.changed_later"
 
 CHANGED = 1e-4
@@ -55,6 +56,8 @@ CHANGED = 1e-4
 
 ERROR_FROM = 3
 """Steps of one kind from which it is an error."""
+
+_FILLED_FROM = 8  # steps
 
 _FEWEST_PASSES = 2
 """With so few passes, the first may have trained another model through this one, as in a GAN."""
@@ -89,6 +92,8 @@ class AccumulationAudit(Detector):
       accumulated gradient was reset, multiplied, or changed otherwise.
     - A step's backward pass added to a gradient that the optimizer had applied, and it applied the
       sum.
+    - It added to other values that were there since the update before, and the optimizer applied
+      the sum.
     """
 
     def __init__(self) -> None:
@@ -96,14 +101,18 @@ class AccumulationAudit(Detector):
         self._last = _Change()
         self._in_schedule = False
         self._left_over = PersistentFault()
+        self._filled = PersistentFault(_FILLED_FROM)
+        self._updated = False  # whether all workers have updated in the step before
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report changed or left-over gradients, and their end."""
+        """Process a step; report changed, left-over or filled gradients, and their end."""
         found = []
         if self._follow(step.gathered):
             found.append(self._evidence())
         if self._follow_left_over(step):
             found.append(self._left_over_evidence())
+        if self._follow_filled(step.gathered):
+            found.append(self._filled_evidence())
         return found
 
     # Between micro-batches -----------------------------------------------------------------
@@ -163,6 +172,22 @@ class AccumulationAudit(Detector):
         severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
         numbers = {"steps": seen.count, "kind": "left over"}
         return seen.evidence(CAUSE, severity, seen.ranks, {}, numbers, key=LEFT_OVER)
+
+    def _follow_filled(self, gathered: GatheredStep) -> bool:
+        workers = gathered.workers
+        updated_W = workers["optimizer_steps"] > 0
+        follows, self._updated = self._updated, bool(updated_W.all())
+        carried_W = workers["grad_carried_over"]
+        if not follows or not (gathered.observed or carried_W.any()):
+            return False
+        explained_W = workers["grad_left_over"] | workers["grad_set_aside"]
+        ranks = np.flatnonzero(carried_W & updated_W & ~explained_W).tolist()
+        return self._filled.observe(gathered.step, ranks)
+
+    def _filled_evidence(self) -> FaultEvidence:
+        seen = self._filled
+        numbers = {"steps": seen.count, "kind": "filled"}
+        return seen.evidence(CAUSE, Severity.WARNING, seen.ranks, {}, numbers, key=FILLED)
 
 
 class ChangedLater(Detector):

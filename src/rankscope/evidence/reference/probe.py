@@ -3,7 +3,7 @@
 This happens between the step's last backward pass and the optimizer's call, while parameters are
 still those of the forward passes. Each worker works by itself. If parameters are sharded, the
 workers first gather whole ones, in the training's own process group, after all of them have agreed
-in its store. The root judges the numbers, see :mod:`rankscope.evidence.reference.root`.
+in its store. The root judges the numbers, see :mod:`rankscope.evidence.reference.director`.
 """
 
 import itertools

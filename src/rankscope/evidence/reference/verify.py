@@ -38,10 +38,8 @@ from numpy.typing import NDArray
 
 from rankscope.bus.steps import LEAST_SCALER
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.stats.arrays import Floats, Floats32, median
+from rankscope.stats.arrays import Bools, Floats, Floats32, median
 from rankscope.stats.rounding import UNIT_ROUNDOFF
-
-Bools = NDArray[np.bool_]
 
 _CLEAR = 100.0  # a gradient so many times its bound has a direction beyond rounding
 _VISIBLE = 2.0  # the same, if no gradient is so clear

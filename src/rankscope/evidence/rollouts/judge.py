@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.evidence import Compares
@@ -22,7 +21,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.steps import Step
 from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Bools, Floats
 from rankscope.stats.bets import ROLLOUTS
 from rankscope.stats.state import State, StateError
 
@@ -165,7 +164,7 @@ def level(gaps_W: Floats) -> Floats:
     >>> level(np.array([1e-7, 3e-7])).tolist()
     [1e-07, 1e-07]
     """
-    known_W: NDArray[np.bool_] = np.isfinite(gaps_W)
+    known_W: Bools = np.isfinite(gaps_W)
     ordered = np.sort(gaps_W[known_W])
     if not len(ordered):
         return gaps_W

@@ -28,7 +28,7 @@ class RolloutProbe(Probe):
         self._sums: list[Numbers] = []
         self._declined = False
 
-    def give(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
+    def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
         """Add the log-probabilities of a micro-batch's tokens, by the trainer and by the engine.
 
         All are of one shape, such as ``[B, n]``, the mask of tokens that count too. Values that are

@@ -30,6 +30,7 @@ COLUMNS = (
         ("idle_passes", DType.INT, "forward passes", Source.LOCAL, Tail.NONE, "forward passes in training that have no part in the gradient: one whose loss is NaN and is left out, or the first of sharpness-aware minimisation"),
         ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples; else digests of their content stand for them"),
         ("loader_repeats", DType.INT, "batches", Source.LOCAL, Tail.NONE, "batches that each process of the worker's data loader has yielded; null unless it has several, with a data set that is a stream"),
+        ("loader_goes_on", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether a data loader of torch's feeds the training, and was not read to its end with this step"),
         ("batch_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the set of samples in the local batch"),
     ),
     *declare(

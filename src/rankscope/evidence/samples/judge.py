@@ -20,6 +20,7 @@ from rankscope.bus.replicas import minority_ranks, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed
+from rankscope.evidence.samples.epochs import EpochsCutShort
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.evidence.samples.repeats import (
     DuplicateBatches,
@@ -203,6 +204,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         LoaderProcesses(),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers, rows=run.data_rows),
+        EpochsCutShort(repeats=drawn_again),
         EpochCoverage(run.data_length, replaces=drawn_again),
         SplitTwice(run.data_splits, run.world_size, run.data_digests),
         UnequalMicroBatches(num_workers),

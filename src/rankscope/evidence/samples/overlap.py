@@ -12,7 +12,7 @@ import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
-from rankscope.bus.steps import Groups, Step, StepBatch
+from rankscope.bus.steps import RankGroups, Step, StepBatch
 from rankscope.bus.words import count
 from rankscope.evidence.samples.repeats import Padding
 from rankscope.stats.arrays import Ints
@@ -139,7 +139,7 @@ class OverlappingShards(Detector):
         step: int,
         drawn_W: Sequence[Ints],
         followed: Ints,
-        groups: Groups,
+        groups: RankGroups,
         counts: SampleCounts,
     ) -> Iterable[FaultEvidence]:
         """Add a step's overlaps; ``followed`` are the drawn samples that count.
@@ -281,7 +281,7 @@ class _Accounts(Stateful):
         step: int,
         counts: SampleCounts,
         lengths: Sequence[int],
-        groups: Groups,
+        groups: RankGroups,
         near: int,
         one_in: int,
     ) -> None:
@@ -325,7 +325,7 @@ class _Account(Stateful):
         self._alike: set[int] = set()
 
     def add(
-        self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
+        self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: RankGroups, near: int
     ) -> None:
         """Add one step; ``near`` cross repeats are so close that a file's order explains them."""
         cross = counts.repeated_cross

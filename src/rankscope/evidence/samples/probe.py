@@ -184,10 +184,14 @@ class SampleProbe(Probe):
     def __init__(self, guard: Callable[..., None]) -> None:
         self._rows = LoaderRows(guard)
         self._samples = SampleMeter(self._rows)
-        self.give = self._samples.give
+
+    def give_samples(self, samples: Any, forward: int) -> None:
+        """Add the ids that the user has given of the next forward pass."""
+        self._samples.give(samples, forward)
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Digest the batch, unless the training gave its ids."""
+        self._rows.begin_pass()
         self._samples.see(args, kwargs, forward)
 
     def collect(self, end: StepEnd) -> Pending:
@@ -196,6 +200,7 @@ class SampleProbe(Probe):
             "samples_named": self._samples.named,
             "micro_batches": end.num_passes or math.nan,
             "idle_passes": len(end.idle),
+            "loader_goes_on": self._rows.end_step(),
         }
         again = self._rows.collect()
         if again is not None:
@@ -207,6 +212,7 @@ class SampleProbe(Probe):
     def abort(self) -> None:
         """Forget the step's samples."""
         self._samples.collect()
+        self._rows.end_step()
 
     def close(self) -> None:
         """Follow the loaders no more."""

@@ -59,6 +59,7 @@ class RestartedJob(Stateful):
     end: int  # the last step before the restart
     in_first_epoch: bool  # whether the interrupted epoch is the first one
     rows: int  # of the data set; 0 if unknown
+    unfinished: bool  # whether the interrupted epoch is known to have a rest
     drawn: int  # samples of the interrupted epoch
     repeated: int  # those of them that came again inside of it
     again_W: Ints  # draws of the interrupted epoch's samples, by worker
@@ -72,6 +73,7 @@ class RestartedJob(Stateful):
     draws: int = 0
     rest: int = 0  # of the epoch's rest, once enough had come again
     since: int = 0  # that came again since the restart
+    model_after: int = -1  # the step after which its parameters were saved; -1 if unknown
 
     def look(
         self, draws: Draws, samples_U: Ints, last_U: Ints, one_in: int, tolerance: float
@@ -98,6 +100,16 @@ class RestartedJob(Stateful):
             return self._decide()
         self.undecided = not self._is_over()
         return Resumption.MIXED if self.mixed and again_U.any() else None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its parameters are known to have trained on a step that came again."""
+        return 0 <= self.replayed_from <= self.model_after
+
+    @property
+    def went_back(self) -> bool:
+        """Whether its parameters are known to be those before the first step that came again."""
+        return 0 <= self.model_after == self.replayed_from - 1
 
     def halve(self) -> None:
         """Follow half as many samples from now on."""
@@ -126,7 +138,10 @@ class RestartedJob(Stateful):
     def _begins_again(self, one_in: int) -> Resumption | None:
         """Return that the epoch has begun again, where most of its rest is certainly left."""
         early = self.steps < _EARLY_STEPS or self.draws < _EARLY_DRAWS
-        if early or self.replayed_from != self.interrupted or 2 * self.drawn * one_in > self.rows:
+        if early or self.replayed_from != self.interrupted:
+            return None
+        most_left = 2 * self.drawn * one_in <= self.rows
+        if not (most_left or (self.unfinished and self.is_ahead)):
             return None
         self.undecided = False
         return Resumption.FROM_START
@@ -189,6 +204,7 @@ class RestartWatch(Stateful):
         self.epoch = -1
         self._num_epochs = 0
         self._drawn = self._repeated = 0
+        self._longest = 0  # samples of the longest epoch that is over
         self._chunk_start = -1
         self._chunk_drawn = 0
         self._chunk_again = 0
@@ -199,8 +215,8 @@ class RestartWatch(Stateful):
         """Number of samples that each followed one stands for; 1 while the counts are exact."""
         return self._share.one_in
 
-    def restart(self, step: int) -> None:
-        """Begin a restarted job with this step."""
+    def restart(self, step: int, *, goes_on: bool = False) -> None:
+        """Begin a restarted job with this step; ``goes_on``: the data had a rest."""
         self._end_chunk()
         overlaps = self._repeated >= _CHUNK and self._repeated > _EARLY_SHARE * self._drawn
         self.job = RestartedJob(
@@ -209,6 +225,7 @@ class RestartWatch(Stateful):
             end=self._last_step,
             in_first_epoch=self._num_epochs <= 1,
             rows=self._rows,
+            unfinished=goes_on or self._drawn + self._tolerance() < self._longest,
             drawn=self._drawn,
             repeated=self._repeated,
             again_W=np.zeros(self._num_workers, np.int64),
@@ -279,6 +296,7 @@ class RestartWatch(Stateful):
     def _end_chunk(self) -> None:
         if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
             self.epoch = self._chunk_start
+            self._longest = max(self._longest, self._drawn)
             self._num_epochs += 1
             self._drawn = self._chunk_drawn
             self._repeated = 0
@@ -292,10 +310,12 @@ class RestartWatch(Stateful):
         self._last.keep(self._share.admits)
         self._drawn //= 2
         self._repeated //= 2
+        self._longest //= 2
         if self.job is not None:
             self.job.halve()
 
 
+_MOST_SAVED = 16
 _OPTIMIZER, _BITS = "optimizer", "parameters: bits"  # of what sessions begin and end with
 
 FROM_START = "epoch-begun-again"
@@ -303,16 +323,25 @@ DONE_TWICE = "steps-done-twice"
 LOADER_BEHIND = "loader-behind-model"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
+_KNOWN = "the model went on from step {:,}, bit for bit, and the data loader did not"
+_UNKNOWN = (
+    "either the data loader was not restored, or the whole job went back to a checkpoint from the "
+    "epoch's start"
+)
+_UNLESS = "Nothing is wrong if the job was restarted from a checkpoint of step {:,}. "
+
 
 class ResumeMismatch(RestartDetector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
     - In another order, it is an error: the loader shuffled again.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
-      back to a checkpoint from the epoch's start. A changing learning rate decides which. The first
-      of them suffice where the data set has more than twice what the epoch had drawn: a warning.
+      back to a checkpoint from the epoch's start. Parameters that were saved decide which, bit for
+      bit, or a changing learning rate. The first steps suffice where the data set has more than
+      twice what the epoch had drawn; and with parameters that have trained on them, where loaders
+      were not read to their end, or an earlier epoch was longer. That is a warning.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
-      That is a note; a warning where the parameters are those after the last step, bit for bit.
+      That is a note; a warning where the parameters have trained on some of them.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18, rows: int | None = None) -> None:
@@ -321,14 +350,13 @@ class ResumeMismatch(RestartDetector):
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
-        self._saved: tuple[int, Ints] | None = None  # the last step with parameters that are known
-        self._last_step = -1
-        self._at_end = False  # whether a restarted job began with the last step's parameters
+        self._saved: dict[int, Ints] = {}  # digests of parameters, by the last steps with some
+        self._goes_on = False  # whether all workers' loaders went on after the last step
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield how a restarted job went on, once that shows."""
         if self._restarts():
-            self._watch.restart(steps.numbers[0])
+            self._watch.restart(steps.numbers[0], goes_on=self._goes_on)
             self._lr_at_start = self._lr_by_step.get(self._watch.epoch, math.nan)
             self._lr_before = self._lr_last
         verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
@@ -339,6 +367,7 @@ class ResumeMismatch(RestartDetector):
                 self._lr_after = lr
             verdict = next(verdicts)
             self._remember(step.gathered.step, lr)
+            self._goes_on = step.all_true("loader_goes_on")
             self._compare_parameters(step.gathered)
             if job is None or verdict is None:
                 yield ()
@@ -351,12 +380,12 @@ class ResumeMismatch(RestartDetector):
             held_values(rows, kind, _OPTIMIZER).get(_BITS) if rows else None
             for kind in (StateKind.STARTED, StateKind.SAVED)
         )
-        if started is not None:
-            known = self._saved if self._saved and self._saved[0] == self._last_step else None
-            self._at_end = known is not None and np.array_equal(known[1], started)
+        job = self._watch.job
+        if started is not None and job is not None:
+            alike = [step for step, bits in self._saved.items() if np.array_equal(bits, started)]
+            job.model_after = max(alike, default=-1)
         if saved is not None:
-            self._saved = gathered.step, saved
-        self._last_step = gathered.step
+            self._saved = dict([*self._saved.items(), (gathered.step, saved)][-_MOST_SAVED:])
 
     def _remember(self, step: int, lr: float) -> None:
         """Keep the learning rate of the epoch's first step, which arrives a little later."""
@@ -369,14 +398,18 @@ class ResumeMismatch(RestartDetector):
     def _severity(self, verdict: Resumption, job: RestartedJob) -> Severity:
         if verdict is Resumption.MIXED:
             return Severity.ERROR
+        if job.went_back:
+            return Severity.NOTE
         if verdict is Resumption.FROM_CHECKPOINT:
-            return Severity.WARNING if self._at_end else Severity.NOTE
+            return Severity.WARNING if job.is_ahead else Severity.NOTE
         most = Severity.WARNING if job.replaying else Severity.ERROR
         back = abs(self._lr_after - self._lr_at_start)
         on = abs(self._lr_after - self._lr_before)
         if not math.isfinite(back + on) or math.isclose(self._lr_at_start, self._lr_before):
             return Severity.WARNING
-        return Severity.NOTE if back < on else most
+        if back < on:
+            return Severity.WARNING if job.is_ahead else Severity.NOTE
+        return most
 
     def _evidence(
         self, job: RestartedJob, verdict: Resumption, gathered: GatheredStep
@@ -405,6 +438,9 @@ class ResumeMismatch(RestartDetector):
                 "again": count(job.again, "sample") + of,
                 "from": f"{job.replayed_from:,}",
                 "to": f"{job.boundary - 1:,}",
+                "model": f"{job.model_after:,}",
+                "why": _KNOWN.format(job.model_after) if job.is_ahead else _UNKNOWN,
+                "check": "" if job.is_ahead else _UNLESS.format(job.replayed_from),
             },
             numbers={
                 "restart_at": job.boundary,

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.shares import Packable
+from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 FIELDS = (
@@ -58,7 +58,7 @@ class PartOfUpdate(Packable):
     # should be. ``moved`` is the squared change of the parameter between the forward pass and the
     # update, ``later`` that between the update and the end of the step, ``copied`` the squared
     # distance of the model's own copy there.
-    numbers: NDArray[np.float64]
+    numbers: Floats
     # for each of ``alone``, the squared distance of the update from that trial
     trials: tuple[float, ...] = ()
 
@@ -154,7 +154,7 @@ class _Update:
         first = parts[0]
         self.part = first
         self.ranks = ranks
-        stacked: NDArray[np.float64] = np.stack([one.numbers for one in parts])
+        stacked: Floats = np.stack([one.numbers for one in parts])
         self._sums = dict(zip(FIELDS, stacked.sum(axis=0).tolist(), strict=True))
         self._largest = float(stacked[:, FIELDS.index("largest")].max())
         self._trials = [sum(each) for each in zip(*(one.trials for one in parts), strict=True)]
@@ -240,9 +240,7 @@ class _Update:
 
     def _along_weights(self) -> tuple[float, float]:
         """Fit the difference by multiples of weights and update; return the first, and the rest."""
-        along: NDArray[np.float64] = np.array(
-            [self["along_weights"], self["product"] - self["expected"]]
-        )
+        along: Floats = np.array([self["along_weights"], self["product"] - self["expected"]])
         both, update = self["turned_weights"], self["expected"]
         fit = np.linalg.pinv(np.array([[self["weights"], both], [both, update]])) @ along
         return float(fit[0]), math.sqrt(max(self["distance"] - float(fit @ along), 0.0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe, is_power
 from rankscope.bus.words import dtype_name
-from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit, UnitsOfJob
+from rankscope.evidence.world.director import ELEMENTS, MOST_UNITS, Unit, UnitsOfJob
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, REPLICATE, Wrapped

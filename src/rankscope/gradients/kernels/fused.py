@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankscope.bus.messages import NUMBERS
+from rankscope.bus.gradient_part import NUMBERS
 from rankscope.gradients.kernels import triton as kernels
 from rankscope.gradients.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
 from rankscope.gradients.kernels.launch import launcher

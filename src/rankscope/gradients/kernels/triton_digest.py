@@ -123,7 +123,7 @@ def digest_rows(
     words, mask, weights, digests, length, row_step, word_step, mask_step, places, mix,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Write a digest of each row, as :func:`digest_samples` does; a program does one.
+    """Write a digest of each row, as ``native.digest_samples`` does; a program does one.
 
     Args:
         words: Integers of any size.

@@ -30,7 +30,7 @@ from rankscope.record.begin import writer_is_gone
 from rankscope.record.states import START_FILE
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.verdict.assessment import progress_of
+from rankscope.verdict.assessment import progress_of, siblings_of, worst_of
 from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
 from rankscope.verdict.words import title_of, title_of_finding
@@ -280,6 +280,10 @@ def unreadable(place: ListedPlace, why: str, changed: float = 0.0) -> Glance:
     )
 
 
+def _is_worse(one: str, other: str) -> bool:
+    return ORDER.index(one) < ORDER.index(other)
+
+
 def in_order(glances: list[Glance]) -> list[Glance]:
     """Return the rows with the worst first, among equals the youngest."""
     return sorted(glances, key=lambda g: (ORDER.index(g.severity), -g.changed, g.place.id))
@@ -310,8 +314,14 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
+    elsewhere = worst_of(siblings_of(run))
+    fault = None if elsewhere is None else elsewhere.worst
+    if elsewhere is not None and fault is not None and _is_worse(str(fault.severity), severity):
+        severity = str(fault.severity)
+        headline = f"Among {elsewhere.ranks} of this job: {title_of_finding(fault)}"
+        worst = fault
     progress = progress_of(run)
-    if progress.cut_short and severity in ("healthy", "early"):
+    if progress.cut_short and severity in ("healthy", "early", "note"):
         severity = str(Severity.NOTE)
         with ranks_of_job(run.info):
             headline = progress.endings.headline.removesuffix(".") or "Ended early"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankscope.bus.messages import PlainBatch
+from rankscope.bus.bundles import PlainBatch
 from rankscope.bus.words import first_of, name_ranks
 from rankscope.errors import RankscopeError
 from rankscope.private import find, lacking

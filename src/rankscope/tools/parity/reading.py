@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.messages import PackedError
 from rankscope.bus.parity import (
     BUFFER,
     FOLDER,
@@ -27,6 +26,7 @@ from rankscope.bus.parity import (
     RankStep,
     TensorFigures,
 )
+from rankscope.bus.shares import PackedError
 from rankscope.bus.words import dtype_name
 from rankscope.errors import RunError
 from rankscope.files import read_file

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.processes import ProcessWatch, stacks_of
+from rankscope.agent.rank_processes import ProcessWatch, stacks_of
 from rankscope.errors import install_command
 from support.accidents import wait_until
 

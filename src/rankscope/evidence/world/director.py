@@ -17,17 +17,15 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.shares import Packable
+from rankscope.bus.shares import Packable, PackedError
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.files import parse, read_file
-from rankscope.stats.arrays import Floats, Floats32
+from rankscope.stats.arrays import Bools, Floats, Floats32
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 PART = "sync.part_of_ranks"
@@ -142,7 +140,7 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
     if equal_P.all() or not replicas_P.any():
         return None
     since: list[int] = []
-    found: list[NDArray[np.bool_]] = []
+    found: list[Bools] = []
     for at in reversed(common):
         moved_P, apart_P = _apart(one, other, at)
         if not moved_P[replicas_P].any() or not apart_P[replicas_P & moved_P].all():
@@ -156,7 +154,7 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
     return Replicas(since[-1] - 1, names, maybe)
 
 
-def _apart(one: Unit, other: Unit, at: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _apart(one: Unit, other: Unit, at: int) -> tuple[Bools, Bools]:
     """Return which parameters have moved in a group, and which of them differ between two."""
     begins_PE = one.elements(0).reshape(-1, ELEMENTS)
     moved_PE, other_PE = (

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PackedError
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.bus.shares import Packable, Waiting
+from rankscope.bus.shares import Packable, PackedError, Waiting
 from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
+from rankscope.stats.arrays import Bools
 from rankscope.stats.rounding import tolerance_of
 
 LOSSES = "loss.differs_along_axis"
@@ -314,9 +314,9 @@ class NormOverMesh:
         return None
 
 
-def _where_largest(norms_T: NDArray[Any], rounding: float) -> NDArray[np.bool_]:
+def _where_largest(norms_T: NDArray[Any], rounding: float) -> Bools:
     """Return in which steps a norm has its largest value."""
-    largest_T: NDArray[np.bool_] = norms_T >= norms_T.max() * (1 - 2 * rounding)
+    largest_T: Bools = norms_T >= norms_T.max() * (1 - 2 * rounding)
     return largest_T
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.bus.bundles import ReplayBundle, save_bundle
+from rankscope.bus.bundles import ReplayBundle, save_bundle, unpack_batch
 from rankscope.bus.canary import (
     CanaryCause,
     CanaryResults,
@@ -20,8 +20,8 @@ from rankscope.bus.canary import (
     results_of,
 )
 from rankscope.bus.finding import TIMES_LATELY, Finding
-from rankscope.bus.messages import PackedError, unpack_batch
 from rankscope.bus.probe import DirectedRun, Director, Request
+from rankscope.bus.shares import PackedError
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RunError

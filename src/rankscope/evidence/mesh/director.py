@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import PackedError
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.shares import Packable, Waiting
+from rankscope.bus.shares import Packable, PackedError, Waiting
 from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.rounding import tolerance_of

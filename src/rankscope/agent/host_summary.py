@@ -22,17 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.message import ARRAYS, MessageError, StepMessage
+from rankscope.agent.step_message import ARRAYS, MessageError, StepMessage
 from rankscope.bus.evidence import Array
-from rankscope.bus.messages import (
-    NUMBERS,
-    SKETCHES,
-    Layout,
-    Messages,
-    audit_of,
-    by_rank,
-    measured_in,
-)
+from rankscope.bus.gradient_part import NUMBERS, SKETCHES, audit_of, by_rank, measured_in
+from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import schema_hash
 from rankscope.stats.arrays import Floats, Ints, Ragged

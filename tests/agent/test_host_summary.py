@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import Assembly, summarize
-from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.summary import (
+from rankscope.agent.host_summary import (
     HostsStep,
     HostSummary,
     as_columns,
@@ -15,7 +14,9 @@ from rankscope.agent.summary import (
     summary_layout,
     with_directions,
 )
-from rankscope.bus.messages import Layout, sizes_of
+from rankscope.agent.step_message import StepMessage, pack_values
+from rankscope.bus.gradient_part import sizes_of
+from rankscope.bus.messages import Layout
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.evidence.mesh.root import AxisVerdict, Replicated
+from rankscope.evidence.mesh.director import AxisVerdict, Replicated
 
 WORKERS = {0: 0, 4: 1}
 

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.evidence import Array, DType, Source, Table
-from rankscope.bus.messages import pack_arrays, unpack_arrays
 from rankscope.bus.probe import Content
 from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.shares import pack_arrays, unpack_arrays
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import EVIDENCE, columns_of, schema_hash
