@@ -60,6 +60,7 @@ NAMED_BY = {
     "state.counts_rounded": "R08",
     "state.parameters_differ": "R09 R35 R50 R62 R70",
     "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97 R105 R106",
+    "verify.loss": "R78 R86",
     "loss.no_gradient": "R12",
     "state.buffers_differ": "R15",
     "data.coverage": "R16",

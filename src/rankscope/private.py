@@ -222,9 +222,25 @@ USES = (
         "wrappers.accumulation wrappers.ddp wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
         " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
-        " lab.reductions.order_free evidence.copies.probe evidence.state.rare",
+        " lab.reductions.order_free evidence.copies.probe evidence.state.rare"
+        " evidence.reference.loss_tape",
         "whether a gradient, a buffer or a copy was written since it was read",
         _SWITCHES_OFF,
+    ),
+    Use(
+        "torch._dynamo.eval_frame",
+        "cached_backends",
+        "evidence.reference.loss_tape",
+        "whether anything is compiled, which would run otherwise while a loss is recorded",
+        "losses that exchange tensors are not run again where torch's compiler is loaded",
+    ),
+    Use(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode _get_current_dispatch_mode_stack _pop_mode _push_mode",
+        "evidence.reference.loss_tape",
+        "to record what a loss computes, from the model's outputs to ``backward``",
+        "losses that exchange tensors are not run again",
+        need="tape",
     ),
     Use(
         "torch.Tensor",
@@ -280,6 +296,13 @@ USES = (
         "evidence.outliers.probe",
         "likewise, by torch's functional collectives",
         "likewise",
+    ),
+    Use(
+        "torch.distributed._functional_collectives",
+        "AsyncCollectiveTensor wait_tensor",
+        "evidence.reference.loss_tape",
+        "what such a collective of a loss returns, and its end",
+        "reference steps cannot be made",
     ),
     # Collectives in a hang
     Use(
@@ -427,7 +450,8 @@ USES = (
     Use(
         "torch._ops.OpOverload",
         "_schema",
-        "evidence.canary.alone evidence.reference.decisions tools.doctor.determinism",
+        "evidence.canary.alone evidence.reference.decisions evidence.reference.loss_tape"
+        " tools.doctor.determinism",
         "which arguments an operator writes into, and along which axis it chooses",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
@@ -503,7 +527,7 @@ USES = (
     Use(
         "torch.distributed.tensor.DTensor",
         "_local_tensor",
-        "evidence.state.probe",
+        "evidence.state.probe evidence.reference.loss_tape",
         "this rank's part of a parameter, without an operation that a mode of the training's sees",
         _SWITCHES_OFF,
     ),

@@ -40,6 +40,12 @@ SAYS = {
         "The loss, which is computed outside of the model, was",
     ),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
+    "penalised": ("verify.agrees", "note", "each with 4 micro-batches"),
+    "penalised inside": (
+        "verify.declined",
+        "note",
+        "values of the forward pass that the model does",
+    ),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
     "ignored": ("verify.parameters", "error", "in hidden.bias alone: not reduced"),
@@ -48,12 +54,13 @@ SAYS = {
     "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
     "sharded, mixed": ("verify.agrees", "note", "ulp of bfloat16"),
     "sharded, sums": ("verify.agrees", "note", "is what one process would compute (within"),
+    "sharded, penalised": ("verify.declined", "note", "by itself, past the model's outputs, and"),
     "sharded, passes an object": ("verify.declined", "note", "tuples and dicts of these can."),
     "sharded, asks on one": ("verify.declined", "note", "1 of 2 ranks had come"),
     "ZeRO 1 bf16 accumulate 2": ("verify.agrees", "note", "ulp of bfloat16"),
     "ZeRO 3 all sharded": ("verify.agrees", "note", "each with 2 micro-batches"),
 }
-ACCUMULATES = {"accumulates", "clips", "weighted", "changed", "sharded, mixed"}
+ACCUMULATES = {"accumulates", "penalised", "clips", "weighted", "changed", "sharded, mixed"}
 
 
 class Headless(TinyLM):
@@ -82,6 +89,7 @@ class Loop:
         np.random.seed(0)  # noqa: NPY002
         model = Headless() if kind.startswith("loss outside") else TinyLM()
         self.model = model.bfloat16() if kind == "bfloat16" else model
+        model.hidden.register_forward_hook(self._keep_inner)
         self.wrapped = self._wrap(model)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
@@ -89,6 +97,9 @@ class Loop:
         if run_dir is not None:
             options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
             self.scope = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
+
+    def _keep_inner(self, _: nn.Module, __: object, output: torch.Tensor) -> None:
+        self.inner = output
 
     def _wrap(self, model: TinyLM) -> nn.Module:
         if self.sharded:
@@ -175,11 +186,19 @@ class Loop:
             found = self.wrapped(**batch, use_branch=Off())["loss"]
         else:
             found = self.wrapped(**batch)["loss"]
+        if "penalised" in self.kind:
+            found = found + 0.1 * self._penalty()
         if self.kind in ("divided twice", "sharded, sums", "loss outside, over workers"):
             found = found / dist.get_world_size()
         if self.kind == "weighted" and self.rank == 1:
             found = found * 1.9
         return found / count
+
+    def _penalty(self) -> torch.Tensor:
+        if self.kind == "penalised inside":
+            return self.inner.square().mean()
+        whole = self.model.head.weight.square().sum()
+        return getattr(whole, "full_tensor", lambda: whole)()  # in shares under FSDP2
 
     def _change(self) -> None:
         if self.kind == "clips":

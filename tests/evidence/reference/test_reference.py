@@ -9,10 +9,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rankscope.bus.groups import Groups
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.reference.micro_batch import MicroBatch
-from rankscope.evidence.reference.models import WholeModel
+from rankscope.evidence.reference.models import WholeModel, measure_gradients
 from rankscope.evidence.reference.reference import ReferenceStep
+from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.evidence.reference.verify import ReferenceAnswer, verify
+from rankscope.gradients.sketch import Sketcher
 
 CPU = torch.device("cpu")
 
@@ -138,6 +142,40 @@ def test_a_step_is_measured_in_sketches_that_add_up_to_it():
     exact = [[0 if g is None else float(g.double().norm()) for g in of] for of in gradients]
     np.testing.assert_allclose(part.norms_MP, exact, rtol=1e-6)
     assert not part.unsteady_P.any()
+
+
+@pytest.mark.parametrize("clipped", [1.0, 0.3])
+def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
+    draw = torch.Generator().manual_seed(0)
+    gradients = torch.randn(2, 5_000_000, generator=draw)
+    reduced = gradients.mean(0)
+    measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
+    norm = np.array([float(gradients[0].double().norm())])
+    shares = [
+        ReferenceShare(
+            names=("weight",),
+            types=("float32",),
+            elements_P=np.array([5e6]),
+            terms_MPK=measured[rank][None],
+            norms_MP=norm[None],
+            given_PK=measured[3],
+            reduced_PK=measured[2],
+            unsteady_P=np.zeros(1),
+            replicas_PK=np.empty((0, 251), np.float32),
+            copies=2,
+        )
+        for rank in range(2)
+    ]
+    found = verify(shares, [np.ones(1)] * 2, [])
+    assert (found.answer, found.clipped) == (ReferenceAnswer.AGREES, pytest.approx(clipped, 1e-4))
+
+
+def sketched(gradient):
+    """Return the sketch of a gradient ``[1, k]``."""
+    sketcher = Sketcher(CPU, Groups(("weight",), {"weight": 0}), 251, seed=3)
+    totals = sketcher.new_totals()
+    measure_gradients(sketcher, ("weight",), [gradient], totals)
+    return totals.sketches.numpy().copy()
 
 
 def test_a_forward_pass_that_does_not_repeat_itself_is_declined():

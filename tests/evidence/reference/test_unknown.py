@@ -18,6 +18,7 @@ def share(terms_MPK, given_PK, **more):
     return ReferenceShare(
         names=("up.weight", "down.weight"),
         types=("float32",) * 2,
+        elements_P=np.full(2, 31.0),
         terms_MPK=terms_MPK,
         norms_MP=np.linalg.norm(terms_MPK, axis=2),
         given_PK=given_PK,

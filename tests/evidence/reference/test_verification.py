@@ -36,6 +36,7 @@ def parts(units, scales, given, reduced=None, dtype="float32", replicas=None, *,
         ReferenceShare(
             NAMES,
             (dtype,) * P,
+            np.full(P, float(K)),
             terms[rank],
             np.linalg.norm(terms[rank].astype(float), axis=-1),
             given[rank].astype(np.float32),
@@ -122,6 +123,15 @@ def test_a_factor_of_the_loss_that_clipping_hides_is_told():
     assert found.factor == pytest.approx(W * M, rel=1e-5)
 
 
+def test_a_factor_that_may_be_meant_is_one_of_the_mean_loss():
+    found = ask(0.965 * summed(gradients(), BY_TOKEN), scales=0.965 * W * BY_TOKEN)
+    finding = verified(found, 20, W, M)
+    assert str(finding.severity) == "warning"
+    assert "0.965 times that of the mean loss, where each label token counts alike; it was so" in (
+        finding.explanation
+    )
+
+
 def test_stages_of_a_pipeline_may_sum_a_shared_weight_after_a_sound_reduction():
     sound = summed(gradients(), EQUAL)
     given = sound.copy()
@@ -156,6 +166,24 @@ def test_a_worker_of_another_weight_is_named():
     assert (found.answer, finding.ranks) == (ReferenceAnswer.WEIGHTING, (1,))
     assert "rank 1 1.9 times what is meant" in finding.explanation
     np.testing.assert_allclose(finding.evidence["ratios"], weights / EQUAL, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("of_worker", "severity", "told"),
+    [
+        ([0.960, 0.965, 0.970], "warning", "of every worker 0.96 to 0.97 times what is meant"),
+        ([3.0, 3.01, 2.99], "error", "of every worker 2.99 to 3.01 times what is meant"),
+        ([1.0, 1.9, 1.0], "error", "of rank 1 1.9 times what is meant"),
+    ],
+)
+def test_weights_of_the_loss_that_clipping_hides_are_told(of_worker, severity, told):
+    weights = EQUAL * np.array(of_worker)[:, None]
+    reduced = summed(gradients(), weights)
+    found = ask(0.25 * reduced, scales=W * weights, reduced=reduced, clips=True)
+    finding = verified(found, 20, W, M)
+    assert (found.answer, str(finding.severity)) == (ReferenceAnswer.WEIGHTING, severity)
+    assert told in finding.explanation
+    assert "it was so when backward was called" in finding.explanation
 
 
 @pytest.mark.parametrize(
@@ -227,6 +255,15 @@ def test_a_parameter_that_differs_alone_is_named(how):
     assert odd.afterwards
     assert not ask(given).odd[0].afterwards  # what the reduction has left is not known
     assert "in layers.2.weight alone: " in words(found)
+
+
+def test_a_gradient_where_one_process_has_none_is_called_so():
+    units = gradients()
+    units[..., 2, :] = 0
+    given = summed(units, EQUAL)
+    given[2] = 1
+    found = ask(given, units=units)
+    assert f"in {NAMES[2]} alone: one process would have none." in words(found)
 
 
 def test_unknown_losses_leave_the_weights_of_backward_passes():

@@ -89,6 +89,10 @@ class DirectionalDerivative:
         """Check that the gradients of the model and of its outputs can be read."""
         for micro in micro_batches:
             micro.check_kept()
+            if micro.direct:
+                raise CanaryDeclined(
+                    "the loss takes parameters by itself, past the model's outputs"
+                )
         if self._copy is not None:
             self._copy.check()
             return
@@ -122,7 +126,7 @@ class DirectionalDerivative:
         first_PR = self._first_holders()
         rank = dist.get_rank()
         shares_P = 1 / (first_PR == first_PR[:, [rank]]).sum(axis=1)
-        sums_PX = _gather(shares_P[:, None] * self._sums(), self._device).sum(axis=0)
+        sums_PX = gather(shares_P[:, None] * self._sums(), self._device).sum(axis=0)
         blocks = _blocks(self._names, self._parameters, first_PR)
         coarse = max(micro.rounds_in for micro in micro_batches) > 1e-6
         with _Losses(self._module, self._device, micro_batches) as losses:
@@ -169,7 +173,7 @@ class DirectionalDerivative:
                     changes[at, which, number], given[at, which, number] = self._move(
                         block, length * steps_P, moves, random=which > 0
                     )
-        both = _gather(np.stack([changes / len(rest_RX), given]), self._device).sum(axis=0)
+        both = gather(np.stack([changes / len(rest_RX), given]), self._device).sum(axis=0)
         return {"changes_BDE": both[0], "given_BDE": both[1], "usual_BD": usual}
 
     def _rest(self, losses: "_Losses", micro_batches: Sequence[MicroBatch]) -> Floats:
@@ -185,7 +189,7 @@ class DirectionalDerivative:
         scale /= 1 if micro_batches[0].returns_loss else len(micro_batches)
         far = max(far, abs(first - again) / max(size, 1e-30))
         own = [first, again, scale, self._worker, rounds_in, far, size]
-        rest_RX = _gather(np.array(own, np.float64), self._device)
+        rest_RX = gather(np.array(own, np.float64), self._device)
         if not np.isfinite(rest_RX).all():
             raise CanaryDeclined("the loss is not finite")
         far_R = rest_RX[:, 5]
@@ -207,7 +211,7 @@ class DirectionalDerivative:
             f"{n} {p.dim()}" for n, p in zip(self._names, self._parameters, strict=True)
         )
         own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
-        if len(np.unique(_gather(np.array([own], np.float64), self._device))) > 1:
+        if len(np.unique(gather(np.array([own], np.float64), self._device))) > 1:
             raise CanaryDeclined("the ranks of the job hold different layers")
         groups = Groups(self._names, {name: at for at, name in enumerate(self._names)})
         sketcher = Sketcher(self._device, groups, _WIDTH)
@@ -216,7 +220,7 @@ class DirectionalDerivative:
         sketcher.measure_many([(name, p.data, 0) for name, p in named], totals)
         sizes = np.array([[p.numel()] for p in self._parameters], np.float64)
         sketches = totals.sketches.double().cpu().numpy()
-        held_RPX = _gather(np.concatenate([sketches, sizes], axis=1), self._device)
+        held_RPX = gather(np.concatenate([sketches, sizes], axis=1), self._device)
         norms_RP = np.linalg.norm(held_RPX[..., :-1], axis=2)
         first_PR = np.empty(norms_RP.T.shape, np.int64)  # copies may have drifted apart
         equal_PR = np.empty_like(first_PR)
@@ -229,7 +233,7 @@ class DirectionalDerivative:
         matrices = [p for p, copied in zip(self._parameters, copied_P, strict=True) if copied]
         widths = {size for p in matrices if p.dim() > 1 for size in p.shape}
         constant = [not p.numel() or bool((p == p.reshape(-1)[0]).all()) for p in self._parameters]
-        constant_P = _gather(np.array(constant, np.float64), self._device).max(axis=0)
+        constant_P = gather(np.array(constant, np.float64), self._device).max(axis=0)
         divided = {
             name.rpartition(".")[0]
             for name, p, copied in zip(self._names, self._parameters, copied_P, strict=True)
@@ -267,7 +271,7 @@ class DirectionalDerivative:
                     gradient = self._gradients[at]
                     way = None if gradient is None else gradient.float()
                     if random:
-                        way = _signs(f"{self._names[at]} {moves.first_P[at]}", parameter)
+                        way = random_signs(f"{self._names[at]} {moves.first_P[at]}", parameter)
                     if way is not None:
                         moved = torch.add(before.float(), way, alpha=sign * float(steps_P[at]))
                         parameter.data.copy_(moved)
@@ -333,16 +337,26 @@ def _steps(
     sums_PX: Floats, places: Sequence[int], loss: float, *, coarse: bool
 ) -> tuple[Floats, list[float]]:
     """Return the shorter move of each parameter in both directions, and their usual changes."""
+    sums_X = sums_PX[places].sum(axis=0)
+    along, usual = move_lengths(sums_X, loss, coarse=coarse)
+    usual_P = _MOVED * np.sqrt(sums_PX[:, 1] / np.maximum(sums_PX[:, 2], 1))
+    signs_P = np.maximum((_COARSER if coarse else 1.0) * usual_P, 0.1 * usual)
+    spread = math.sqrt(float((signs_P[places] ** 2 * sums_PX[places, 0]).sum()))
+    return np.stack([np.full(len(sums_PX), along), signs_P]), [along * sums_X[0], spread]
+
+
+def move_lengths(sums_X: Floats, loss: float, *, coarse: bool) -> tuple[float, float]:
+    """Return the shorter move along a gradient, over it, and along random signs.
+
+    ``sums_X`` are the squares of the gradient and of what is moved, and the number of elements.
+    """
+    gradients, squares, size = map(float, sums_X)
     farther = _COARSER if coarse else 1.0
-    gradients, squares, size = sums_PX[places].sum(axis=0)
     along = 0.0
     if gradients:
         far = _FARTHEST * math.sqrt(squares / gradients)
         along = farther * min(_CHANGE * loss / gradients, far)
-    usual_P = np.sqrt(sums_PX[:, 1] / np.maximum(sums_PX[:, 2], 1))
-    signs_P = farther * _MOVED * np.maximum(usual_P, 0.1 * math.sqrt(squares / max(size, 1)))
-    spread = math.sqrt(float((signs_P[places] ** 2 * sums_PX[places, 0]).sum()))
-    return np.stack([np.full(len(sums_PX), along), signs_P]), [along * gradients, spread]
+    return along, farther * _MOVED * math.sqrt(squares / max(size, 1))
 
 
 def _blocks(names: Sequence[str], parameters: Sequence[Tensor], first_PR: Ints) -> list[_Block]:
@@ -374,7 +388,7 @@ def _by_depth(names: Sequence[str], places: Sequence[int]) -> list[list[int]]:
     return [first, [at for layer in rest[:-1] for at in layer], rest[-1]]
 
 
-def _signs(text: str, parameter: Tensor) -> Tensor:
+def random_signs(text: str, parameter: Tensor) -> Tensor:
     """Return random signs, the same for the same text; float32, shaped as the parameter."""
     seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
     draw = torch.Generator(parameter.device).manual_seed(seed)
@@ -395,7 +409,7 @@ def _are_parts(losses_R: Floats, workers_R: Floats) -> bool:
     return False
 
 
-def _gather(values: Floats, device: torch.device) -> Floats:
+def gather(values: Floats, device: torch.device) -> Floats:
     """Return the numbers of all ranks ``[R, ...]``; all of them call it."""
     own = torch.from_numpy(np.ascontiguousarray(values, np.float64)).to(device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]

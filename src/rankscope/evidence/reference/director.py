@@ -14,7 +14,7 @@ from rankscope.bus.words import shortened
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.slopes import judge_slopes
 from rankscope.evidence.reference.verify import ReferenceAnswer, Verification, verify
-from rankscope.evidence.reference.words import declined, derived, verified
+from rankscope.evidence.reference.words import LossCheck, declined, derived, verified
 from rankscope.stats.arrays import Floats
 
 _log = logging.getLogger("rankscope")
@@ -62,12 +62,19 @@ class Verifications(ShareDirector[ReferenceShare]):
         yield finding
 
     def _judge(self, step: GatheredStep, parts: Mapping[int, ReferenceShare]) -> Finding:
+        loss = LossCheck.of([part for _, part in sorted(parts.items())], self.num_workers)
         slopes = [part.slopes for _, part in sorted(parts.items())]
         if len(parts) == self.num_workers and None not in slopes and slopes[0] is not None:
             num_micro = max(map(len, step.micro_losses), default=1)
             judged = judge_slopes(slopes[0], self.num_workers)
             return derived(
-                judged, slopes[0], step.step, self.num_workers, num_micro, by_loop=self._by_loop
+                judged,
+                slopes[0],
+                step.step,
+                self.num_workers,
+                num_micro,
+                loss=loss,
+                by_loop=self._by_loop,
             )
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
@@ -110,10 +117,10 @@ class Verifications(ShareDirector[ReferenceShare]):
             step.step,
             self.num_workers,
             most,
+            loss=loss,
             by_loop=self._by_loop,
             clips=clips,
             planned=meant is not None,
-            loss_outside=any(part.loss_outside for part in parts_W),
         )
 
     def _why_not(self, parts: Mapping[int, ReferenceShare]) -> str:

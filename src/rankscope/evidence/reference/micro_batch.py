@@ -8,7 +8,7 @@ So the gradient of the parameters is computed once more without the loss functio
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,20 @@ from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, resto
 from rankscope.evidence.canary.layout import Layout, layout_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
+from rankscope.evidence.reference.direct import Edge
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hides_tensors, hook_gradient, tensors_in
 from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.surroundings import outside
 
+if TYPE_CHECKING:
+    from rankscope.evidence.reference.loss_tape import LossTape
+
 MOST_BATCH_BYTES = 2**30
 """Larger micro-batches are declined; they stay in this process."""
+
+LOST = "what a backward pass brought could not be kept ({})"
 
 _EXACT = 4e-6
 """Largest relative distance of the outputs from those in the training, in float32."""
@@ -48,6 +54,9 @@ _NOT_REPEATED = (
 _CHANGED = (
     "{} changed between the forward pass and the optimizer's call: the gradient belongs to other "
     "values (gathered too late, or updated in the backward pass)"
+)
+_DIRECT = (
+    "the loss takes parameters by itself, past the model's outputs, and ranks hold parts of them"
 )
 _NOT_WHOLE = (
     "the forward pass returns something else with whole parameters than it has in the training {}: "
@@ -86,6 +95,15 @@ class MicroBatch:
         self._num_tensors = 0
         self.root: Tensor | float | None = None
         """What its backward pass was called on; NaN if that was more than one, None before it."""
+        self.tape: LossTape | None = None
+        """What the script computes from its outputs; None if nothing was recorded."""
+        self.direct: Mapping[int, Tensor] = {}
+        """Gradients of its backward pass past the model's outputs, by the parameter's id."""
+
+    @property
+    def edges(self) -> list[Edge]:
+        """Where the outputs lie in the training's graph."""
+        return [one.edge for one in self._returned]
 
     @property
     def trained(self) -> bool:
@@ -153,7 +171,7 @@ class MicroBatch:
             )
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
-            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+            raise CanaryDeclined(LOST.format(lost))
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -165,11 +183,21 @@ class MicroBatch:
         """Gather the outputs' gradients that are spread over ranks; all ranks call it."""
         for one in self._returned:
             if one.gradient is not None:
+                one.part = local_of(one.gradient)
                 one.gradient = whole_of(one.gradient)
 
+    @property
+    def arrived(self) -> list[Tensor | None]:
+        """This rank's parts of the gradients of the outputs, in the order of :meth:`see_output`."""
+        gradients = (one.gradient if one.part is None else one.part for one in self._returned)
+        return [None if gradient is None else local_of(gradient) for gradient in gradients]
+
     @torch.no_grad()
-    def see_output(self, output: object) -> None:
-        """Note the outputs of the forward pass, and hook their gradients."""
+    def see_output(self, output: object) -> list[Tensor]:
+        """Note the outputs of the forward pass, and hook their gradients.
+
+        Returns those of which a script may compute a loss; none where one comes from another.
+        """
         self._hidden = hides_tensors(output)
         tensors = _differentiable(output)
         above = _computed_from(tensors)
@@ -186,6 +214,8 @@ class MicroBatch:
             one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
             hook_gradient(tensor, one.receive)
+        is_loss = any(above) or all(tensor.numel() == 1 for tensor in tensors)
+        return [] if is_loss else tensors
 
     def gradients(
         self,
@@ -230,7 +260,21 @@ class MicroBatch:
                 raise CanaryDeclined(ACCUMULATES)
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
                 one.check_inside(inside)
-            return found[: len(parameters)]
+            return self._with_direct(module, parameters, found)
+
+    def _with_direct(
+        self, module: nn.Module, parameters: Sequence[Tensor], found: Gradients
+    ) -> Gradients:
+        """Return gradients that came through the outputs, with those that came past them."""
+        if not self.direct.keys() <= set(map(id, module.parameters())):
+            raise CanaryDeclined(_DIRECT)
+        whole = list(found[: len(parameters)])
+        for place, parameter in enumerate(parameters):
+            own = self.direct.get(id(parameter))
+            through = whole[place]
+            if own is not None:
+                whole[place] = own if through is None else through + own
+        return whole
 
     def changed(self, module: nn.Module) -> list[Tensor]:
         """Return the parameters that differ from those of the forward pass; waits for the device.
@@ -296,11 +340,13 @@ class _Returned:
         self.projection = project(local) if compared else None
         self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
         self.dtype = tensor.dtype
+        self.edge: Edge = (tensor.grad_fn, tensor.output_nr)
         self.place = 0  # its place among all tensors of the output
         # its value, if it is one number
         self.number = local.detach().clone() if local.numel() == 1 else None
         self.above: list[_Returned] = []  # computed from it, such as the loss from logits
         self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
+        self.part: Tensor | None = None  # of that gradient, what this rank holds, once gathered
         self.norm: Tensor | None = None  # of this rank's part, if it may pass through those
         self._inner: Layout | None = None
         self.lost = ""  # error at the arrival of the gradient; empty without

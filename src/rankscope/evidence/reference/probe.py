@@ -20,10 +20,13 @@ from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.evidence.canary.alone import watch_roots
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.cost import is_out_of_memory
+from rankscope.evidence.canary.cost import check_room, is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.derivative import DirectionalDerivative
-from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.direct import DirectGradients
+from rankscope.evidence.reference.loss_slopes import measure_loss
+from rankscope.evidence.reference.loss_tape import LossTape, may_record
+from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
 from rankscope.evidence.reference.models import (
     EngineModel,
     GatheredModel,
@@ -38,6 +41,7 @@ from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE, Wrapped, is_compiled
+from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
 
@@ -48,6 +52,12 @@ _sessions = itertools.count()  # of this process: each has a place of its own in
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
+_NO_EXCHANGE = "a rank's loss exchanges no tensors with others"
+_INNER = "the loss takes values of the forward pass that the model does not return"
+_BY_ITSELF = (
+    "a backward pass of its own reaches parameters, as for a penalty on weights, and which "
+    "micro-batch it belongs to is not known"
+)
 _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
@@ -73,6 +83,7 @@ class ReferenceProbe(Probe):
             self._why_no_copy = _NO_MESH
         self._module = wrapped.module
         self._device = wrapped.device
+        self._group = wrapped.group
         engine = wrapped.kind is DEEPSPEED
         shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
         # All ranks that hold a part of a parameter take part in gathering it.
@@ -85,6 +96,7 @@ class ReferenceProbe(Probe):
         self._session = next(_sessions)
         self._roots: Patch | None = None
         self._root: Tensor | None = None
+        self._direct: DirectGradients | None = None  # of a backward pass that runs
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
@@ -92,6 +104,7 @@ class ReferenceProbe(Probe):
         self._spent = 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
+        self._tape: LossTape | None = None  # that is being recorded
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
         copy = GatheredModel(wrapped.wrapper) if wrapped.kind is FSDP2 else None
@@ -140,6 +153,7 @@ class ReferenceProbe(Probe):
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note the beginning of a forward pass of the training."""
+        self._stop_tape()
         if step != self._step:
             self._step = step
             if self._requested or step in self._at:
@@ -170,7 +184,14 @@ class ReferenceProbe(Probe):
         inside = self._inside
         self._inside = None
         if inside is not None:
-            self._try(inside.see_output, output)
+            self._try(self._see_output, inside, output)
+
+    def _see_output(self, micro: MicroBatch, output: object) -> None:
+        """Note the outputs of a forward pass, and record what is computed from them."""
+        outputs = micro.see_output(output)
+        if outputs and self._derivative is not None and dist.get_world_size() > 1 and may_record():
+            micro.tape = self._tape = LossTape(outputs)
+            self._tape.start()
 
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
@@ -196,6 +217,7 @@ class ReferenceProbe(Probe):
             elif part is None and kept and self._derivative is not None:
                 why_no_copy += f"; and the loss was not moved either, since {self._declined}"
             self._declined = why_no_copy
+        part = self._with_loss(step, part)
         self._finish(step, part or ReferenceShare(declined=self._declined))
         spent = self._spent
         self._spent = 0.0
@@ -219,7 +241,11 @@ class ReferenceProbe(Probe):
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
         part = self._reference.compute(trained).without(self._channel.shared_weights)
-        return replace(part, clips=CLIP.num_calls > self._num_clips, clips_value=self._clips_value)
+        return replace(
+            part,
+            clips=CLIP.num_calls > self._num_clips,
+            clips_value=self._clips_value,
+        )
 
     @property
     def _clips_value(self) -> bool:
@@ -256,10 +282,59 @@ class ReferenceProbe(Probe):
         clipped = math.nan if reference is None else reference.changed_since_reduction()
         return ReferenceShare(slopes=self._derivative.measure(trained, clipped))
 
+    def _with_loss(self, step: int, part: ReferenceShare | None) -> ReferenceShare | None:
+        """Add how a loss outside of the model changes, if it exchanges tensors between ranks.
+
+        Every rank of the job answers, so that none waits for one that has no such loss.
+        """
+        if self._derivative is None or dist.get_world_size() == 1:
+            return part
+        trained = [micro for micro in self._passes if micro.trained]
+        micro = next((m for m in trained if m.tape is not None and m.tape.exchanges), None)
+        problem = _NO_EXCHANGE
+        if micro is not None and micro.tape is not None and part is not None:
+            problem = self._why_not_moved(micro.tape, micro.root)
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(f"rankscope/loss/{self._session}/{step}", default_store())
+        problem = agree(store, dist.get_world_size(), problem, AGREE_SECONDS)
+        if micro is None or micro.tape is None or part is None:
+            return part
+        if problem:
+            return replace(part, loss_unchecked=problem)
+        rank, size = self._group.rank(), self._group.size()
+        try:
+            found = measure_loss(
+                micro.tape, micro.arrived, self._device, rank, size, micro.rounds_in
+            )
+        except CanaryDeclined as reason:  # on all ranks alike
+            return replace(part, loss_unchecked=str(reason))
+        return replace(part, loss_slopes=found)
+
+    def _why_not_moved(self, tape: LossTape, root: Tensor | float | None) -> str:
+        """Return why a loss cannot be run again; empty if it can."""
+        try:
+            check_room(4 * sum(o.nbytes for o in tape.outputs), self._device, "moved outputs")
+            tape.check(math.nan if root is None else float(root))
+        except CanaryDeclined as reason:
+            return str(reason)
+        return ""
+
     def _before_backward(self, tensors: Any, gradients: Any) -> None:
-        """Keep the value on which a backward pass is called."""
+        """Keep the value on which a backward pass is called, and watch what passes the outputs."""
+        tape = self._stop_tape()
+        if tape is not None and len(tensors) == 1:
+            tape.end(tensors[0], gradients[0])
         self._root = None
         self._try(outside, self._keep_root, tensors, gradients)
+        if not (self._declined or in_backward()):  # a checkpoint's own begins inside
+            self._try(outside, self._watch_direct, tensors)
+
+    def _watch_direct(self, tensors: Sequence[Tensor]) -> None:
+        self._unwatch_direct()  # the last one was interrupted
+        if not self._passes:
+            return
+        outputs = {edge for micro in self._passes for edge in micro.edges}
+        self._direct = DirectGradients(tensors, outputs, set(map(id, self._module.parameters())))
 
     def _keep_root(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         if len(tensors) != 1 or tensors[0].numel() != 1:
@@ -274,8 +349,41 @@ class ReferenceProbe(Probe):
         new = [micro for micro in self._passes if micro.trained and micro.root is None]
         for micro in new:
             micro.root = self._root if len(new) == 1 and self._root is not None else math.nan
+        if not (self._declined or in_backward()):
+            self._try(outside, self._keep_direct, new)
+
+    def _keep_direct(self, trained: Sequence[MicroBatch]) -> None:
+        """Give the gradients past the outputs to the micro-batch that was ``trained``."""
+        direct = self._unwatch_direct()
+        if direct is None:
+            return
+        if direct.lost:
+            raise CanaryDeclined(LOST.format(direct.lost))
+        if direct.takes_inner:
+            raise CanaryDeclined(_INNER)
+        if direct.by_parameter:
+            if len(trained) != 1:
+                raise CanaryDeclined(_BY_ITSELF)
+            trained[0].direct = direct.by_parameter
+
+    def _unwatch_direct(self) -> DirectGradients | None:
+        direct = self._direct
+        self._direct = None
+        if direct is not None:
+            direct.remove()
+        return direct
+
+    def _stop_tape(self) -> LossTape | None:
+        """Record no more; return what was recorded."""
+        tape = self._tape
+        self._tape = None
+        if tape is not None:
+            tape.stop()
+        return tape
 
     def _unwatch_roots(self) -> None:
+        self._stop_tape()
+        self._unwatch_direct()
         if self._roots is not None:
             self._roots.remove()
             self._roots = None

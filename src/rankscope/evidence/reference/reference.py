@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -98,6 +99,7 @@ class ReferenceStep:
             loss_outside=not all(micro.returns_loss for micro in micro_batches),
             names=self._model.names,
             types=self._types(rounds_in),
+            elements_P=np.array([parameter.numel() for parameter in parameters], np.float64),
             copies=self._model.copies,
             summed_workers=self._model.summed_workers,
             terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),

@@ -54,6 +54,7 @@ class ReferenceShare(Packable):
 
     names: tuple[str, ...] = ()
     types: tuple[str, ...] = ()  # their types ``[P]``, such as ``float32``
+    elements_P: Floats = field(default_factory=_NOTHING)  # of each whole parameter
     terms_MPK: Floats32 = field(default_factory=_NO_TERMS)  # of each micro-batch, computed again
     norms_MP: Floats = field(default_factory=_NO_NORMS)  # their norms, not estimated
     given_PK: Floats32 = field(default_factory=_NO_ROWS)  # of ``.grad`` at the optimizer's call
@@ -70,6 +71,8 @@ class ReferenceShare(Packable):
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
     roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
     loss_outside: bool = False  # the model returns no loss: the gradients of its outputs are kept
+    loss_slopes: Slopes | None = None  # of a loss outside of the model that exchanges tensors
+    loss_unchecked: str = ""  # why such a loss was not run again; empty if it was, or is no such
 
     def without(self, names: Container[str]) -> "ReferenceShare":
         """Return the share without some parameters; with all of them, if it has no other."""
@@ -80,6 +83,7 @@ class ReferenceShare(Packable):
             self,
             names=tuple(self.names[number] for number in kept),
             types=tuple(self.types[number] for number in kept),
+            elements_P=self.elements_P[kept],
             terms_MPK=self.terms_MPK[:, kept],
             norms_MP=self.norms_MP[:, kept],
             given_PK=self.given_PK[kept],
@@ -91,6 +95,8 @@ class ReferenceShare(Packable):
     @property
     def fits(self) -> bool:
         """Whether the shapes of the arrays fit each other."""
+        if self.loss_slopes is not None and not self.loss_slopes.fits:
+            return False
         if self.slopes is not None:
             return self.slopes.fits
         if self.declined:
@@ -101,6 +107,7 @@ class ReferenceShare(Packable):
         return (
             self.copies >= 1
             and num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
+            and self.elements_P.shape == (num_parameters,)
             and self.norms_MP.shape == (count, num_parameters)
             and self.given_PK.shape == (num_parameters, width)
             and self.reduced_PK.shape in ((num_parameters, width), (0, width))

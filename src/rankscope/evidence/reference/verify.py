@@ -10,13 +10,15 @@ with the intended weights e: ``1/(W M_i)`` if each worker's mean loss counts ali
 each label token does. The gradient that the optimizer got is compared with it, for each parameter
 by the norm of the difference, within the bound of rounding:
 
-    u (M + W + 4) sum_im |e_im / s_im| |h_im|,
+    (u (M + W + 4) + v (4 + sqrt(n / k))) sum_im |e_im / s_im| |h_im|,
 
 the first-order bound of a sum, with the unit roundoff u of the parameter's type. All gradients are
 linear sketches (:mod:`rankscope.gradients.sketch`), which are added up in float64, one after the
-other. A sketch holds each element of a parameter that is no longer than it; of a longer one it
-estimates the norm of a difference to within 9 % (k = 251), which suffices. A single wrong element
-of a large parameter stays below the bound if its error does.
+other. A sketch adds up a parameter's n elements in float32, to k numbers: the roundings of n/k sums
+are a random walk, in units of v, the unit roundoff of float32. A sketch holds each element of a
+parameter that is no longer than it; of a longer one it estimates the norm of a difference to within
+9 % (k = 251), which suffices. A single wrong element of a large parameter stays below the bound if
+its error does.
 
 If the two differ, the least-squares weights of the micro-batches in the given gradient explain how.
 
@@ -183,9 +185,12 @@ class _Step:
         self.axis = first.axis
         replicas_W = [part.replicas_PK for part in parts_W]
         self.replicas_PK = _gathered(replicas_W, first.copies)[0] if self.axis else None
-        self.roundoff_P = np.array(
-            [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
-        )
+        single = UNIT_ROUNDOFF["float32"]
+        self.roundoff_P = np.array([UNIT_ROUNDOFF.get(t, single) for t in self.types])
+        self.sketching_P = single * (4 + np.sqrt(first.elements_P / first.given_PK.shape[1]))
+        """Bound of rounding on a sketch, over its norm ``[P]``."""
+        self.product_rounding_P = 8 * (self.roundoff_P + single) + self.sketching_P
+        """The same between a gradient and its product with a number ``[P]``."""
 
     def of_reduced(self) -> "_Step":
         """Return the step with the gradients as the reduction left them."""
@@ -206,8 +211,7 @@ class _Step:
         roundings = max(self.counts_W) + self.num_workers + 4
         sizes_P = np.abs(factors_N) @ self.norms_NP
         unsteady_NP = np.stack([part.unsteady_P for part in self.parts_W])[self.worker_N]
-        sketched = 4 * UNIT_ROUNDOFF["float32"]
-        bound_P: Floats = (roundings * self.roundoff_P + sketched) * sizes_P
+        bound_P: Floats = (roundings * self.roundoff_P + self.sketching_P) * sizes_P
         unsteady_P: Floats = 4 * np.abs(factors_N) @ unsteady_NP
         return bound_P + unsteady_P
 
@@ -226,7 +230,7 @@ class _Step:
         factor = float(median(ratios_P[known_P])) if known_P.any() else 1.0
         far_P = _norms(self.given_W[0] - factor * reduced_PK)
         size_P = abs(factor) * _norms(reduced_PK)
-        return factor, far_P > 8 * (self.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
+        return factor, far_P > self.product_rounding_P * size_P
 
 
 class _Reference:
@@ -327,16 +331,20 @@ def _find_factor(reference: _Reference) -> Verification | None:
         return None
     if _is_clipped(reference, factor):
         return reference.describe(ReferenceAnswer.AGREES, factor=factor, clipped=factor)
-    step = reference.step
-    clips = all(part.clips for part in step.parts_W)
-    if clips and step.changes is not None and abs(step.changes[0] - 1) > _EQUAL:
-        reduced = _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
-        before = _find_factor(reduced)  # clipping hides it
-        if before is not None:
-            return before
-    return reference.describe(
+    reduced = _before_clipping(reference)
+    before = None if reduced is None else _find_factor(reduced)
+    return before or reference.describe(
         ReferenceAnswer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step)
     )
+
+
+def _before_clipping(reference: _Reference) -> _Reference | None:
+    """Return the same with the reduced gradient, whose answer clipping hides; None without."""
+    step = reference.step
+    clips = all(part.clips for part in step.parts_W)
+    if not clips or step.changes is None or abs(step.changes[0] - 1) <= _EQUAL:
+        return None
+    return _Reference(step.of_reduced(), reference.weighting, reference.weights_N)
 
 
 def _is_clipped(reference: _Reference, factor: float) -> bool:
@@ -378,8 +386,11 @@ def _find_held(reference: _Reference) -> Verification | None:
         is_smaller = bool((_norms(given_PK) <= _MOST_GROWN * size_P).all())
         return replace(sound, by_value=True) if is_smaller else None
     far_P = _norms(given_PK - np.nan_to_num(ratios_P)[:, None] * reduced.given_W[0])
-    rounding_P = 8 * (step.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
-    if (far_P > rounding_P).any() or (ratios_P > 1 + _EQUAL).any() or (ratios_P < 0).any():
+    if (
+        (far_P > step.product_rounding_P * size_P).any()
+        or (ratios_P > 1 + _EQUAL).any()
+        or (ratios_P < 0).any()
+    ):
         return None
     held_P = (size_P > 0) & ~given_PK.any(axis=1)
     others = ratios_P[(size_P > 0) & ~held_P & (ratios_P < 1 - _EQUAL)]
@@ -486,6 +497,9 @@ def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats
 
 def _find_weights(reference: _Reference) -> Verification | None:
     """Return an answer where other weights of the micro-batches explain the given gradient."""
+    reduced = _before_clipping(reference)
+    if reduced is not None:
+        return _find_weights(reduced)
     step = reference.step
     factors_N, errors_N = _fit(step)
     fitted = _Reference(step, reference.weighting, factors_N * step.scales_N)

@@ -3,14 +3,21 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rankscope.bus.detector import finding_at
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, listed, name_ranks, shortened
-from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
+from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.evidence.reference.slopes import (
+    BlockSlope,
+    SlopeAnswer,
+    Slopes,
+    SlopeVerdict,
+    judge_slopes,
+)
 from rankscope.evidence.reference.verify import (
     GradientMismatch,
     OddParameter,
@@ -36,6 +43,22 @@ _LOSS_OUTSIDE = (
     "the model's outputs were used as they were"
 )
 
+_LOSS_RIGHT = (
+    ". The loss, which is computed outside of the model and exchanges tensors between the ranks, "
+    "was computed again with other outputs of the model: what it gave back to them is its "
+    "derivative"
+)
+
+_LOSS_DIVIDED = (
+    ", times {factor:.3g}: each rank differentiates the loss of all of them, and the mean over "
+    "workers divides it once more"
+)
+
+_LOSS_UNCHECKED = (
+    "the loss, which is computed outside of the model, exchanges tensors between the ranks, and "
+    "was not computed again: {}"
+)
+
 _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
@@ -54,16 +77,78 @@ _FAR = 0.5  # relative, from any sum: as far as the audit of a loop's reduction 
 _MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
+@dataclass(frozen=True, slots=True)
+class LossCheck:
+    """What is known of the gradient that a loss outside of the model gave to the outputs."""
+
+    outside: bool = False
+    unchecked: str = ""  # why a loss that exchanges tensors was not computed again
+    verdict: SlopeVerdict | None = None  # of one that was
+    num_ranks: int = 1
+
+    @classmethod
+    def of(cls, parts: Sequence[ReferenceShare], num_workers: int) -> "LossCheck":
+        """Return it from the parts of all workers."""
+        outside = any(part.loss_outside for part in parts)
+        unchecked = next((part.loss_unchecked for part in parts if part.loss_unchecked), "")
+        slopes = next((part.loss_slopes for part in parts if part.loss_slopes is not None), None)
+        if slopes is None or unchecked:
+            return cls(outside, unchecked)
+        verdict = judge_slopes(slopes, num_workers)
+        if verdict.answer is SlopeAnswer.UNCLEAR:
+            return cls(outside, "rounding or jumps hide how it changes")
+        return cls(outside, "", verdict, slopes.num_ranks)
+
+    @property
+    def _divided(self) -> bool:
+        """Whether what came back is the derivative, over the number of ranks or times it."""
+        if self.verdict is None or self.verdict.answer is not SlopeAnswer.FACTOR:
+            return False
+        factor = self.verdict.factor
+        return any(abs(factor * n - 1) < _SAME for n in (self.num_ranks, 1 / self.num_ranks))
+
+    @property
+    def words(self) -> str:
+        """What stands behind an agreement."""
+        if self.verdict is not None:
+            return _LOSS_RIGHT
+        return _LOSS_OUTSIDE if self.outside else ""
+
+    @property
+    def factor_words(self) -> str:
+        """The factor of an agreement, in words; empty without one."""
+        if self.verdict is None or not self._divided:
+            return ""
+        return _LOSS_DIVIDED.format(factor=self.verdict.factor)
+
+    def finding(self, step: int) -> Finding | None:
+        """Return the finding that takes the place of an agreement; None if it stands."""
+        if self.unchecked:
+            return declined(_LOSS_UNCHECKED.format(self.unchecked), (), step)
+        if self.verdict is None or self.verdict.answer is SlopeAnswer.AGREES or self._divided:
+            return None
+        (block,) = self.verdict.blocks
+        how = f"it is {block.ratio:.3g} times that"
+        if self.verdict.answer is SlopeAnswer.BLOCKS:
+            how = _ELSEWHERE
+        fields: dict[str, object] = {"step": f"{step:,}", "how": how}
+        numbers = {"ratio": block.ratio, "bound": block.bound}
+        return finding_at(step, "verify.loss", Severity.WARNING, (), fields, numbers)
+
+
+_NOTHING_OUTSIDE = LossCheck()
+
+
 def verified(
     found: Verification,
     step: int,
     num_workers: int,
     num_micro: int,  # most micro-batches of a worker
     *,
+    loss: LossCheck = _NOTHING_OUTSIDE,
     by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
     planned: bool = False,  # the plan has the weights
-    loss_outside: bool = False,  # of the model, and not computed again
 ) -> Finding:
     """Return the finding of a reference step.
 
@@ -82,16 +167,20 @@ def verified(
     if found.clipped != 1 and not clips:
         found = replace(found, answer=ReferenceAnswer.SCALE)
     micro_batches = count(num_micro, "micro-batch", "micro-batches")
-    kept = _LOSS_OUTSIDE if loss_outside else ""
+    if found.answer is ReferenceAnswer.AGREES:
+        instead = loss.finding(step)
+        if instead is not None:
+            return instead
     fields = {
         "step": f"{step:,}",
         "right": "what one process would compute",
         "how_computed": "It was computed again on "
         f"{count(num_workers, 'worker')}, each with {micro_batches}, one micro-batch "
-        f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}{kept}",
+        f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}{loss.words}",
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
+    fields["clipped"] = f"{fields['clipped']}{loss.factor_words}"
     severity = _severity(found, num_workers, num_micro, planned=planned)
     if by_loop and found.answer is ReferenceAnswer.SCALE:
         severity = min(severity, Severity.WARNING)
@@ -117,6 +206,8 @@ def _severity(found: Verification, num_workers: int, num_micro: int, *, planned:
         meant = not _guess(found.factor, num_workers, num_micro)
     elif found.answer is ReferenceAnswer.WEIGHTING:
         meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
+        if not _ranks(found):
+            meant = not _guess(_common(found), num_workers, num_micro)
     unknown = found.weighting == "backward" and found.answer in (
         ReferenceAnswer.SCALE,
         ReferenceAnswer.WEIGHTING,
@@ -131,6 +222,7 @@ def derived(
     num_workers: int,
     num_micro: int,  # micro-batches of a worker
     *,
+    loss: LossCheck = _NOTHING_OUTSIDE,
     by_loop: bool = False,
 ) -> Finding:
     """Return the finding of directional derivatives."""
@@ -151,11 +243,12 @@ def derived(
     fields: dict[str, object] = {
         "step": f"{step:,}",
         "right": "the derivative of the loss",
-        "clipped": times,
+        "clipped": f"{times}{loss.factor_words}",
         "ulps": f"{far:.1g} of it",
         "how_computed": (
             f"Blocks of parameters were moved up and down, and each time all {ranks} ran the "
             f"training's own forward pass, since no worker can compute it alone; {losses}"
+            f"{loss.words}"
         ),
         "error": f"{far:.1e}",
         "parameter": farthest.label,
@@ -168,7 +261,8 @@ def derived(
         "loss_factor": slopes.scale,
     }
     if agrees:
-        return finding_at(step, "verify.agrees", Severity.NOTE, (), fields, numbers)
+        agreed = finding_at(step, "verify.agrees", Severity.NOTE, (), fields, numbers)
+        return loss.finding(step) or agreed
     meant = found.answer is SlopeAnswer.FACTOR and not guess
     severity = Severity.WARNING if meant else Severity.ERROR
     return finding_at(step, "verify.derivative", severity, (), fields, numbers)
@@ -321,8 +415,12 @@ def _numbered(which: Sequence[int]) -> str:
 def _weights(found: Verification) -> str:
     """Return whose micro-batches have other weights."""
     common = _common(found)
+    ranks = _ranks(found)
+    if not ranks:
+        ratios = [ratio for own in found.ratios for ratio in own]
+        return f"every worker {min(ratios):.3g} to {max(ratios):.3g} times"
     parts = []
-    for rank in _ranks(found):
+    for rank in ranks:
         own = [ratio / common for ratio in found.ratios[rank]]
         least = min(own)
         most = max(own)
@@ -374,12 +472,17 @@ def _odd(found: Verification) -> str:
 
 
 def _how(one: OddParameter) -> str:
+    far = (
+        "one process would have none"
+        if math.isinf(one.error)
+        else f"by {one.error:.2g} of its norm"
+    )
     words = {
         GradientMismatch.NOT_REDUCED: "not reduced, every worker holds its own",
         GradientMismatch.MISSING: "there is none",
         GradientMismatch.SCALE: f"{one.factor:.3g} of it",
         GradientMismatch.PARTIAL: f"not reduced over {one.axis}",
-        GradientMismatch.CHANGED: f"by {one.error:.2g} of its norm",
+        GradientMismatch.CHANGED: far,
     }[one.how]
     return f"{words}, since something after the reduction" if one.afterwards else words
 

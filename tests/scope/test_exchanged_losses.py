@@ -1,0 +1,186 @@
+"""Losses that a loop computes with tensors of other ranks, checked in a reference step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _python_dispatch
+
+from support.findings import events_of
+from support.loops import collect_warnings, watch
+from support.ranks import run_ranks
+
+ROWS, AT, STEPS = 6, 1, 3
+
+
+def others(rows: Tensor) -> list[Tensor]:
+    """Gather the rows of all ranks, without a way back."""
+    found = [torch.zeros_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, rows)
+    return found
+
+
+def contrast(rows: Tensor, everywhere: Tensor) -> Tensor:
+    targets = torch.arange(ROWS) + ROWS * dist.get_rank()
+    return F.cross_entropy(5 * rows @ everywhere.t(), targets)
+
+
+def gathered(rows: Tensor) -> Tensor:
+    return contrast(rows, torch.cat(others(rows)))
+
+
+def gathered_with_a_way_back(rows: Tensor) -> Tensor:
+    return contrast(rows, torch.cat(all_gather(rows)))  # type: ignore[no-untyped-call]
+
+
+def whole_on_each_rank(rows: Tensor) -> Tensor:
+    parts = others(rows)
+    parts[dist.get_rank()] = rows
+    everywhere = torch.cat(parts)
+    return F.cross_entropy(5 * everywhere @ everywhere.t().roll(1, 0), torch.arange(2 * ROWS))
+
+
+def correlated(rows: Tensor) -> Tensor:
+    """Sum a matrix over the ranks in its place, as Barlow Twins does."""
+    matrix = rows.t() @ rows
+    dist.all_reduce(matrix)
+    return (matrix - torch.eye(len(matrix))).square().sum()
+
+
+def assigned(rows: Tensor) -> Tensor:
+    """Compare with targets that all ranks make together, without a gradient, as SwAV does."""
+    with torch.no_grad():
+        targets = (rows / 0.5).exp()
+        total = targets.sum(0)
+        dist.all_reduce(total)
+        targets = F.normalize(targets / total, p=1, dim=1)
+    return -(targets * rows.log_softmax(1)).sum(1).mean()
+
+
+def logged(rows: Tensor) -> Tensor:
+    loss = F.cross_entropy(rows @ rows.t(), torch.arange(ROWS))
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+class IntoParts(Function):
+    """Gathers into parts of one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        found = torch.empty(2 * ROWS, rows.shape[1])
+        dist.all_gather(list(found.chunk(2)), rows)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        summed = gradient.clone()
+        dist.all_reduce(summed)
+        return summed[ROWS * dist.get_rank() :][:ROWS]
+
+
+def gathered_into_parts(rows: Tensor) -> Tensor:
+    return contrast(rows, IntoParts.apply(rows))  # type: ignore[no-untyped-call]
+
+
+class DividedCrossEntropy(Function):
+    """Cross entropy of logits of which each rank has a part; one loss for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, right: bool) -> Tensor:
+        size = logits.shape[1]
+        total = logits.exp().sum(1)
+        dist.all_reduce(total)
+        own = (labels // size == dist.get_rank()).float()
+        place = (labels % size)[:, None]
+        predicted = logits.gather(1, place)[:, 0] * own
+        dist.all_reduce(predicted)
+        gradient = logits.exp() / total[:, None]
+        ctx.save_for_backward(gradient.scatter_add_(1, place, -own[:, None]))
+        ctx.right = right
+        return total.log() - predicted
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        weight = incoming[:, None] if ctx.right else incoming[0]
+        return gradient * weight, None, None
+
+
+def divided(rows: Tensor, *, right: bool = True) -> Tensor:
+    labels, weights = torch.arange(ROWS) * 2 % 10, torch.arange(1.0, ROWS + 1)
+    losses = DividedCrossEntropy.apply(rows, labels, right)  # type: ignore[no-untyped-call]
+    return (losses * weights).sum() / weights.sum()
+
+
+def divided_wrongly(rows: Tensor) -> Tensor:
+    return divided(rows, right=False)
+
+
+FOUND = {
+    # a loss: what is found, how bad, and a part of the sentence
+    gathered: ("verify.loss", "warning", "is not the derivative of the mean loss"),
+    divided_wrongly: ("verify.loss", "warning", "exchanged tensors between the ranks"),
+    gathered_with_a_way_back: ("verify.agrees", "note", "gave back to them is its derivative"),
+    whole_on_each_rank: ("verify.agrees", "note", "times 0.5: each rank differentiates the loss"),
+    correlated: ("verify.agrees", "note", "times 0.5: each rank differentiates the loss"),
+    divided: ("verify.agrees", "note", "gave back to them is its derivative"),
+    assigned: ("verify.agrees", "note", "was not: the gradients that it gave"),
+    logged: ("verify.agrees", "note", "was not: the gradients that it gave"),
+    gathered_into_parts: ("verify.declined", "note", "writes into a part of a tensor"),
+}
+
+
+def train(rank: int, loss: Any, run_dir: str | None) -> list[Tensor]:
+    """Train a few steps; return the parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 6))
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = None
+    if run_dir is not None:
+        scope = watch(wrapped, optimizer, run_dir=run_dir, verify_at=[AT])
+    draw = torch.Generator().manual_seed(100 + (0 if "divided" in loss.__name__ else rank))
+    for _ in range(STEPS):
+        outputs = wrapped(torch.randn(ROWS, 4, generator=draw))
+        if "divided" not in loss.__name__:
+            outputs = F.normalize(outputs, dim=1)
+        loss(outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert _python_dispatch._get_current_dispatch_mode_stack() == []
+    if scope is not None:
+        scope.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def train_each(rank: int, folder: str) -> list[tuple[str, list[str], bool]]:
+    found = []
+    for loss in FOUND:
+        warnings = collect_warnings()
+        watched = train(rank, loss, f"{folder}/{loss.__name__}")
+        alone = train(rank, loss, None)
+        same = all(map(torch.equal, watched, alone))
+        found.append((loss.__name__, warnings, same))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_loss_of_several_ranks_is_held_against_its_gradient(tmp_path: Path):
+    for trained in run_ranks(train_each, 2, str(tmp_path)):
+        for name, warnings, same in trained:
+            assert warnings == [], name
+            assert same, name
+    for loss, (cause, severity, sentence) in FOUND.items():
+        events = events_of(tmp_path / loss.__name__)
+        (finding,) = (one for one in events if one["cause"].startswith("verify."))
+        said = finding["cause"], finding["severity"]
+        assert said == (cause, severity), (loss.__name__, finding["explanation"])
+        assert sentence in finding["explanation"], loss.__name__
