@@ -319,7 +319,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     return _find_loop(inner, process_group or dist.group.WORLD)
 
 
-def _wrapped_whole(model: nn.Module) -> nn.Module | None:
+def _wrapped_whole(model: Any) -> nn.Module | None:
     """Return the wrapped model inside a module without parameters of its own, as of Fabric."""
     if not isinstance(model, nn.Module):
         return None
@@ -335,7 +335,7 @@ _FOREIGN = "fairscale.nn.data_parallel"
 """Wrappers that leave a reduced gradient on one rank, or flatten parameters."""
 
 
-def _check_bare(model: nn.Module) -> None:
+def _check_bare(model: Any) -> None:
     """Check that nothing wraps a model, or a part of it, and that there are ranks to compare."""
     wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
     parts = model.modules() if isinstance(model, nn.Module) else ()
