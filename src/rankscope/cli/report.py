@@ -44,7 +44,7 @@ from rankscope.report.live.catalog import (
 from rankscope.report.markdown import run_markdown, study_markdown
 from rankscope.report.study_words import headline_of, is_study, open_study
 from rankscope.verdict.assessment import Assessment, assess
-from rankscope.verdict.diagnosis import SEEN_LIVE, diagnose_run
+from rankscope.verdict.diagnosis import diagnose_run, is_seen_live
 from rankscope.verdict.rules import explanations, page_of, ranked
 from rankscope.verdict.words import LOOKS, writable
 
@@ -414,7 +414,7 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     run = Run.open(path)
     differences: list[str] | None = None
     if again:
-        seen_live = [one for one in run.findings() if one.cause.startswith(SEEN_LIVE)]
+        seen_live = filter(is_seen_live, run.findings())
         diagnosed = (*diagnose_run(run), *seen_live)
         differences = _differences(run.findings(), diagnosed)
         run = run.with_findings(diagnosed)

@@ -6,8 +6,10 @@ final state (``detectors-start.npz``), and with the next step number.
 """
 
 import logging
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,22 @@ from rankscope.stats.state import State, StateError
 
 _log = logging.getLogger("rankscope")
 
-SEEN_LIVE = ("time.hang", "verify.", "update.", "sync.partial_gradient", "state.replicas_differ")
-"""Prefixes of causes whose findings do not come from the tables."""
-
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
+_HANG = "time.hang"  # which agents find
 _FIRST_STEPS = 16  # of a restarted job; a gradient scaler may skip its first updates
+
+
+@cache
+def _rules_of_directors() -> frozenset[str]:
+    """Return the rules of the kinds of evidence that have no judge."""
+    found = [each.findings for each in EVIDENCE if each.at_root("make_judges") is None]
+    return frozenset(chain([_HANG], *map(tomllib.loads, found)))
+
+
+def is_seen_live(finding: Finding) -> bool:
+    """Return whether no table holds what a finding rests on: a new diagnosis cannot find it."""
+    rules = {finding.cause, finding.id.partition(":")[0]}
+    return not rules.isdisjoint(_rules_of_directors())
 
 
 class Diagnosis:
