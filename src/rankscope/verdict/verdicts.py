@@ -111,11 +111,12 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
 
 
 _HARMLESS = {"time.straggler", "verify.agrees", "update.agrees", "rng.identical"}
+_USUAL = {BEGUN_ANEW, "loss.token_weighting"}  # ids: the mean over a worker's own tokens is DDP's
 
 
 def _is_harmless(finding: Finding) -> bool:
-    """Return whether a run with this note is healthy: it is over, or asks for nothing."""
-    over = finding.status == "closed" or finding.id == BEGUN_ANEW
+    """Return whether a run with this note is healthy: it is over, usual, or asks for nothing."""
+    over = finding.status == "closed" or finding.id in _USUAL
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
 
 
