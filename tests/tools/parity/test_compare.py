@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UNCLIPPED, UPDATE, WIDTH
+from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
@@ -349,3 +351,20 @@ def test_a_second_model_that_was_not_compared_is_no_same_training():
     assert "another model is trained" in answer.headline
     wrong = against(training(of(GRADIENT, "up", 0, lambda v: 2 * v), others=["Adam"]))
     assert (wrong.kind, wrong.stage) == (Kind.DIFFERENT, Stage.GRADIENT)
+
+
+def test_sketches_of_a_large_matrix_and_of_its_shards_round_otherwise():
+    rows, columns = 9000, 4096
+    torch.manual_seed(0)
+    whole = torch.randn(rows, columns)
+    meter = FigureMeter({"embed": whole.numel()}, whole.device)
+    shards = [Part(whole[at : at + 3000], (rows, columns), (at, 0)) for at in range(0, rows, 3000)]
+    sketches = [
+        sum(meter.measure([("embed", part)]).sketches_PQK[0].astype(float) for part in parts)
+        for parts in ([part_of(whole)], shards)
+    ]
+    far = float(np.linalg.norm(sketches[0] - sketches[1]))
+    side = replace(training(), shapes={"embed": (rows, columns), "bias": (4,)})
+    bounds = Bounds(side, side)
+    assert bounds.of_start("bias", float(whole.norm())) < far
+    assert far < bounds.of_start("embed", float(whole.norm())) < 5e-5 * float(whole.norm())

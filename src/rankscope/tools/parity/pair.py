@@ -83,7 +83,7 @@ class StepPair:
         found = []
         for name, first, second in both(a, b, kind):
             bound = (
-                self.bounds.of_start(max(first.norm, second.norm))
+                self.bounds.of_start(name, max(first.norm, second.norm))
                 if start
                 else self.bounds.of(self.number, kind, name, first, second)
             )

@@ -20,9 +20,11 @@ from rankscope.bus.parity import (
     MOMENT,
     OUTPUT,
     OUTPUT_GRADIENT,
+    QUARTERS,
     START,
     UNCLIPPED,
     UPDATE,
+    WIDTH,
     RankStep,
     TensorFigures,
 )
@@ -334,7 +336,7 @@ _TIMES = 4.0
 """The most by which rounding of another layout exceeds the change that the perturbation made."""
 
 _SKETCH = 2e-6
-"""Relative rounding of a sketch, which adds in float32."""
+"""Relative rounding of the sketch of a small tensor, which adds in float32."""
 
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0
@@ -381,24 +383,32 @@ class Bounds:
             (s.passes + s.workers + 4) * math.sqrt(s.passes * s.workers) for s in (self.a, self.b)
         )
 
-    def of_start(self, norm: float) -> float:
+    def of_start(self, name: str, norm: float) -> float:
         """Return the distance of equal starts: that of a change of type."""
         rounded = 1.5 * self.roundoff if set(self.a.types) != set(self.b.types) else 0.0
-        return (_SKETCH + rounded) * norm
+        return (self._of_sketch(name) + rounded) * norm
 
     def of(self, step: int, kind: str, name: str, first: Whole, second: Whole) -> float:
         """Return the distance of one tensor's figures up to which rounding explains it."""
         norm = max(first.norm, second.norm)
         if kind in (START, BUFFER) and self.moved is None:
-            return self.of_start(norm)
+            return self.of_start(name, norm)
         change, relative = self._changes(step, kind)
-        bound = (_SKETCH + self.roundoff * self.terms) * norm
+        bound = (self._of_sketch(name) + self.roundoff * self.terms) * norm
         bound += _TIMES * max(change.get(name, 0.0), relative * norm) * self._growth(step)
         if kind in (GRADIENT, UPDATE) or kind.startswith(MOMENT):
             bound += self._of_clipping(step) * norm
         if kind == UPDATE:
             bound += self._of_stored(step, name)
         return bound
+
+    def _of_sketch(self, name: str) -> float:
+        """Return the rounding of a tensor's sketch, relative to its norm.
+
+        Each of its numbers adds up elements one by one: the roundings are a random walk.
+        """
+        size = math.prod(self.a.shapes.get(name, (1,)))
+        return max(_SKETCH, _SINGLE * math.sqrt(size / (QUARTERS * WIDTH)))
 
     def of_factor(self, step: int, kind: str, name: str) -> float:
         """Return how far from 1 the factor between two tensors may be by rounding.
