@@ -85,6 +85,11 @@ def why_wait() -> str:
     return ""
 
 
+def has_left_contexts() -> bool:
+    """Return whether our present work runs outside of contexts of the training."""
+    return _here.left is not None
+
+
 def has_left_modes() -> bool:
     """Return whether our present work has left dispatch modes, which will be restored."""
     return _here.left is not None and bool(_here.left.dispatch_modes.entries)

@@ -24,6 +24,7 @@ from torch.utils import _python_dispatch
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.replay import in_short
 from rankscope.private import lacking
+from rankscope.wrappers.surroundings import has_left_contexts, surrounded
 
 _C10D = "c10d"
 _COLLECTIVES = (_C10D, "_c10d_functional")
@@ -43,15 +44,15 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def may_record() -> bool:
-    """Return whether operators may be recorded here: nothing compiled would meet the mode."""
-    if lacking("tape") or torch.is_inference_mode_enabled():
+    """Return whether operators may be recorded here: no context and no compiler would meet that."""
+    if lacking("tape") or has_left_contexts() or surrounded():
         return False
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None:
         backends = getattr(compiler, "cached_backends", None)
         if backends is None or any(map(callable, backends.values())):
             return False
-    return not _python_dispatch._get_current_dispatch_mode_stack()
+    return True
 
 
 @dataclass(frozen=True, slots=True)
