@@ -10,9 +10,9 @@ from support.loops import PLAN
 
 OPTIONS = {"overhead_budget": None, "hang_seconds": None, "canary": False, "plan": PLAN}
 TABLES = (Table.STEPS, Table.WORKERS, Table.MICRO, Table.SAMPLES, Table.PAIRS, Table.GROUPS)
-_OWN = ("time", "seconds")
+_OWN = ("time", "seconds", "loader_goes_on")
 """Parts of the names of columns that may differ between a framework's training and a plain loop:
-times, and random numbers that the framework draws for itself."""
+times, and what a data loader feeds: the loop has kept batches."""
 
 
 def run_in(folder, name):

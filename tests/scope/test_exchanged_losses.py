@@ -124,6 +124,11 @@ def divided_wrongly(rows: Tensor) -> Tensor:
     return divided(rows, right=False)
 
 
+def of_two_passes(rows: Tensor, earlier: Tensor) -> Tensor:
+    """Compare the rows of a second forward pass with those of the first one of all ranks."""
+    return gathered_with_a_way_back(rows) + contrast(earlier, torch.cat(others(rows)))
+
+
 FOUND = {
     # a loss: what is found, how bad, and a part of the sentence
     gathered: ("verify.loss", "warning", "is not the derivative of the mean loss"),
@@ -134,6 +139,7 @@ FOUND = {
     divided: ("verify.agrees", "note", "gave back to them is its derivative"),
     assigned: ("verify.agrees", "note", "was not: the gradients that it gave"),
     logged: ("verify.agrees", "note", "was not: the gradients that it gave"),
+    of_two_passes: ("verify.declined", "note", "the factor between the loss and what backward"),
     gathered_into_parts: ("verify.declined", "note", "writes into a part of a tensor"),
 }
 
@@ -152,7 +158,10 @@ def train(rank: int, loss: Any, run_dir: str | None) -> list[Tensor]:
         outputs = wrapped(torch.randn(ROWS, 4, generator=draw))
         if "divided" not in loss.__name__:
             outputs = F.normalize(outputs, dim=1)
-        loss(outputs).backward()
+        if loss is of_two_passes:
+            loss(wrapped(torch.randn(ROWS, 4, generator=draw)), outputs).backward()
+        else:
+            loss(outputs).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert _python_dispatch._get_current_dispatch_mode_stack() == []

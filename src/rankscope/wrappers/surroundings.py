@@ -109,6 +109,16 @@ def outside(work: Callable[..., None], *args: Any) -> None:
             left.put_back()
     finally:
         left.put_back()  # the rest of it where Ctrl-C came before the first call
+        for later in left.later:
+            later()
+
+
+def once_back(work: Callable[[], None]) -> None:
+    """Run work when the contexts that our present work has left are restored, or now."""
+    if _here.left is None:
+        work()
+    else:
+        _here.left.later.append(work)
 
 
 @contextmanager
@@ -212,6 +222,7 @@ class _LeftContexts:
         self._inference: Any = None
         self._range: Any = None
         self.device: Any = None
+        self.later: list[Callable[[], None]] = []
 
     def leave(self) -> None:
         """Leave the contexts; a profiler sees one range."""

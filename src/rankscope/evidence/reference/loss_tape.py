@@ -13,6 +13,7 @@ collective that was given a tensor with a graph, and returns one without, moves.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils import _python_dispatch
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.replay import in_short
 from rankscope.private import lacking
-from rankscope.wrappers.surroundings import has_left_contexts, surrounded
+from rankscope.wrappers.surroundings import has_left_contexts, once_back, surrounded
 
 _C10D = "c10d"
 _COLLECTIVES = (_C10D, "_c10d_functional")
@@ -34,6 +35,9 @@ _WRITTEN_FIRST = _IN_PLACE | {
     "alltoall", "alltoall_base",
 }  # fmt: skip
 """Collectives that write into their first argument, which their schemas do not say."""
+
+_BETWEEN_TWO = frozenset({"send", "recv"})
+"""What two ranks do, such as the stages of a pipeline, beside the loss."""
 
 SAME_LOSS = 4e-6  # relative, in float32: a loss that repeats itself
 NOT_REPEATED = "the loss does not repeat itself: it draws random numbers, or uses what has changed"
@@ -90,6 +94,8 @@ class LossTape:
         self._exchanged: set[int] = set()  # places: depend on what a collective has returned
         self._written: set[int] = set()  # memory that was written into
         self._sharing: dict[int, set[int]] = {}  # places by their memory
+        # what single ranks have sent to this one, and what was made of it, by its memory
+        self._received: dict[int, Tensor] = {}
         self._constants: dict[int, tuple[Tensor, int]] = {}  # with their versions
         self._operators: list[_Operator] = []
         self._mode: _Recorder | None = None
@@ -118,17 +124,9 @@ class LossTape:
         """Record no more; modes that the training has entered since stay."""
         mode = self._mode
         self._mode = None
-        if mode is None:
-            return
-        modes = _python_dispatch._get_current_dispatch_mode_stack()
-        if mode not in modes:  # somebody else has taken it away
-            return
-        later = modes[modes.index(mode) + 1 :]
-        for _ in later:
-            _python_dispatch._pop_mode()
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        for one in later:
-            _python_dispatch._push_mode(one)
+        if mode is not None:
+            mode.tape = None
+            once_back(mode.leave)  # which our present work may have left with all others
 
     def end(self, root: Tensor, weight: Tensor | None) -> None:
         """Note on what ``backward`` is called, and with which gradient."""
@@ -162,6 +160,8 @@ class LossTape:
         known = [tensor for tensor in given if id(tensor) in self._places]
         written = {id(tensor): tensor for tensor in _written(function, args)}
         results = list(_tensors(found))
+        if self._is_between_two(function, given, results):
+            return
         self._problem = self._why_not(function, given, known, results)
         if self._problem or not known or not (results or written):
             return
@@ -181,15 +181,14 @@ class LossTape:
             (self._exchanged, collective and bool(numbers)),
             (self._inside, not graph),
         )
-        for tensor in given:
-            if id(tensor) in held or not (id(tensor) in self._places or id(tensor) in written):
-                self._constants.setdefault(id(tensor), (tensor, tensor._version))
+        fresh = [t for t in given if id(t) not in self._places and id(t) not in written]
+        for tensor in (*fresh, *(t for t in known if id(t) in held)):
+            self._constants.setdefault(id(tensor), (tensor, tensor._version))
         for tensor in (*written.values(), *results):
             self._mark(self._add(tensor), marks)
-        for tensor in written.values():
-            self._written.add(_memory(tensor))
-            for number in self._sharing[_memory(tensor)]:
-                self._mark(number, marks)
+        self._written.update(map(_memory, written.values()))
+        for number in chain(*(self._sharing[_memory(t)] for t in written.values())):
+            self._mark(number, marks)
 
         def place(tensor: Tensor) -> Any:
             number = self._places.get(id(tensor))
@@ -204,6 +203,17 @@ class LossTape:
                 tuple(self._places[id(tensor)] for tensor in results),
             )
         )
+
+    def _is_between_two(
+        self, function: Any, given: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> bool:
+        """Return whether a call sends to one rank or receives from one; note what is received."""
+        name = _name_of(function)
+        received = given if name == "recv" else ()
+        if not self._received.keys().isdisjoint(map(_memory, given)):
+            received = results
+        self._received.update((_memory(tensor), tensor) for tensor in received)
+        return name in _BETWEEN_TWO
 
     def _why_not(
         self,
@@ -220,6 +230,9 @@ class LossTape:
             return _OWN_CLASS
         if not known:
             return ""
+        if not self._received.keys().isdisjoint(map(_memory, given)):
+            self.touched = True
+            return "it takes tensors that single ranks sent each other"
         if function.namespace == _C10D and _name_of(function) not in _WRITTEN_FIRST:
             self.touched = True
             return f"it calls {_name_of(function)}, which is not run again"
@@ -314,13 +327,26 @@ class _Recorder(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-
 
     def __init__(self, tape: LossTape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self.tape: LossTape | None = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator as without the mode."""
         found = func(*args, **(kwargs or {}))
-        self._tape.record(func, args, kwargs or {}, found)
+        if self.tape is not None:
+            self.tape.record(func, args, kwargs or {}, found)
         return found
+
+    def leave(self) -> None:
+        """Take the mode off the stack, from under later ones."""
+        modes = _python_dispatch._get_current_dispatch_mode_stack()
+        if self not in modes:  # somebody else has taken it away
+            return
+        later = modes[modes.index(self) + 1 :]
+        for _ in later:
+            _python_dispatch._pop_mode()
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        for one in later:
+            _python_dispatch._push_mode(one)
 
 
 def _name_of(function: Any) -> str:

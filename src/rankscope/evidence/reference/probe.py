@@ -188,6 +188,7 @@ class ReferenceProbe(Probe):
 
     def _see_output(self, micro: MicroBatch, output: object) -> None:
         """Note the outputs of a forward pass, and record what is computed from them."""
+        self._stop_tape()  # of another micro-batch, as in a pipeline
         outputs = micro.see_output(output)
         if outputs and self._derivative is not None and dist.get_world_size() > 1 and may_record():
             micro.tape = self._tape = LossTape(outputs)
