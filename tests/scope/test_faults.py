@@ -175,7 +175,7 @@ class TestFaults:
         if kind in beginnings:
             assert line.startswith(beginnings[kind])
         else:
-            assert line.startswith("rankscope switched itself off after step ")
+            assert line.startswith("the monitor switched itself off after step ")
             last = (
                 "and no step is" if there is None else f"and the record ends with step {there[1]}:"
             )
@@ -184,6 +184,6 @@ class TestFaults:
 
 def test_a_part_of_a_record_is_called_one():
     assert str(WatchedPart(55, 42)) == (
-        "rankscope switched itself off after step 55, and the record ends with step 42: "
+        "the monitor switched itself off after step 55, and the record ends with step 42: "
         "nothing later is in it"
     )

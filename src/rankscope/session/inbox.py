@@ -49,7 +49,7 @@ class WatchedPart(NamedTuple):
     last_recorded: int  # the last step on record; -1 without one
 
     def __str__(self) -> str:
-        off = "rankscope switched itself off"
+        off = "the monitor switched itself off"
         when = f"{off} after step {self.last_sent:,}" if self.last_sent >= 0 else off
         if self.last_recorded < 0:
             return f"{when}, and no step is recorded"
