@@ -725,6 +725,13 @@ USES = (
         "all ranks are its workers, or it is not watched",
     ),
     Use(
+        "torch.distributed.distributed_c10d",
+        "_world",
+        "session.opening",
+        "the ranks of each process group, which gloo's recorder of collectives does not hold",
+        "a hang is reported without ranks that have entered no collective of a group",
+    ),
+    Use(
         "torch.distributed.ProcessGroup",
         "_device_types _get_backend",
         "wrappers.rendezvous",

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_operations_of_uneven_shapes_may_differ(operation):
     dumps = [dump(call(1, operation, (size,), ended=False)) for size in (3, 4)]
     found = hanging_collective(known(*dumps))
     assert not found.differs
-    assert str(found).endswith("does not end, and all its ranks have entered it")
+    assert found.words().endswith("does not end, and all its ranks have entered it")
 
 
 # In a report ----------------------------------------------------------------------------------
@@ -111,6 +112,63 @@ def test_the_rank_outside_of_the_collective_is_suspect(before, fate):
     report = judge_collectives(before, stacks(WAITING, dump(*DONE), WAITING))
     assert {one.rank: one.fate for one in report.suspects} == {1: fate}
     assert report.waiting == (0, 2)
+
+
+METRICS = [call(3, group="1")]
+SKIPPED = {  # ranks 0 and 2 wait in a group's collective, rank 1 in the next backward pass
+    0: dump(*DONE, *METRICS, call(4, shape=(), ended=False, group="1"), groups={"1": [0, 1, 2]}),
+    1: dump(*DONE, *METRICS, call(9, ended=False), groups={"1": [0, 1, 2]}),
+}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        HangReport(7, 125.0, tuple(Standing(r, Fate.STUCK, CodePlace(7)) for r in (0, 2)), (1,)),
+        HangReport(7, 125.0, (Standing(1, Fate.AHEAD, CodePlace(7)),), (0, 2)),
+    ],
+)
+def test_the_rank_that_skipped_a_collective_of_a_group_is_blamed_alone(before):
+    by_rank = stacks(SKIPPED[0], SKIPPED[1], SKIPPED[0])
+    report = judge_collectives(before, by_rank)
+    assert {one.rank: one.fate for one in report.suspects} == {1: Fate.AHEAD}
+    assert (report.waiting, report.phase) == ((0, 2), "")
+    assert judge_collectives(report, by_rank) == report
+    explanation = hang_finding(report, by_rank).explanation
+    assert "rank 1 is alive and ahead, without the collective in which others wait" in explanation
+    assert "Rank 0 is in f (a.py:1)." in explanation  # where the collective is called
+    assert explanation.endswith(
+        "all_reduce 4 of group 1, scalar Float, does not end: rank 1 has not entered it and waits "
+        "in all_reduce 9 of default_pg."
+    )
+    over = hang_finding(replace(report, recovered=True), by_rank).explanation
+    assert over.endswith(
+        "did not end: rank 1 had not entered it and waited in all_reduce 9 of default_pg."
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "fates"),
+    [
+        (BEHIND, {1: Fate.AHEAD}),
+        (PAUSE, {0: Fate.OTHER, 1: Fate.OTHER}),  # nothing shows who of two went wrong
+    ],
+)
+def test_of_two_ranks_in_a_circle_the_one_that_went_on_is_blamed(before, fates):
+    report = judge_collectives(before, stacks(SKIPPED[0], SKIPPED[1]))
+    assert {one.rank: one.fate for one in report.suspects} == fates
+
+
+def test_a_rank_behind_that_only_waits_for_another_is_no_suspect():
+    behind = tuple(Standing(rank, Fate.STUCK, CodePlace(7)) for rank in (0, 1))
+    dumps = [
+        dump(*DONE, groups={"1": [0, 1]}),
+        dump(*DONE, call(4, ended=False, group="1"), groups={"1": [0, 1]}),
+        WAITING,
+    ]
+    report = judge_collectives(HangReport(7, 125.0, behind, (2,)), stacks(*dumps))
+    assert report.suspects == behind[:1]
+    assert report.waiting == (1, 2)
 
 
 # Between two processes ------------------------------------------------------------------------
@@ -165,6 +223,27 @@ def train_with_two_hangs(rank, folder):
     raise AssertionError("the hang has ended")
 
 
+def train_with_a_skipped_collective(rank, folder):
+    """In step 4, rank 1 leaves out an all-reduce of a group of which it has entered none before."""
+    threading.Thread(target=end_after, args=(folder / "seen",), daemon=True).start()
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    group = dist.new_group()
+    options = {"hang_seconds": 1.0, "canary": False, "overhead_budget": None}
+    with rankscope.watch(model, run_dir=folder / "run", **options):
+        for step in range(7):
+            model(torch.ones(2, 4)).sum().backward()
+            if step == 4 and rank != 1:
+                dist.all_reduce(torch.ones(1), group=group)
+    raise AssertionError("the hang has ended")
+
+
+def see_hangs(folder, seen):
+    """Keep all findings of the hang up to one with the collective, and let the training end."""
+    wait_until(lambda: hangs_in(folder / "run"), 120.0)
+    seen += [e for e in events_of(folder / "run") if e["cause"] == "time.hang"]
+    (folder / "seen").touch()
+
+
 def hangs_in(run_dir):
     hangs = [event for event in events_of(run_dir) if event["cause"] == "time.hang"]
     return {e["first_step"]: e["explanation"] for e in hangs if "Recorder" in e["explanation"]}
@@ -174,7 +253,7 @@ def see_both(folder, seen):
     """Read the record while the training hangs, and let it go on."""
     for step, name in ((4, "one seen"), (6, "both seen")):
         wait_until(lambda step=step: step in hangs_in(folder / "run"), 120.0)
-        seen.update(hangs_in(folder / "run"))
+        seen.update(hangs_in(folder / "run") | seen)  # each as it was first seen
         (folder / name).touch()
 
 
@@ -189,3 +268,15 @@ def test_hangs_of_real_ranks_name_the_collective(tmp_path):
     assert "of default_pg, 20 Float, does not end: rank 1 has not entered it" in seen[4]
     assert "rank 1 is alive, in a collective that does not match those of others" in seen[6]
     assert "ranks 0 and 2 in all_reduce scalar Float; rank 1 in broadcast scalar Float" in seen[6]
+
+
+@pytest.mark.ranks
+def test_a_collective_that_one_rank_skips_is_named_with_that_rank(tmp_path):
+    seen = []
+    watcher = threading.Thread(target=see_hangs, args=(tmp_path, seen), daemon=True)
+    watcher.start()
+    with pytest.raises(RankError, match="died"):
+        run_ranks(train_with_a_skipped_collective, 3, tmp_path, prepare=record_collectives)
+    watcher.join(1.0)
+    assert {tuple(event["ranks"]) for event in seen} == {(1,)}  # and never ranks that wait
+    assert "all_reduce 1 of group 1, 1 Float, does not end: rank 1 has not entered it" in str(seen)

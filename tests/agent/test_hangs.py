@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rankscope.agent import hangs
 from rankscope.agent.hang_report import (
     CodePlace,
     Fate,
@@ -18,7 +19,7 @@ from rankscope.agent.hang_report import (
     judge_hang,
     judge_stacks,
 )
-from rankscope.agent.hangs import HangWatch, hang_finding
+from rankscope.agent.hangs import HangNotes, HangWatch, hang_finding
 from rankscope.agent.rank_processes import permit_inspection, stacks_of
 from rankscope.bus.finding import Finding
 from support.ranks import run_ranks
@@ -272,6 +273,77 @@ def test_a_finding_about_many_ranks_stays_short():
     assert len(finding.explanation) < 700
     assert "ranks 7–1002" in finding.explanation
     assert len(finding.evidence) < 50
+
+
+class Processes:
+    """Two ranks, of which rank 1 is behind; each look takes the next stacks, if there are some."""
+
+    def __init__(self, *taken):
+        self.taken = list(taken)
+        self.places = {0: CodePlace(7, *BACKWARD), 1: CodePlace(7, *FORWARD)}
+        self.lines = []
+
+    def states(self):
+        return dict.fromkeys(self.places, ProcessState.RUNNING)
+
+    def marks(self):
+        return self.places
+
+    def stacks(self):
+        return self.taken.pop(0) if self.taken else None
+
+    def request_states(self):
+        pass
+
+    def take_stacks(self):
+        pass
+
+    def write_line(self, line):
+        self.lines.append(line)
+
+
+@pytest.fixture
+def notes_of(monkeypatch):
+    monkeypatch.setattr(hangs, "_LOOK_SECONDS", 0.0)
+
+    def begin(processes):
+        found = []
+        notes = HangNotes(2, 0.0, processes, found.append)
+        for step in (-1, 6):
+            for rank in (0, 1):
+                notes.observe(rank, step)
+        return notes, found
+
+    return begin
+
+
+def test_the_line_of_a_hang_comes_once_with_all_stacks_and_once_as_it_ends(notes_of):
+    processes = Processes(None, {0: IN_BACKWARD}, None, {1: IN_LOCK})
+    notes, found = notes_of(processes)
+    for _ in range(6):
+        notes.look(6)
+    [line] = processes.lines
+    assert line.startswith("warning: Step 7 has not ended for 0 s: rank 1 is alive and behind")
+    assert line.endswith(
+        "by train (job.py:20). " + hangs._RECORDER_OFF.strip() + " [time.hang, since step 7]"
+    )
+    for rank in (0, 1):
+        notes.observe(rank, 7)
+    notes.close(7)
+    assert processes.lines[1:] == [
+        "closed: Step 7 ended only after 0 s: rank 1 was alive and behind, in the forward pass of "
+        "step 7; rank 0 waited in the backward pass. [time.hang, since step 7]"
+    ]
+    assert [one.status for one in found] == ["open", "closed"]
+
+
+def test_a_hang_is_noted_without_the_stacks_of_a_host_that_sends_none(notes_of, monkeypatch):
+    monkeypatch.setattr(hangs, "_STACKS_SECONDS", 0.0)
+    processes = Processes()
+    notes, found = notes_of(processes)
+    for _ in range(3):
+        notes.look(6)
+    assert len(processes.lines) == len(found) == 1
 
 
 # Real ranks -----------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from rankscope.bus.words import first_of, name_ranks
@@ -61,14 +62,21 @@ class RecorderThread:
     requests the entries, and writes them into memory that the agent has opened, too. A dump of
     NCCL's recorder queries events of the device; where that blocks, this thread alone waits.
 
-    ``dumps`` returns what the recorders hold, each in torch's JSON form.
+    ``dumps`` returns what the recorders hold, each in torch's JSON form; ``members`` the global
+    ranks of this process's groups by name, which gloo's recorder does not hold.
     """
 
-    def __init__(self, rank: int, dumps: Callable[[], Sequence[bytes]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        dumps: Callable[[], Sequence[bytes]],
+        members: Callable[[], Mapping[str, list[int]]] = dict,
+    ) -> None:
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memfd_create")
         self._rank = rank
         self._dumps = dumps
+        self._members = members
         requests, request = os.pipe2(os.O_CLOEXEC)
         answer = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(answer, mmap.PAGESIZE)
@@ -102,7 +110,7 @@ class RecorderThread:
 
     def _content(self) -> bytes:
         try:
-            return json.dumps(read_dumps(self._rank, self._dumps())).encode()
+            return json.dumps(read_dumps(self._rank, self._dumps(), self._members())).encode()
         except Exception:  # another release's form, or torch's own error
             return b"null"
 
@@ -111,15 +119,20 @@ class RecorderThread:
         return os.fstat(descriptor).st_ino == self._identities[descriptor]
 
 
-def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
-    """Return the last collectives of each process group; sends and receives are left out."""
+def read_dumps(
+    rank: int, dumps: Iterable[bytes], members: Mapping[str, list[int]] = MappingProxyType({})
+) -> Collectives:
+    """Return the last collectives of each process group; sends and receives are left out.
+
+    ``members`` has the ranks of groups of which the recorder does not know them.
+    """
     groups: dict[str, Group] = {}
     for dump in dumps:
         content = json.loads(dump)
         for one in content.get("entries", ()):
             name, described = one["process_group"]
             config = content.get("pg_config", {}).get(name, {})
-            ranks = json.loads(config.get("ranks") or "[]")
+            ranks = json.loads(config.get("ranks") or "[]") or members.get(name, [])
             title = f"group {name}" if described in ("", "undefined") else described
             group = groups.setdefault(name, Group(title=title, ranks=ranks, entries=[]))
             if not one["is_p2p"]:
@@ -226,6 +239,8 @@ class HangingCollective:
     # the ranks that have entered each call; one call unless they differ
     calls: Mapping[Call, tuple[int, ...]]
     absent: tuple[int, ...] = ()  # ranks of the group that have not entered it
+    # where absent ranks wait for ranks that have entered it: collectives, and the ranks in each
+    elsewhere: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     differs: bool = False  # whether ranks have entered different collectives
 
     @property
@@ -239,38 +254,74 @@ class HangingCollective:
             sorted(r for ranks in self.calls.values() if len(ranks) != most for r in ranks)
         )
 
-    def __str__(self) -> str:
+    @property
+    def entered(self) -> tuple[int, ...]:
+        """The ranks that have entered it, in order."""
+        return tuple(sorted(rank for ranks in self.calls.values() for rank in ranks))
+
+    @property
+    def name(self) -> str:
+        """Operation, number and group: ``all_reduce 7 of default_pg``."""
+        operations = dict.fromkeys(operation for operation, _ in self.calls)
+        return f"{'/'.join(operations)} {self.number:,} of {self.group}"
+
+    def words(self, *, over: bool = False) -> str:
+        """Describe it in a clause, as of now or of a hang that is over."""
         if self.differs:
             calls = [
                 f"{name_ranks(ranks)} in {' '.join(call)}" for call, ranks in self.calls.items()
             ]
             more = f"; {len(calls) - _SHOWN_CALLS} more" if len(calls) > _SHOWN_CALLS else ""
             return (
-                f"collective {self.number:,} of {self.group} is not the same on all ranks: "
-                f"{'; '.join(calls[:_SHOWN_CALLS])}{more}"
+                f"collective {self.number:,} of {self.group} {'was' if over else 'is'} not the "
+                f"same on all ranks: {'; '.join(calls[:_SHOWN_CALLS])}{more}"
             )
-        ((operation, content),) = self.calls
-        text = f"{operation} {self.number:,} of {self.group}, {content}, does not end"
+        ((_, content),) = self.calls
+        text = f"{self.name}, {content}, {'did' if over else 'does'} not end"
         if not self.absent:
-            return f"{text}, and all its ranks have entered it"
-        has = "has" if len(self.absent) == 1 else "have"
-        return f"{text}: {name_ranks(self.absent)} {has} not entered it"
+            return f"{text}, and all its ranks {'had' if over else 'have'} entered it"
+        has = "had" if over else "has" if len(self.absent) == 1 else "have"
+        text += f": {name_ranks(self.absent)} {has} not entered it"
+        for place, ranks in self.elsewhere.items():
+            who = " and" if ranks == self.absent else f"; {name_ranks(ranks)}"
+            text += (
+                f"{who} {'waited' if over else 'waits' if len(ranks) == 1 else 'wait'} in {place}"
+            )
+        return text
 
 
-def hanging_collective(known: Mapping[int, Collectives]) -> HangingCollective | None:
+def hanging_collective(
+    known: Mapping[int, Collectives], behind: Iterable[int] = ()
+) -> HangingCollective | None:
     """Return the collective in which a training hangs; None if none is under way.
 
     Groups wait for one another where a rank waits in one and is absent from the next. So a
-    mismatch comes first, then a group whose absent ranks wait in no other.
+    mismatch comes first, then a group whose absent ranks wait in no other. Where there is none,
+    ranks wait for one another in a circle: their order of collectives is not the same. Then the
+    fewest absent ranks count, and of as many, those in whose place ranks that are ``behind`` wait.
     """
     names = dict.fromkeys(name for one in known.values() for name in one["groups"])
     found = [one for name in names if (one := _of_group(name, known)) is not None]
-    waiting = {rank for one in found for ranks in one.calls.values() for rank in ranks}
-    return min(
+    waiting = {rank for one in found for rank in one.entered}
+    chosen = min(
         found,
-        key=lambda one: (not one.differs, not one.absent, not waiting.isdisjoint(one.absent)),
+        key=lambda one: (
+            not one.differs,
+            not one.absent,
+            not waiting.isdisjoint(one.absent),
+            len(one.absent),
+            set(behind).isdisjoint(one.entered),
+        ),
         default=None,
     )
+    if chosen is None or chosen.differs:
+        return chosen
+    there = {
+        one.name: tuple(rank for rank in one.entered if rank in chosen.absent)
+        for one in found
+        if not set(chosen.entered).isdisjoint(one.absent)
+    }
+    return replace(chosen, elsewhere={name: ranks for name, ranks in there.items() if ranks})
 
 
 def _of_group(name: str, known: Mapping[int, Collectives]) -> HangingCollective | None:
@@ -359,7 +410,7 @@ class Fate(StrEnum):
     STUCK = "stuck"
     """Its process is alive, and it is behind the others."""
     AHEAD = "ahead"
-    """It skipped a collective in which most others wait."""
+    """It skipped a collective in which others wait."""
     OTHER = "other"
     """It is in another collective than most others."""
     SILENT = "silent"
@@ -416,6 +467,13 @@ class HangReport:
         return tuple(sorted(one.rank for one in self.suspects))
 
     @property
+    def behind(self) -> tuple[int, ...]:
+        """The live ranks that are behind the others in the program, if some are."""
+        if self.with_fate(Fate.AHEAD):
+            return self.waiting
+        return tuple(one.rank for one in self.with_fate(Fate.STUCK))
+
+    @property
     def is_pause(self) -> bool:
         """Whether no rank is suspect: all are equally far, as in an evaluation or a save."""
         return not self.suspects and self.phase != "backward"
@@ -444,7 +502,7 @@ def words_of(one: Standing, *, over: bool = False) -> str:
         Fate.LEFT: "is not watched any more",
         Fate.MISSING: "had said nothing" if over else "never said anything",
         Fate.STUCK: f"{is_} alive and behind",
-        Fate.AHEAD: f"{is_} alive and ahead, without the collective in which most others wait",
+        Fate.AHEAD: f"{is_} alive and ahead, without the collective in which others wait",
         Fate.OTHER: f"{is_} alive, in a collective that does not match those of others",
         Fate.SILENT: f"{is_} behind and out of reach",
     }[one.fate]
@@ -514,30 +572,44 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     return replace(report, phase=phase) if phases.keys() >= set(report.waiting) else report
 
 
-def collective_of(stacks: Mapping[int, Stack]) -> HangingCollective | None:
+def collective_of(report: HangReport, stacks: Mapping[int, Stack]) -> HangingCollective | None:
     """Return the collective in which the ranks of these stacks hang, where it is known."""
+    return hanging_collective(_recorded(stacks), report.behind)
+
+
+def _recorded(stacks: Mapping[int, Stack]) -> dict[int, Collectives]:
     known = {rank: stack.get("collectives") for rank, stack in stacks.items()}
-    return hanging_collective({rank: one for rank, one in known.items() if one is not None})
+    return {rank: one for rank, one in known.items() if one is not None}
 
 
 def judge_collectives(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     """Refine a report with what Flight Recorder holds.
 
-    Collectives that do not match are never planned, so they end a pause. A rank that has not
-    entered the collective of the others is suspect unless it is a pause: it may save alone. Ranks
-    that have ended, were stopped or left explain a hang better, and stay.
+    Collectives that do not match, or in which ranks wait for one another in a circle, are never
+    planned, so they end a pause. A rank that has not entered the collective of the others is
+    suspect unless it is a pause: it may save alone. Ranks that have ended, were stopped or left
+    explain a hang better, and stay.
     """
-    found = collective_of(stacks)
+    found = collective_of(report, stacks)
     plain = (Fate.STUCK, Fate.AHEAD)
     if report.recovered or found is None or len(report.with_fate(*plain)) < len(report.suspects):
         return report
-    blamed = found.blamed
-    if not blamed or (report.is_pause and not found.differs) or set(blamed) & set(report.ranks):
+    recorded = _recorded(stacks)
+    mismatch = found.differs or bool(found.elsewhere)
+    if not found.blamed or (report.is_pause and not mismatch):
         return report
-    fate = Fate.OTHER if found.differs else Fate.AHEAD if report.suspects else Fate.STUCK
-    suspects = tuple(Standing(rank, fate, CodePlace(report.step)) for rank in blamed)
-    waiting = sorted({*report.ranks, *report.waiting} - set(blamed))
-    return replace(report, suspects=suspects, waiting=tuple(waiting))
+    blamed = {*found.blamed, *(r for r in report.ranks if r not in recorded)}
+    fate = Fate.OTHER if mismatch else Fate.STUCK
+    if found.elsewhere and len(found.absent) == len(found.entered) and not report.behind:
+        blamed.update(found.entered)  # two halves, and nothing shows which one went wrong
+    elif report.suspects and not found.differs:
+        fate = Fate.AHEAD
+    known = {one.rank: one for one in report.suspects}
+    new = {rank: Standing(rank, fate, CodePlace(report.step)) for rank in blamed}
+    suspects = tuple((new | known)[rank] for rank in sorted(blamed))
+    waiting = tuple(sorted({*report.ranks, *report.waiting} - blamed))
+    phase = report.phase if set(waiting) <= set(report.waiting) else ""
+    return replace(report, suspects=suspects, waiting=waiting, phase=phase)
 
 
 def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ...]:

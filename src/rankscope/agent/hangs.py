@@ -5,6 +5,7 @@ the agents of the hosts.
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -26,8 +27,10 @@ from rankscope.agent.hang_report import (
 )
 from rankscope.agent.rank_processes import RankProcesses
 from rankscope.bus.detector import FaultEvidence, finding_of
-from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding import Finding, FindingEvents, Severity
 from rankscope.bus.words import name_ranks
+from rankscope.verdict.news import line_of
+from rankscope.verdict.rules import first_sentence
 
 _FEWEST_STEPS = 3
 _SLOW_STEPS = 20  # median step times that a step may take before it counts as a hang
@@ -124,7 +127,8 @@ class HangWatch:
     ) -> HangReport | None:
         """Return a report if the hang is over, or has become worse."""
         assert self._report is not None
-        if there and all(self._delivered[rank] > self._from.get(rank, -2) for rank in there):
+        ranks = there or self._left
+        if ranks and all(self._delivered[rank] > self._from.get(rank, -2) for rank in ranks):
             end = now if self._moved is None else self._moved
             over = replace(self._report, seconds=end - self._began, recovered=True)
             self._report = None
@@ -181,7 +185,7 @@ def hang_finding(
         "Course": _duration_words(report),
         "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
-        "collective": _collective_words(stacks or {}, over=report.recovered),
+        "collective": _collective_words(report, stacks or {}),
     }
     evidence = FaultEvidence(
         "time.hang",
@@ -191,7 +195,7 @@ def hang_finding(
         report.step,
         1,
         fields,
-        {**_evidence(report, shown), **_collective_evidence(stacks or {})},
+        {**_evidence(report, shown), **_collective_evidence(report, stacks or {})},
         status="closed" if report.recovered else "open",
     )
     step = report.step - 1 if newest is None else newest
@@ -225,8 +229,12 @@ def _suspect_words(report: HangReport) -> str:
 
 
 def _stacks_shown(report: HangReport, stacks: Mapping[int, Stack]) -> dict[int, Stack]:
-    """Return the stacks for the finding, those of suspects first."""
-    order = [*report.ranks, *sorted(stacks.keys() - set(report.ranks))]
+    """Return the stacks for the finding, first those that show the place of the fault.
+
+    That is the suspects' place, or the collective that they have skipped, where the others wait.
+    """
+    first = report.waiting if report.with_fate(Fate.AHEAD) else report.ranks
+    order = [*first, *sorted(stacks.keys() - set(first))]
     return {rank: stacks[rank] for rank in order[:_SHOWN_STACKS] if rank in stacks}
 
 
@@ -241,16 +249,18 @@ def _stack_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
     return "".join(f" No Python stack: {reason}." for reason in list(reasons)[:1])
 
 
-def _collective_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
+def _collective_words(report: HangReport, stacks: Mapping[int, Stack]) -> str:
     """Describe the collective that does not end, or how to have it recorded."""
     if not any("collectives" in stack for stack in stacks.values()):
-        return "" if over or not stacks else _RECORDER_OFF
-    found = collective_of(stacks)
-    return "" if found is None else f" By torch's Flight Recorder, {found}."
+        return "" if report.recovered or not stacks else _RECORDER_OFF
+    found = collective_of(report, stacks)
+    if found is None:
+        return ""
+    return f" By torch's Flight Recorder, {found.words(over=report.recovered)}."
 
 
-def _collective_evidence(stacks: Mapping[int, Stack]) -> dict[str, object]:
-    found = collective_of(stacks)
+def _collective_evidence(report: HangReport, stacks: Mapping[int, Stack]) -> dict[str, object]:
+    found = collective_of(report, stacks)
     if found is None:
         return {}
     calls = list(found.calls.items())[:_SHOWN_STACKS]
@@ -286,10 +296,15 @@ def _last_steps(suspects: Iterable[Standing]) -> dict[str, object]:
 _log = logging.getLogger("rankscope")
 
 _LOOK_SECONDS = 1.0
+_STACKS_SECONDS = 15.0  # that the finding of a hang waits for the stacks of all live ranks
 
 
 class HangNotes:
-    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes."""
+    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
+
+    A finding waits for the stacks and collectives of all live ranks: without them it may name
+    ranks that only wait.
+    """
 
     def __init__(
         self,
@@ -301,9 +316,10 @@ class HangNotes:
         self._watch = HangWatch(num_workers, hang_seconds)
         self._ranks = ranks
         self._notify = notify
-        self._report: HangReport | None = None
         self._stacks: Mapping[int, Stack] = {}
+        self._stacks_until = math.inf  # a finding is noted then, with the stacks that are there
         self._next_look = 0.0
+        self._events = FindingEvents()
         self.findings: dict[str, Finding] = {}
 
     def observe(self, rank: int, step: int) -> None:
@@ -314,6 +330,12 @@ class HangNotes:
         """Record that a rank closed its scope normally."""
         self._watch.leave(rank)
 
+    def close(self, newest: int) -> None:
+        """Note that a hang is over after which all ranks have closed their scopes."""
+        report = self._watch.look(time.monotonic(), self._ranks.states(), self._ranks.marks())
+        if report is not None and report.recovered:
+            self._note(report, newest)
+
     def look(self, newest: int) -> None:
         """Check all ranks, once a second; ``newest`` is the newest step in the record."""
         now = time.monotonic()
@@ -322,15 +344,26 @@ class HangNotes:
         self._next_look = now + _LOOK_SECONDS
         if self._watch.wants_states(now):
             self._ranks.request_states()
-        report = self._watch.look(now, self._ranks.states(), self._ranks.marks())
-        if report is not None and not report.recovered:
+        states = self._ranks.states()
+        report = self._watch.look(now, states, self._ranks.marks())
+        if report is not None and report.recovered:
+            self._stacks_until = math.inf
+            self._note(report, newest)
+        elif report is not None:
             self._ranks.take_stacks()
             self._stacks = {}
+            self._stacks_until = now + _STACKS_SECONDS
         stacks = self._ranks.stacks()
-        if stacks:
-            self._stacks = {**self._stacks, **stacks}
-            report = self._watch.learn(self._stacks) or report
-        if report is not None:
+        self._stacks = {**self._stacks, **(stacks or {})}
+        report = self._watch.learn(self._stacks)
+        if report is None:
+            return
+        alive = {rank for rank, state in states.items() if state is not ProcessState.ENDED}
+        is_due = alive <= self._stacks.keys() or now >= self._stacks_until
+        if self._stacks_until < math.inf and is_due:
+            self._stacks_until = math.inf
+            self._note(report, newest)
+        elif self._stacks_until == math.inf and stacks:
             self._note(report, newest)
 
     def _note(self, report: HangReport, newest: int) -> None:
@@ -340,4 +373,8 @@ class HangNotes:
         else:
             self.findings[finding.id] = finding
             self._notify(finding)
-            self._ranks.write_line(finding.explanation)
+            event = self._events.of(finding)
+            if event is not None:
+                is_open = finding.status == "open"
+                text = finding.explanation if is_open else first_sentence(finding)
+                self._ranks.write_line(line_of(finding, event, text))

@@ -371,6 +371,8 @@ class Root:
         last: list[Finding] = []
         closed = False
         try:
+            if all(worker.complete for worker in self._workers):
+                self._hangs.close(self._assembly.next_step - 1)
             last = self._diagnosis.close()
             self._close_record(last, failed)
             closed = True

@@ -7,6 +7,7 @@ import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from rankscope.agent.frames import Frame, FrameKind
 from rankscope.agent.link import AgentEndedError, Link
@@ -41,15 +42,39 @@ def place_of(run_dir: Path, store: str = "") -> str:
     return store or str(run_dir)
 
 
-def last_line(place: str, judged: bool, recorded: bool, begun: bool = True) -> str:
+class WatchedPart(NamedTuple):
+    """The part of a training that was watched until the monitor switched itself off."""
+
+    last_sent: int  # the last step that ended before; -1 without one
+    last_recorded: int  # the last step on record; -1 without one
+
+    def __str__(self) -> str:
+        off = "the monitor switched itself off"
+        when = f"{off} after step {self.last_sent:,}" if self.last_sent >= 0 else off
+        if self.last_recorded < 0:
+            return f"{when}, and no step is recorded"
+        return (
+            f"{when}, and the record ends with step {self.last_recorded:,}: nothing later is in it"
+        )
+
+
+def last_line(
+    place: str,
+    judged: bool,
+    recorded: bool,
+    begun: bool = True,
+    watched: WatchedPart | None = None,
+) -> str:
     """Return the last line of a run: its place, and the command that shows it.
 
     ``judged``: its last steps were, before the training ended; ``recorded``: all of it could be
-    written; ``begun``: a step has ended.
+    written; ``begun``: a step has ended; ``watched``: what was watched, if not all of it.
     """
     if not begun:
         return f"nothing is recorded in {place}: the training ended before its first step had"
     shows = f"rankscope report {shlex.quote(place)}"
+    if watched is not None and recorded >= judged:
+        return f"{watched}; to see what there is: {shows}"
     if not judged:
         return f"the last steps were not judged before the training ended; to see all: {shows}"
     if not recorded:

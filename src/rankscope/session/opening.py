@@ -481,10 +481,18 @@ def start_recorder_thread() -> RecorderThread | None:
         # some releases have one on without being requested: it knows the process groups then
         known = (json.loads(dump(includeCollectives=False)) for dump in dumps)
         if dumps and (_is_on() or any(each.get("pg_config") for each in known)):
-            return RecorderThread(dist.get_rank(), lambda: [dump() for dump in dumps])
+            return RecorderThread(
+                dist.get_rank(), lambda: [dump() for dump in dumps], _group_members
+            )
     except Exception as error:  # no thread, or another release's form
         _log.debug("hangs will be reported without the collectives of the ranks: %s", error)
     return None
+
+
+def _group_members() -> dict[str, list[int]]:
+    """Return the global ranks of this process's groups, by name."""
+    names = find("torch.distributed.distributed_c10d._world.pg_names") or {}
+    return {str(name): dist.get_process_group_ranks(group) for group, name in names.items()}
 
 
 def _is_on() -> bool:

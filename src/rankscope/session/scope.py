@@ -29,14 +29,24 @@ from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.rank_processes import ProgressMark
 from rankscope.agent.step_message import tag
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
+from rankscope.record.tables import step_range
 from rankscope.session.collector import StepCollector
-from rankscope.session.inbox import Inbox, OnFinding, announce, crash_line, last_line, place_of
+from rankscope.session.inbox import (
+    Inbox,
+    OnFinding,
+    WatchedPart,
+    announce,
+    crash_line,
+    last_line,
+    place_of,
+)
 from rankscope.session.instruments import Instruments
 from rankscope.session.opening import RunHandle, start_recorder_thread
 from rankscope.session.outbox import LocalStep, Outbox
@@ -102,6 +112,7 @@ class Scope:
         self._announces_end = announce_end
         self._agent_seconds = 0.0
         self._monitor = _Monitor.RUNNING
+        self._off_after: int | None = None  # the last step before the monitor was switched off
         self._forward = _Forward.NONE
         self._training = False  # the last forward pass of the model counts
         self._pid = os.getpid()
@@ -335,6 +346,7 @@ class Scope:
             if settled:
                 self._finish(timeout, cause)
         except RankscopeError as error:
+            self._off_after = self._collector.step - 1
             self._warn(error)
         finally:  # Ctrl-C ends the wait; sent frames are not lost
             self._monitor = _Monitor.CLOSED
@@ -344,14 +356,24 @@ class Scope:
             if self._recorder_thread is not None:
                 self._recorder_thread.close()
             self._inbox.close_sinks()
-            if self._handle.agent is not None and self._inbox.done:
+            ends = self._inbox.done or self._off_after is not None
+            if self._handle.agent is not None and ends:
                 self._handle.agent.wait(_AGENT_SECONDS)
         self._announce_place(None if crashed and self._inbox.recorded else self._last_line)
         self._inbox.notify(None)
 
     def _last_line(self, place: str) -> str:
         begun = self._outbox.num_sent > 0
-        return last_line(place, self._inbox.done, self._inbox.recorded, begun)
+        return last_line(place, self._inbox.done, self._inbox.recorded, begun, self._watched_part())
+
+    def _watched_part(self) -> WatchedPart | None:
+        """Return what was watched before the monitor switched itself off; None if it did not."""
+        if self._off_after is None or self._handle.run_dir is None:
+            return None
+        steps = None
+        with contextlib.suppress(Exception):  # the record may be unreadable
+            steps = step_range(self._handle.run_dir, Table.STEPS)
+        return WatchedPart(self._off_after, -1 if steps is None else steps[1])
 
     def _announce_place(self, line: Callable[[str], str] | None) -> None:
         """Print a line on the place of the run, on the rank that ends it."""
@@ -541,6 +563,7 @@ class Scope:
     def _fail(self, error: Exception) -> None:
         if self._monitor is _Monitor.RUNNING:
             self._monitor = _Monitor.OFF
+            self._off_after = self._collector.step - 1
             self._guard.open = False
             self._warn(error)
             with contextlib.suppress(Exception):  # the link itself may have failed
@@ -552,7 +575,7 @@ class Scope:
         ended = isinstance(error, AgentEndedError)  # each host's first rank warns
         _log.log(
             logging.INFO if ended and self._handle.agent is None else logging.WARNING,
-            "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
+            "rankscope has switched itself off on rank %d after step %d; training goes on: %s",
             self._handle.rank,
             self._collector.step - 1,
             error if foreseen else f"{type(error).__name__}: {error}",

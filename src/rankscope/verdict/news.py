@@ -83,16 +83,17 @@ class Announcer:
         self._write(f"{seen}: {verdict}", False)
 
 
-def line_of(finding: Finding, event: FindingEvent) -> str:
-    """Return a change of a finding in one line."""
+def line_of(finding: Finding, event: FindingEvent, text: str = "") -> str:
+    """Return a change of a finding in one line, with its first sentence or another ``text``."""
     who = f" ({name_ranks(finding.ranks)})" if finding.ranks else ""
-    if event is FindingEvent.CLOSED:
+    if event is FindingEvent.CLOSED and not text:
         return (
             f"closed: {_name_of(finding)}{who} has not been seen since step {finding.last_step:,}."
         )
-    now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
+    marks = {FindingEvent.CLOSED: "closed", FindingEvent.WORSE: f"now {finding.severity}"}
+    mark = marks.get(event, str(finding.severity))
     since = f"since step {finding.first_step:,}"
-    return f"{now}: {first_sentence(finding)} [{_name_of(finding)}, {since}]"
+    return f"{mark}: {text or first_sentence(finding)} [{_name_of(finding)}, {since}]"
 
 
 def _name_of(finding: Finding) -> str:
@@ -111,5 +112,7 @@ def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: 
         more = f"{joint}some checks need {count(missing, 'more step')}" if waits else ""
         return f"{coverage.verdict}{noted}{more}."
     closed = sum(finding.status == "closed" for finding in faults)
-    kept = f", {closed} of them closed" if closed else ""
+    few = f", {closed} of them closed" if closed else ""
+    every = ", closed" if closed == 1 else ", all closed"
+    kept = every if closed == len(faults) else few
     return f"{faults_in_words(faults)}{kept}. {first_sentence(ranked(faults)[0], findings)}"

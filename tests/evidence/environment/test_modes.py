@@ -97,6 +97,20 @@ def test_modules_in_another_mode_are_named_until_they_are_alike_again():
     assert [each.status for each in later] == ["closed"]
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_the_first_step_is_that_in_which_a_training_in_evaluation_mode_began(others):
+    workers = Workers()
+    for number in range(FLAGS_EVERY):
+        if number == 10:
+            for meter in workers.meters[1:] if others else workers.meters[:1]:
+                meter._module.eval()
+                meter.begin_step(number, paused=False)
+                meter.on_evaluation(None, {}).begin(0)
+        assert workers.step(number) == []
+    [found] = workers.step(FLAGS_EVERY)
+    assert (found.ranks, found.first_step) == ((0,), 10)
+
+
 def test_modes_that_all_workers_share_are_no_difference():
     workers = Workers()
     for number in range(4 * FLAGS_EVERY):

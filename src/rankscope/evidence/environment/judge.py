@@ -130,17 +130,27 @@ class DifferentModes(Detector):
     def __init__(self) -> None:
         self._modes = PersistentFault()
         self._what: tuple[str, ...] = ()
+        self._read: dict[int, tuple[int, int]] = {}  # digest by worker, and where it was new
+        self._alike = -1  # the last step in which the modes of all were the same
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report different modes, and their end."""
         gathered = step.gathered
+        for rank, digest in enumerate(gathered.workers["modes"].tolist()):
+            if digest not in (MISSING_INT, self._read.get(rank, (MISSING_INT, 0))[0]):
+                self._read[rank] = digest, gathered.step
         if not step.all_known("modes"):
             return ()
         found = [d for d in gathered.differences if d.kind is StateKind.MODE]
         ranks = {r for d in found for r in minority_ranks(d.digests_W.tolist())}
         self._what = tuple(d.name for d in found) or self._what
         seen = self._modes
-        if not seen.observe(gathered.step, ranks):
+        changed = seen.observe(gathered.step, ranks)
+        if seen.count == 1 and seen.first == gathered.step:
+            steps = [new for _, new in self._read.values() if new > self._alike]
+            seen.first = min(steps, default=seen.first)
+        self._alike = self._alike if ranks else gathered.step
+        if not changed:
             return ()
         what = "; ".join(self._what[:_MOST_LISTED])
         more = len(self._what) - _MOST_LISTED

@@ -26,6 +26,8 @@ _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 class ModeMeter(Probe):
     """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
 
+    Also in the step with which a training in evaluation mode begins.
+
     The names are sent only when a mode has changed. Dropout is off where each such layer beside
     trained parameters is in evaluation mode.
     """
@@ -52,16 +54,19 @@ class ModeMeter(Probe):
 
     def on_evaluation(self, output: Any, kwargs: Mapping[str, Any]) -> Evaluated:
         """Read the modes once this pass in evaluation mode proves to be trained on."""
-        return Evaluated(lambda: None, lambda forward: None if forward else self.read(self._step))
+        return Evaluated(
+            lambda: None,
+            lambda forward: None if forward else self.read(self._step, due=True),
+        )
 
     def collect(self, end: StepEnd) -> Ready:
         """Return the columns, and names with modes."""
         columns, names = self.take()
         return Ready(MessagePart(columns, names=names))
 
-    def read(self, step: int) -> None:
+    def read(self, step: int, *, due: bool = False) -> None:
         """Read them if that is due, in a forward pass that trains, or was trained on."""
-        if self._flags is not None and step % FLAGS_EVERY:
+        if self._flags is not None and step % FLAGS_EVERY and not due:
             return
         self._present = True
         if step % (_LISTED_EVERY * FLAGS_EVERY) == 0 or not self._parts:
