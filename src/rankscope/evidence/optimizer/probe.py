@@ -406,6 +406,7 @@ class OptimizerProbe(Probe):
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._caller: Any = None  # one of several optimizers, whose calls count
+        self._begun = False
         self._num_calls = 0
         self._saved_at = -1
         self._next_time = 0.0
@@ -415,7 +416,8 @@ class OptimizerProbe(Probe):
 
         Not at its first call, which runs the first pass itself where it is given a closure.
         """
-        if not self._num_calls and StateKind.STARTED not in self._readings:
+        if not self._begun:
+            self._begun = True
             self._readings[StateKind.STARTED] = self._read()
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
