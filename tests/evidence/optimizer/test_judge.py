@@ -246,6 +246,40 @@ def test_parameters_of_the_first_step_begin_anew_unless_moments_were_loaded(empt
     assert (begun is not None) is anew
 
 
+def other_seed(ranks):
+    ranks[:] = [Rank(10 + rank) for rank in range(len(ranks))]
+
+
+def other_seed_on_two(ranks):
+    ranks[1:] = [Rank(11), Rank(12)]
+    emptied(ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "saved", "anew"),
+    [
+        (other_seed, True, True),
+        (other_seed, False, False),  # the optimizer may never have any state
+        (emptied, True, False),
+        (other_seed_on_two, True, False),
+        (doubled, True, False),
+    ],
+)
+def test_lost_moments_beside_unknown_parameters_begin_anew(change, saved, anew):
+    ranks, detector = three_ranks(), OptimizerStart()
+    evidence_of(detector, step_of(0, StateKind.STARTED, ranks))
+    for rank in ranks:
+        rank.train(3)
+    if saved:
+        evidence_of(detector, step_of(2, StateKind.SAVED, ranks))
+    detector.close()
+    change(ranks)
+    begun = detector.begins_anew(step_of(3, StateKind.STARTED, ranks).gathered)
+    assert (begun is not None) is anew
+    if anew:
+        assert "with an empty optimizer, and with parameters that no earlier" in words(begun)
+
+
 def test_the_state_of_another_rank_is_named():
     ranks = [Rank(0), Rank(1), Rank(2)]
     for number, rank in enumerate(ranks):  # shards: each has moments of its own

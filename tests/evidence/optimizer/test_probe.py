@@ -1,6 +1,7 @@
 """Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
+from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.optimizer.judge import LostUpdates
-from rankscope.evidence.optimizer.probe import WINDOW, RestMeter
+from rankscope.evidence.optimizer.probe import WINDOW, OptimizerProbe, RestMeter
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -66,3 +68,14 @@ def test_a_kind_that_rests_is_named_with_numbers():
 )
 def test_what_moves_or_is_not_explained_by_rounding_is_no_finding(options):
     assert run(**options) == []
+
+
+def test_a_session_begins_once_however_many_steps_pass_without_an_update():
+    net = Net(torch.float32)
+    optimizer = torch.optim.AdamW(net.parameters())
+    probe = OptimizerProbe(Job(SimpleNamespace(module=net), optimizer))
+    begun = []
+    for step in range(3):
+        probe.begin_step(step, paused=False)
+        begun.append(probe.collect(None) is not None)
+    assert begun == [True, False, False]

@@ -63,8 +63,28 @@ def train_on_streams(rank, folder):
                     optimizer.zero_grad()
 
 
+def train_by_closure(rank, run_dir, seed, who):
+    """Train with ``optimizer.step(closure)`` on batches of rank ``who``."""
+    torch.manual_seed(seed)
+    wrapped = DistributedDataParallel(nn.Linear(6, 6))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    draw = torch.Generator().manual_seed(who)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = wrapped(torch.randn(4, 6, generator=draw)).square().mean()
+        loss.backward()
+        return loss
+
+    with watch(wrapped, optimizer, run_dir=run_dir, canary=False):
+        for _ in range(STEPS):
+            optimizer.step(closure)
+
+
 def train_all(rank, folder):
     train_on_streams(rank, folder)
+    for seed, who in ((0, 0), (0, rank), (5, rank)):
+        train_by_closure(rank, f"{folder}/closure", seed, who)
     for name in ("behind", "whole"):
         torch.manual_seed(0)
         older, last = train(rank, f"{folder}/{name}", nn.Linear(6, 6), 0)
@@ -104,14 +124,22 @@ def test_a_stream_that_begins_again_before_its_end_is_a_warning(runs):
     assert found["ended"] == []
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_a_training_that_begins_anew_is_judged_by_itself(runs, number):
-    first, run = Run.open(runs / "anew"), Run.open(runs / f"anew-{number}")
+@pytest.mark.parametrize(
+    ("name", "number", "what"),
+    [
+        ("anew", 2, "the parameters of the run's first step"),
+        ("anew", 3, "the parameters of the run's first step"),
+        ("closure", 2, "the parameters of the run's first step"),
+        ("closure", 3, "an empty optimizer"),
+    ],
+)
+def test_a_training_that_begins_anew_is_judged_by_itself(runs, name, number, what):
+    first, run = Run.open(runs / name), Run.open(runs / f"{name}-{number}")
     assert max(f.severity for f in first.findings()) is Severity.ERROR
     found = {f.id: f for f in run.findings()}
     assert {f.severity for f in found.values()} == {Severity.NOTE}
     begun = (number - 1) * STEPS
-    assert f"started again at step {begun} with the parameters" in found["begun-anew"].explanation
+    assert f"started again at step {begun} with {what}" in found["begun-anew"].explanation
     assert found["data.duplicate_batches"].status == "closed"
     assert found["data.duplicate_batches"].explanation.startswith(
         f"Of the training before step {STEPS}: "

@@ -35,7 +35,6 @@ from rankscope.stats.state import Stateful
 AHEAD = "state.counter_ahead"
 BEHIND = "counter-behind"
 RESUMED = "state.resume_mismatch"
-FRESH = "optimizer-begins-anew"
 NOT_LOADED = "parameters-not-loaded"
 SETTINGS = "optimizer-settings-changed"
 PRECISION = "moments-less-precise"
@@ -150,7 +149,8 @@ class OptimizerStart(RestartDetector):
       counters are not: empty, zero, of another moment, of other parameters, of another rank.
     - A restarted job whose moments and counters are those of a saved state, bit for bit, and whose
       parameters are not: those of the run's first step, or others on some ranks alone.
-    - A restarted job of other parameters, with an empty optimizer: a note.
+    - A restarted job with an empty optimizer, and with the parameters of the run's first step or of
+      no step that is known: another training, which begins anew.
     - Step counters that differ between ranks, or state that some ranks do not have at all, before
       the first update: they have not loaded one checkpoint.
     - Step counters that lag on some ranks alone, of parameters whose moments are zero or missing
@@ -203,20 +203,36 @@ class OptimizerStart(RestartDetector):
         yield from self._precision(now)
 
     def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
-        """Return evidence that a restarted job has the parameters of the run's first step.
+        """Return evidence that a restarted job has loaded nothing of what the run is known to hold.
 
-        Beside the moments of a later state, these parameters were to be loaded.
+        Its parameters are those of the run's first step, and its moments are no saved ones. Or its
+        optimizer has lost all moments, and its parameters are no saved ones on any rank.
         """
         rows = gathered.differences
         started = held_values(rows, StateKind.STARTED, KEY) if rows else {}
         if not started or self._first.step < 0:
             return None
         now = _Holdings(gathered.step, started)
-        saved = self._state_of(now)
-        loaded = saved is not None and saved.differs(now, _OWN_BITS)
-        if now.differs(self._first, _OWN_BITS) or loaded:
+        if not now.differs(self._first, _OWN_BITS):
+            saved = self._state_of(now)
+            if saved is not None and saved.differs(now, _OWN_BITS):
+                return None
+            what = "the parameters of the run's first step, bit for bit"
+        elif self._is_unknown(now):
+            what = (
+                "an empty optimizer, and with parameters that no earlier step is known to have had"
+            )
+        else:
             return None
-        return self._finding(RESUMED, Severity.NOTE, now, {}, key=BEGUN_ANEW)
+        return self._finding(RESUMED, Severity.NOTE, now, {"what": what}, key=BEGUN_ANEW)
+
+    def _is_unknown(self, now: _Holdings) -> bool:
+        """Return whether moments were lost, and no rank has the parameters of a saved state."""
+        before = (self._last, self._first, *self._saved)
+        if not (now.is_empty or now.is_zero) or all(one.is_empty for one in before):
+            return False
+        width = len(now.get(_OWN_BITS))
+        return all(len(now.differs(saved, _OWN_BITS)) == width for saved in self._saved)
 
     def _begins_apart(self, now: _Holdings) -> Iterable[FaultEvidence]:
         """Report ranks that begin with the optimizer's state of another step, or with none."""
@@ -251,10 +267,6 @@ class OptimizerStart(RestartDetector):
             yield self._finding(RESUMED, severity, now, {"words": words, "saved": where}, ranks)
         elif not alike and (state := self._state_of(now)) is not None:
             yield from self._not_loaded(now, state)
-        elif not alike and (now.is_empty or now.is_zero):
-            before = (self._last, self._first, *self._saved)
-            if not all(one.is_empty for one in before):
-                yield self._finding(RESUMED, Severity.NOTE, now, {}, key=FRESH)
 
     def _state_of(self, now: _Holdings) -> _Holdings | None:
         """Return the last saved state that has these moments and counters, bit for bit."""

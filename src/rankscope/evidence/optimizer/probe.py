@@ -1,4 +1,4 @@
-"""Reads the optimizer at its first call, where it is saved, and at both ends of some windows.
+"""Reads the optimizer before its first update, where it is saved, and at both ends of some windows.
 
 It finds parameters of low precision that keep their bits because rounding loses their updates. A
 value keeps its bits if its update is below half of the distance to the next value. All small
@@ -406,13 +406,18 @@ class OptimizerProbe(Probe):
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._caller: Any = None  # one of several optimizers, whose calls count
+        self._begun = False
         self._num_calls = 0
         self._saved_at = -1
         self._next_time = 0.0
 
-    def before_update(self) -> None:
-        """Read what the optimizer holds before its first call."""
-        if not self._num_calls and StateKind.STARTED not in self._readings:
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read what the optimizer holds before its first update.
+
+        Not at its first call, which runs the first pass itself where it is given a closure.
+        """
+        if not self._begun:
+            self._begun = True
             self._readings[StateKind.STARTED] = self._read()
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:

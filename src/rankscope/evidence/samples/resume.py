@@ -74,6 +74,7 @@ class RestartedJob(Stateful):
     rest: int = 0  # of the epoch's rest, once enough had come again
     since: int = 0  # that came again since the restart
     model_after: int = -1  # the step after which its parameters were saved; -1 if unknown
+    may_be_new: bool = False  # whether nothing shows that it is not another training
 
     def look(
         self, draws: Draws, samples_U: Ints, last_U: Ints, one_in: int, tolerance: float
@@ -316,7 +317,8 @@ class RestartWatch(Stateful):
 
 
 _MOST_SAVED = 16
-_OPTIMIZER, _BITS = "optimizer", "parameters: bits"  # of what sessions begin and end with
+_OPTIMIZER = "optimizer"  # of what sessions begin and end with
+_BITS, _COUNTER, _HELD = "parameters: bits", "step: highest", ": held"
 
 FROM_START = "epoch-begun-again"
 DONE_TWICE = "steps-done-twice"
@@ -334,7 +336,8 @@ _UNLESS = "Nothing is wrong if the job was restarted from a checkpoint of step {
 class ResumeMismatch(RestartDetector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
-    - In another order, it is an error: the loader shuffled again.
+    - In another order, it is an error: the loader shuffled again. It is a warning where no saved
+      state has the parameters, and the optimizer is as new: the job may be another training.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
       back to a checkpoint from the epoch's start. Parameters that were saved decide which, bit for
       bit, or a changing learning rate. The first steps suffice where the data set has more than
@@ -351,6 +354,7 @@ class ResumeMismatch(RestartDetector):
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
         self._saved: dict[int, Ints] = {}  # digests of parameters, by the last steps with some
+        self._first_held: dict[str, Ints] = {}  # by the optimizer, as the run began
         self._goes_on = False  # whether all workers' loaders went on after the last step
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
@@ -375,17 +379,32 @@ class ResumeMismatch(RestartDetector):
                 yield (self._evidence(job, verdict, step.gathered),)
 
     def _compare_parameters(self, gathered: GatheredStep) -> None:
-        rows = gathered.differences
+        if not gathered.differences:
+            return
         started, saved = (
-            held_values(rows, kind, _OPTIMIZER).get(_BITS) if rows else None
+            held_values(gathered.differences, kind, _OPTIMIZER)
             for kind in (StateKind.STARTED, StateKind.SAVED)
         )
+        bits = started.get(_BITS)
+        if bits is not None:
+            names = (name for name in started if name == _COUNTER or name.endswith(_HELD))
+            self._begin(bits, {name: started[name] for name in names})
+        if _BITS in saved:
+            known = [*self._saved.items(), (gathered.step, saved[_BITS])]
+            self._saved = dict(known[-_MOST_SAVED:])
+
+    def _begin(self, bits: Ints, held: dict[str, Ints]) -> None:
+        """Compare parameters with saved ones, and the optimizer's state with that of a new job."""
         job = self._watch.job
-        if started is not None and job is not None:
-            alike = [step for step, bits in self._saved.items() if np.array_equal(bits, started)]
-            job.model_after = max(alike, default=-1)
-        if saved is not None:
-            self._saved = dict([*self._saved.items(), (gathered.step, saved)][-_MOST_SAVED:])
+        if job is None:
+            self._first_held = held
+            return
+        alike = [step for step, saved in self._saved.items() if np.array_equal(bits, saved)]
+        job.model_after = max(alike, default=-1)
+        as_new = held.keys() == self._first_held.keys() and all(
+            np.array_equal(values, self._first_held[name]) for name, values in held.items()
+        )
+        job.may_be_new = as_new and not alike
 
     def _remember(self, step: int, lr: float) -> None:
         """Keep the learning rate of the epoch's first step, which arrives a little later."""
@@ -396,6 +415,10 @@ class ResumeMismatch(RestartDetector):
             del self._lr_by_step[old]
 
     def _severity(self, verdict: Resumption, job: RestartedJob) -> Severity:
+        most = self._shown_severity(verdict, job)
+        return min(most, Severity.WARNING) if job.may_be_new else most
+
+    def _shown_severity(self, verdict: Resumption, job: RestartedJob) -> Severity:
         if verdict is Resumption.MIXED:
             return Severity.ERROR
         if job.went_back:
