@@ -17,6 +17,9 @@ import numpy as np
 
 from rankscope.errors import RunError
 
+ELSEWHERE = "free some space, make the directory writable, or name another file"
+"""Advice where a file cannot be written."""
+
 DAMAGES = (
     *(OSError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError),
     *(NotImplementedError, OverflowError, RecursionError, SyntaxError),

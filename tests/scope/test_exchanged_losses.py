@@ -124,6 +124,11 @@ def divided_wrongly(rows: Tensor) -> Tensor:
     return divided(rows, right=False)
 
 
+def dropped(rows: Tensor) -> Tensor:
+    """Draw random numbers of the training, which a run of the loss must not use up."""
+    return gathered_with_a_way_back(F.dropout(rows, 0.1))
+
+
 def of_two_passes(rows: Tensor, earlier: Tensor) -> Tensor:
     """Compare the rows of a second forward pass with those of the first one of all ranks."""
     return gathered_with_a_way_back(rows) + contrast(earlier, torch.cat(others(rows)))
@@ -139,6 +144,7 @@ FOUND = {
     divided: ("verify.agrees", "note", "gave back to them is its derivative"),
     assigned: ("verify.agrees", "note", "was not: the gradients that it gave"),
     logged: ("verify.agrees", "note", "was not: the gradients that it gave"),
+    dropped: ("verify.declined", "note", "it draws random numbers"),
     of_two_passes: ("verify.declined", "note", "the factor between the loss and what backward"),
     gathered_into_parts: ("verify.declined", "note", "writes into a part of a tensor"),
 }

@@ -26,11 +26,10 @@ from rankscope.cli.verdict import (
     render_summary,
 )
 from rankscope.errors import MissingExtraError, RankscopeError, RunError, UsageError
-from rankscope.files import is_directory, is_file, to_plain
+from rankscope.files import ELSEWHERE, is_directory, is_file, to_plain
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
-from rankscope.report.document import ELSEWHERE
 from rankscope.report.live import catalog
 from rankscope.report.live.catalog import (
     MAX_DIRECTORIES,

@@ -25,7 +25,7 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from rankscope.errors import RunError
-from rankscope.files import cache_root, read_own, staged
+from rankscope.files import ELSEWHERE, cache_root, read_own, staged
 from rankscope.report.parts import Spec, Tables
 from rankscope.verdict import words
 from rankscope.verdict.rules import cause_pages
@@ -241,10 +241,6 @@ def fill(template: str, **context: Any) -> str:
     """
     page: str = _environment().get_template(template).render(context)
     return words.writable(page)
-
-
-ELSEWHERE = "free some space, make the directory writable, or name another file"
-"""Advice where a file cannot be written."""
 
 
 def write_bytes(path: Path, content: bytes) -> Path:

@@ -40,7 +40,7 @@ _BETWEEN_TWO = frozenset({"send", "recv"})
 """What two ranks do, such as the stages of a pipeline, beside the loss."""
 
 SAME_LOSS = 4e-6  # relative, in float32: a loss that repeats itself
-NOT_REPEATED = "the loss does not repeat itself: it draws random numbers, or uses what has changed"
+NOT_REPEATED = "the loss does not repeat itself: it uses what has changed"
 _SHARED = "the loss writes into a part of a tensor, and then reads the whole"
 
 _OWN_CLASS = "it is computed from tensors of a class of their own"
@@ -144,6 +144,8 @@ class LossTape:
     def record(self, function: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Record a call, if it takes a tensor of the tape."""
         if self._problem:
+            if function.namespace in _COLLECTIVES:
+                self.touched |= any(tensor.requires_grad for tensor in _originals((args, kwargs)))
             return
         try:
             self._record(function, args, kwargs, found)
@@ -236,6 +238,8 @@ class LossTape:
         if function.namespace == _C10D and _name_of(function) not in _WRITTEN_FIRST:
             self.touched = True
             return f"it calls {_name_of(function)}, which is not run again"
+        if torch.Tag.nondeterministic_seeded in function.tags:  # a run would draw the training's
+            return "it draws random numbers"
         if any(type(tensor) not in _PLAIN for tensor in (*given, *results)):
             return _OWN_CLASS
         return ""
