@@ -236,6 +236,16 @@ def comm_hook_of(info: Mapping[str, Any]) -> str:
     return next(theirs, "")
 
 
+def _holds_fewer(info: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer of the first rank is known to hold fewer tensors than train."""
+    groups = _at(info, "training", "optimizer", "groups")
+    trained = _at(info, "training", "parameters", "trained_tensors")
+    if not isinstance(groups, list) or not isinstance(trained, int):
+        return False
+    counts = [_at(group, "tensors") for group in groups]
+    return all(isinstance(one, int) for one in counts) and sum(counts) < trained
+
+
 def diagnosis_of(run: Run) -> Diagnosis:
     """Return the diagnosis of a run before its first step, with its hosts, facts and plan."""
     info = run.info
@@ -265,6 +275,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
             world_size=int(info.get("world_size") or 0),
             by_loop=_at(info, "options", "parallel") == "loop",
+            unheld=_holds_fewer(info),
         )
     )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
@@ -14,6 +15,7 @@ from rankscope.evidence.reduction.judge import (
     LEFT_OVER,
     AccumulationAudit,
     ChangedLater,
+    make_judges,
 )
 from support.stepping import evidence_of, words
 from support.streams import gathered
@@ -165,3 +167,14 @@ def test_gradients_that_held_other_values_before_are_a_warning():
 def test_gradients_that_are_explained_otherwise_are_not_filled(make):
     found = tell(AccumulationAudit(), *map(make, range(40)))
     assert FILLED not in {one.key for one in found}
+
+
+def test_gradients_of_parameters_that_no_optimizer_holds_are_zeroed_by_nobody():
+    steps = [carried(n, [1, 2]) for n in range(12)]
+    for by_loop in (False, True):
+        (audit,) = (
+            one
+            for one in make_judges(RunFacts(W, unheld=True, by_loop=by_loop))
+            if isinstance(one, AccumulationAudit)
+        )
+        assert bool(tell(audit, *steps)) == by_loop

@@ -93,10 +93,13 @@ class AccumulationAudit(Detector):
     - A step's backward pass added to a gradient that the optimizer had applied, and it applied the
       sum.
     - It added to other values that were there since the update before, and the optimizer applied
-      the sum.
+      the sum. Not where the optimizer lacks parameters: nothing need zero theirs.
     """
 
-    def __init__(self) -> None:
+    SETTINGS = ("_holds_all",)
+
+    def __init__(self, *, holds_all: bool = True) -> None:
+        self._holds_all = holds_all
         self._changed = PersistentFault()
         self._last = _Change()
         self._in_schedule = False
@@ -178,7 +181,7 @@ class AccumulationAudit(Detector):
         updated_W = workers["optimizer_steps"] > 0
         follows, self._updated = self._updated, bool(updated_W.all())
         carried_W = workers["grad_carried_over"]
-        if not follows or not (gathered.observed or carried_W.any()):
+        if not (self._holds_all and follows and (gathered.observed or carried_W.any())):
             return False
         explained_W = workers["grad_left_over"] | workers["grad_set_aside"]
         ranks = np.flatnonzero(carried_W & updated_W & ~explained_W).tolist()
@@ -549,7 +552,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         ReductionChecks(run.num_workers),
         ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook, by_loop=run.by_loop),
-        AccumulationAudit(),
+        AccumulationAudit(holds_all=run.by_loop or not run.unheld),
         ChangedLater(other_axes=run.world_size > run.num_workers),
     )
 
