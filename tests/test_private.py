@@ -247,7 +247,4 @@ def test_callers_begin():
     def outer():
         return inner()
 
-    assert [frame.f_code.co_name for frame in outer()][:2] == [
-        "outer",
-        "test_callers_begin",
-    ]
+    assert [frame.f_code.co_name for frame in outer()][:2] == ["outer", "test_callers_begin"]

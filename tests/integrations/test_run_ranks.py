@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from integrations.adapter_runs import assert_same_metrics
-from integrations.run_commands import (
-    RUN,
-    SCRIPTS,
-    start,
-    start_on_ranks,
-    watch,
-)
+from integrations.run_commands import RUN, SCRIPTS, start, start_on_ranks, watch
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.ranks import run_ranks

@@ -211,8 +211,7 @@ def test_study_figures_are_legible_pngs(study: Path):
 
 
 @pytest.mark.parametrize(
-    ("summary", "message"),
-    [(None, "no summary.json"), ("{}", "should be a list")],
+    ("summary", "message"), [(None, "no summary.json"), ("{}", "should be a list")]
 )
 def test_a_study_that_cannot_be_read_says_why(tmp_path: Path, summary: str | None, message: str):
     if summary is not None:

@@ -5,11 +5,7 @@ import pytest
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.verdict.dispersion import describe_dispersion
-from rankscope.verdict.words import (
-    finding_view,
-    number,
-    tiles,
-)
+from rankscope.verdict.words import finding_view, number, tiles
 
 
 @pytest.mark.parametrize(

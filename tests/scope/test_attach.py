@@ -62,10 +62,7 @@ def what_is_left(training: Training) -> list[str]:
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {
-        mode.name: (
-            train(rank, mode.name, None),
-            train(rank, mode.name, f"{folder}/{mode.name}"),
-        )
+        mode.name: (train(rank, mode.name, None), train(rank, mode.name, f"{folder}/{mode.name}"))
         for mode in CHOSEN
     }
 

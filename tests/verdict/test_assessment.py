@@ -137,12 +137,7 @@ def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_workers": 1, "num_steps": 2},
-    ],
-    ids=["healthy", "nothing proven"],
+    "options", [{}, {"num_workers": 1, "num_steps": 2}], ids=["healthy", "nothing proven"]
 )
 def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     found = {}

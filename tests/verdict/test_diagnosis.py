@@ -10,14 +10,7 @@ from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import events_of
-from support.streams import (
-    accumulated,
-    gathered,
-    replicated,
-    reports,
-    sharded,
-    with_replacement,
-)
+from support.streams import accumulated, gathered, replicated, reports, sharded, with_replacement
 
 DUPLICATES, OVERLAP, NONFINITE, PADDING = (
     "data.duplicate_batches",
@@ -56,11 +49,7 @@ PADDED = {  # step and number of the samples that fill the first epoch up
 
 
 @pytest.mark.parametrize(
-    ("name", "named"),
-    [
-        *((name, True) for name in HEALTHY),
-        ("padding at the border", False),
-    ],
+    ("name", "named"), [*((name, True) for name in HEALTHY), ("padding at the border", False)]
 )
 def test_healthy_jobs_have_no_finding(name, named):
     make_stream, num_steps = HEALTHY[name]

@@ -11,14 +11,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.fsdp2_modes import MODES, Mode
-from support.fsdp2_training import (
-    Session,
-    local_gradient,
-    optimize,
-    start,
-    state_of,
-    train_step,
-)
+from support.fsdp2_training import Session, local_gradient, optimize, start, state_of, train_step
 from support.loops import watch
 from support.ranks import run_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth, cosines

@@ -16,14 +16,7 @@ from torch import nn
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from rankscope.wrappers.megatron import is_megatron
-from support.megatron_training import (
-    MISSING,
-    MODES,
-    MegatronLoop,
-    Mode,
-    import_megatron,
-    make_ddp,
-)
+from support.megatron_training import MISSING, MODES, MegatronLoop, Mode, import_megatron, make_ddp
 from support.ranks import on_ranks
 from support.recorded import WIDTH, Recorded
 

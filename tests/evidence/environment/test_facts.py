@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.wrappers.facts import (
-    environment_facts,
-    source_revision,
-)
+from rankscope.wrappers.facts import environment_facts, source_revision
 
 CPU = torch.device("cpu")
 
@@ -45,10 +42,7 @@ def test_variables_that_decide_how_a_job_computes_are_told(monkeypatch):
     assert not {"MY_OWN", "RANKSCOPE_RUN_PID"} & facts.keys()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["HF_TOKEN", "hf_token", "NCCL_AUTHORIZATION", "HF_OF_MY_OWN"],
-)
+@pytest.mark.parametrize("name", ["HF_TOKEN", "hf_token", "NCCL_AUTHORIZATION", "HF_OF_MY_OWN"])
 def test_variables_that_are_not_known_are_never_told(monkeypatch, name):
     monkeypatch.setenv(name, "tell-nobody")
     assert "tell-nobody" not in json.dumps(environment_facts(CPU))

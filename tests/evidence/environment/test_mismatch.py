@@ -55,10 +55,7 @@ def test_the_odd_rank_is_told_once_with_what_differs(odd, text):
     json.dumps(evidence[0].numbers)
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [{"NCCL_ALGO": "Tree"}, {"driver": "570.1"}],
-)
+@pytest.mark.parametrize("odd", [{"NCCL_ALGO": "Tree"}, {"driver": "570.1"}])
 def test_what_should_not_change_results_is_a_note(odd):
     of = [{"driver": "560.1", **own} for own in facts(**odd)]
     assert [one.severity for one in told(of)] == [Severity.NOTE]

@@ -14,10 +14,7 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.judge import make_combiner
 from rankscope.evidence.environment.probe import OptimizerMeter
-from rankscope.evidence.environment.settings import (
-    CALLS,
-    DifferentSettings,
-)
+from rankscope.evidence.environment.settings import CALLS, DifferentSettings
 from support.stepping import evidence_of, named_message, observe, run, words
 from support.streams import gathered
 

@@ -52,8 +52,7 @@ def test_given_losses_win_and_unknown_weights_are_nan():
 
 
 @pytest.mark.parametrize(
-    ("value", "weight"),
-    [(torch.ones(2, 2), None), (torch.ones(2), torch.ones(3))],
+    ("value", "weight"), [(torch.ones(2, 2), None), (torch.ones(2), torch.ones(3))]
 )
 def test_wrong_shapes_are_refused(value, weight):
     with pytest.raises(UsageError, match=r"loss\(\) expected"):

@@ -14,11 +14,7 @@ from rankscope.stats.arrays import digest_of
 CPU = torch.device("cpu")
 
 DIGESTS = {PYTHON: "rng_digest_python", NUMPY: "rng_digest_numpy", TORCH: "rng_digest"}
-DRAWS = {
-    PYTHON: random.random,
-    NUMPY: np.random.random,
-    TORCH: lambda: torch.rand(1),
-}
+DRAWS = {PYTHON: random.random, NUMPY: np.random.random, TORCH: lambda: torch.rand(1)}
 
 
 def seed_all(seed):

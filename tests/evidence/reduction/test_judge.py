@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.step import StepReport
-from rankscope.evidence.reduction.judge import (
-    STEPS,
-    STEPS_APPLIED,
-    ReductionChecks,
-)
+from rankscope.evidence.reduction.judge import STEPS, STEPS_APPLIED, ReductionChecks
 from rankscope.stats.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
 from support.stepping import describe, evidence_of
 from support.streams import gathered as unobserved
@@ -79,8 +75,7 @@ def test_the_mean_is_no_fault(num_workers):
 
 
 @pytest.mark.parametrize(
-    ("factor", "words"),
-    [(0.25, "divided twice"), (4.0, "summed, not averaged")],
+    ("factor", "words"), [(0.25, "divided twice"), (4.0, "summed, not averaged")]
 )
 def test_a_factor_that_stays(factor, words):
     told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
@@ -101,10 +96,7 @@ def test_a_division_after_the_reduction():
 def test_a_sum_after_the_reduction_that_is_clipped():
     """Clipping hides the factor in the gradient's norm, and not in what the call has seen."""
     told = watch(
-        gradients(STEPS),
-        mean,
-        applied=lambda t: 4.0 / (2 + t),
-        clipped=lambda t: 1 / (2 + t),
+        gradients(STEPS), mean, applied=lambda t: 4.0 / (2 + t), clipped=lambda t: 1 / (2 + t)
     )
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
     assert "multiplied once more by the number of workers" in describe(told[0])[0]
@@ -117,10 +109,7 @@ def test_losses_may_be_summed_over_micro_batches_where_none_is_known(micro_batch
     assert {evidence.cause for evidence in told} == found
 
 
-@pytest.mark.parametrize(
-    ("applied", "loss_scale"),
-    [(0.25, 1.2), (4.0, 8.0)],
-)
+@pytest.mark.parametrize(("applied", "loss_scale"), [(0.25, 1.2), (4.0, 8.0)])
 def test_a_factor_after_the_reduction_that_nothing_explains(applied, loss_scale):
     told = watch(gradients(STEPS), mean, applied=lambda t: applied, loss_scale=loss_scale)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}

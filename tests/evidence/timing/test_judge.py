@@ -6,12 +6,7 @@ import pytest
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.timing.judge import (
-    WARM_UP,
-    WINDOW,
-    Lateness,
-    Stragglers,
-)
+from rankscope.evidence.timing.judge import WARM_UP, WINDOW, Lateness, Stragglers
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import told_of
 from support.streams import gathered

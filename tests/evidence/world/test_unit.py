@@ -96,8 +96,7 @@ def test_replicas_that_agree_or_are_none_are_silent(one, other):
 
 
 @pytest.mark.parametrize(
-    ("axes", "severity"),
-    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE)],
+    ("axes", "severity"), [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE)]
 )
 def test_parameters_left_on_a_smaller_mesh_are_named_unless_they_may_be_experts(axes, severity):
     main = unit(*range(4), divisor=4.0)
