@@ -2,7 +2,6 @@
 
 import copy
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,13 +148,12 @@ def train_all(rank, folder):
         second.train(f"{folder}/{case.__name__}")
     for case in (Engine, EngineOfBase, Narrow, NarrowCopy, Averaged):
         case(rank).train(f"{folder}/{case.__name__}", steps=2 * STEPS)
+    train_sharded(f"{folder}/sharded")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder):
     run_ranks(train_all, 2, str(folder), timeout=240)
-    return Path(folder)
 
 
 def found_in(folder, case, restarted=False):
@@ -171,24 +169,23 @@ def test_copies_that_follow_the_model_are_healthy(folder, case, restarted):
     assert found_in(folder, case, restarted) == []
 
 
-def test_an_average_whose_warm_up_begins_anew_is_named(folder):
-    [found] = found_in(folder, UpdatesForgotten, restarted=True)
-    assert (found.cause, found.severity) == ("state.average_jumps", Severity.WARNING)
-    assert found.first_step == STEPS
-    share = 1 - 0.99 * (1 - math.exp(-1 / 3))
-    assert f"goes {share:.3g} of its way to the model" in found.explanation
+SHARE = 1 - 0.99 * (1 - math.exp(-1 / 3))
 
 
-def test_a_copy_that_is_written_and_never_changes_is_named(folder):
-    [found] = found_in(folder, EngineOfBase)
-    assert (found.cause, found.severity) == ("state.copy_never_changes", Severity.WARNING)
-    assert "ModuleList (84 elements) is written" in found.explanation
-
-
-def test_an_average_that_rounding_keeps_is_named(folder):
-    [found] = found_in(folder, Narrow)
-    assert (found.cause, found.severity) == ("state.average_rounded", Severity.WARNING)
-    assert "Sequential (84 elements) is kept in 16 bits" in found.explanation
+@pytest.mark.parametrize(
+    ("case", "cause", "said"),
+    [
+        (UpdatesForgotten, "state.average_jumps", f"goes {SHARE:.3g} of its way to the model"),
+        (EngineOfBase, "state.copy_never_changes", "ModuleList (84 elements) is written"),
+        (Narrow, "state.average_rounded", "Sequential (84 elements) is kept in 16 bits"),
+    ],
+)
+def test_a_copy_that_jumps_rests_or_is_lost_in_rounding_is_named(folder, case, cause, said):
+    restarted = case is UpdatesForgotten
+    [found] = found_in(folder, case, restarted)
+    assert (found.cause, found.severity) == (cause, Severity.WARNING)
+    assert said in found.explanation
+    assert found.first_step == STEPS or not restarted
 
 
 def test_the_share_of_torch_s_average_is_recorded(folder):
@@ -202,7 +199,7 @@ def test_the_share_of_torch_s_average_is_recorded(folder):
     np.testing.assert_allclose(own[1:], 0.1, rtol=1e-4)
 
 
-def train_sharded(rank, run_dir):
+def train_sharded(run_dir):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     average = copy.deepcopy(model).requires_grad_(False)
@@ -219,8 +216,7 @@ def train_sharded(rank, run_dir):
                     mean.lerp_(new.full_tensor(), 0.1)
 
 
-def test_a_whole_average_beside_a_sharded_model_is_left_alone(tmp_path):
-    run_ranks(train_sharded, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
+def test_a_whole_average_beside_a_sharded_model_is_left_alone(folder):
+    run = Run.open(folder / "sharded")
     assert run.num_rows(Table.STEPS) == STEPS
     assert not [finding for finding in run.findings() if finding.cause.startswith("state.")]

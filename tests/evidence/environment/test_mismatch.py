@@ -31,11 +31,6 @@ def told(of, num_steps=5, **columns):
     return run(EnvironmentMismatch(of), num_steps, **columns)
 
 
-@pytest.mark.parametrize("of", [(), facts(), [*facts(3), {}]])
-def test_equal_or_unknown_environments_are_no_finding(of):
-    assert told(of) == []
-
-
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
@@ -62,16 +57,17 @@ def test_what_should_not_change_results_is_a_note(odd):
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "of",
     [
-        {"LOCAL_RANK": "3"},
-        {"device_memory": 11},
-        {"TORCHINDUCTOR_CACHE_DIR": "/mnt/3"},
-        {"NCCL_SOCKET_IFNAME": "eth3"},
+        *((), facts(), [*facts(3), {}]),  # equal, or unknown
+        facts(LOCAL_RANK="3"),
+        facts(device_memory=11),
+        facts(TORCHINDUCTOR_CACHE_DIR="/mnt/3"),
+        facts(NCCL_SOCKET_IFNAME="eth3"),
     ],
 )
-def test_what_every_rank_or_host_has_for_itself_is_not_compared(odd):
-    assert told(facts(**odd)) == []
+def test_what_is_equal_or_what_every_rank_has_for_itself_is_no_finding(of):
+    assert told(of) == []
 
 
 def test_another_precision_is_told_after_three_steps_in_a_row():

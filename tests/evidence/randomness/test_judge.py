@@ -16,10 +16,6 @@ SHARED = {"rng_used": [4] * 4, "rng_digest": [9, 2, 9, 4]}
 ALL = {"rng_used": [12] * 4, "rng_digest": [9] * 4}
 
 
-def test_generators_of_their_own_are_no_finding():
-    assert run(EqualRandom(4), 50, **OWN) == []
-
-
 def test_workers_that_share_their_random_numbers_are_told_after_three_steps():
     detector = EqualRandom(4)
     assert run(detector, 2, start=10, **SHARED) == []
@@ -60,23 +56,26 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
 
 
 @pytest.mark.parametrize(
-    "columns",
+    ("plan", "columns"),
     [
-        {"rng_used": [0] * 4, "rng_digest": [9] * 4},
-        {
-            "rng_used": [1, 2, 4, 8],
-            "rng_digest": [9, MISSING_INT, 8, 7],
-            "rng_digest_numpy": [9] * 4,
-        },
-        {"rng_used": [4, 0, 0, 0], "rng_digest": [9, 9, 9, 9]},
+        (None, OWN),
+        (None, {"rng_used": [0] * 4, "rng_digest": [9] * 4}),  # nobody draws
+        (
+            None,
+            {
+                "rng_used": [1, 2, 4, 8],
+                "rng_digest": [9, MISSING_INT, 8, 7],
+                "rng_digest_numpy": [9] * 4,
+            },
+        ),
+        (None, {"rng_used": [4, 0, 0, 0], "rng_digest": [9, 9, 9, 9]}),
+        (SAME, ALL),
+        (None, {"loader_rng_numpy": [1, 2, 3, 4], "loader_rng_repeats": [0] * 4}),
+        (None, {"loader_rng_repeats": [MISSING_INT] * 4}),
     ],
 )
-def test_generators_that_do_not_move_or_are_not_the_same_do_not_count(columns):
-    assert run(EqualRandom(4), 50, **columns) == []
-
-
-def test_equal_random_numbers_that_are_planned_are_no_finding():
-    assert run(EqualRandom(4, SAME), 9, **ALL) == []
+def test_generators_of_their_own_that_rest_or_that_are_planned_alike_are_no_finding(plan, columns):
+    assert run(EqualRandom(4, plan), 50, **columns) == []
 
 
 def test_generators_that_part_by_batches_of_other_sizes_are_no_fault_against_the_plan():
@@ -111,9 +110,3 @@ def test_loader_processes_of_one_rank_that_are_alike_are_told():
     assert told[0].severity is Severity.WARNING
     assert "numpy's random generator" in words(told[0])
     assert "several processes of rank 1" in words(told[0])
-
-
-def test_loader_processes_of_their_own_or_without_randomness_are_no_finding():
-    own = {"loader_rng_numpy": [1, 2, 3, 4], "loader_rng_repeats": [0] * 4}
-    assert run(EqualRandom(4), 30, **own) == []
-    assert run(EqualRandom(4), 30, loader_rng_repeats=[MISSING_INT] * 4) == []
