@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from textwrap import dedent
 
 import pyarrow.parquet as pq
@@ -91,9 +92,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 
-dist.init_process_group(
-    "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2
-)
+dist.init_process_group("gloo")
 torch.manual_seed(0)
 
 
@@ -132,7 +131,8 @@ def run(tmp_path_factory):
     for name, text in FOLDER.items():
         (folder / name).write_text(dedent(text).lstrip())
     (tmp_path / "train.py").write_text(SCRIPT)
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    tests = str(Path(__file__).parents[1])
+    paths = [str(tmp_path), tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -151,24 +151,9 @@ def run(tmp_path_factory):
             check=False,
         )
 
-    meeting = str(tmp_path / "meeting")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "train.py", "run", meeting, str(rank)],
-            env=environment,
-            cwd=tmp_path,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=240)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
+    launch = ("support.forked_ranks", "--standalone", "--nproc-per-node", "2")
+    trained = command(*launch, "train.py", "run")
+    assert trained.returncode == 0, trained.stderr
     return tmp_path / "run", command
 
 
