@@ -1,4 +1,4 @@
-"""Two accidents of ``make chaos``, and that broken promises would be seen."""
+"""Two accidents of ``make chaos``."""
 
 import os
 import subprocess
@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from support.benchmarks import load_benchmark
-
 ROOT = Path(__file__).parents[1]
 BUSY = {"RANKSCOPE_CHAOS_PATIENCE": "12"}
 """Other tests run beside it: its bounds of time are those of a quiet machine."""
-
-
-@pytest.fixture(scope="module")
-def chaos():
-    return load_benchmark("chaos")
 
 
 @pytest.mark.ranks
