@@ -33,16 +33,9 @@ EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 NO_COLUMNS = {
     *("data_digest", "data_splits", "drawn_from_others", "drawn_from_own", "innocent_probability"),
     *("communication_data_type", "found_inf", "fully_shard", "input_ids", "max_norm", "no_sync"),
-    *(
-        "num_batches_tracked",
-        "num_replicas",
-        "num_workers",
-        "prepare_data_loader",
-        "split_dataset_by_node",
-        "state_dict",
-    ),
+    *("num_batches_tracked", "num_replicas", "num_workers", "prepare_data_loader", "state_dict"),
     *("overlap_comm", "reduce_dtype", "requires_grad", "set_epoch", "set_gradient_divide_factor"),
-    *("split_by_node", "split_by_worker", "worker_init_fn", "zero_grad"),
+    *("split_by_node", "split_by_worker", "split_dataset_by_node", "worker_init_fn", "zero_grad"),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
@@ -64,11 +57,6 @@ def table_rows(text):
 
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
-
-
-@pytest.mark.parametrize("table", Table)
-def test_every_table_has_a_section_that_the_site_fills_with_its_columns(table):
-    assert f"<!-- columns of {table} -->" in section(RUNS, table)
 
 
 def test_every_table_is_named_among_the_files():

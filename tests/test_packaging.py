@@ -25,17 +25,8 @@ ALLOWED = {
 }
 HEAVY = {
     *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),
-    *(
-        "starlette",
-        "uvicorn",
-        "lightning",
-        "ray",
-        "deepspeed",
-        "tensorboard",
-        "wandb",
-        "mlflow",
-        "trackio",
-    ),
+    *("starlette", "uvicorn", "lightning", "ray", "deepspeed"),
+    *("tensorboard", "wandb", "mlflow", "trackio"),
 }
 
 

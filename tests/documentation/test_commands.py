@@ -1,6 +1,5 @@
 """Every command line of README and docs runs, or is known to be one that would."""
 
-import ast
 import json
 import re
 import shutil
@@ -197,5 +196,3 @@ def test_data_can_be_read(page):
     for block in blocks():
         if block.kind in DATA and ROOT / block.page == page:
             assert DATA[block.kind](block.code) is not None
-        if block.kind == "python" and ROOT / block.page == page:
-            ast.parse(block.code)
