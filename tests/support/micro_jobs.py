@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.bus.step import GatheredStep
-from support.losses import mean_and_sem
+from rankscope.stats.spread import weighted_means_and_sems
 from support.streams import gathered
 
 SIZE = 60
@@ -15,6 +15,12 @@ TRUTH = np.full(SIZE, 0.1)
 
 def lists(values):
     return tuple(np.asarray(worker, float) for worker in values)
+
+
+def mean_and_sem(values_U, weights_U) -> tuple[float, float]:
+    """Return the loss of one worker, and its standard error."""
+    [mean], [sem] = weighted_means_and_sems(values_U, weights_U, np.array([len(values_U)]))
+    return float(mean), float(sem)
 
 
 def micro_step(t, losses, *, gradients=None, weights=None, samples=None, **columns) -> GatheredStep:
