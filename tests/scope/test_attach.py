@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.modes import MODES, MORE_MODES, Training, assert_same_bits
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -21,12 +21,11 @@ NAMES = (
     "shared reentrant checkpoints",
     "scaler, micro-batches, clipping",
 )
-CHOSEN = [mode for mode in MODES + MORE_MODES if mode.name in NAMES]
 _SHADOW = DistributedDataParallel._match_all_reduce_for_bwd_pass
 
 
 def train(rank: int, name: str, run_dir: str | None) -> dict[str, Any]:
-    mode = next(mode for mode in CHOSEN if mode.name == name)
+    mode = next(mode for mode in MODES + MORE_MODES if mode.name == name)
     training = Training(rank, mode)
     norms, left = [], []
     for step in range(STEPS):
@@ -60,14 +59,7 @@ def what_is_left(training: Training) -> list[str]:
     return left
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
-    return {
-        mode.name: (train(rank, mode.name, None), train(rank, mode.name, f"{folder}/{mode.name}"))
-        for mode in CHOSEN
-    }
-
-
-trained = on_ranks(train_all, 2)
+trained = alone_and_watched(train, NAMES, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,13 +12,11 @@ from rankscope import Run
 from rankscope.bus.finding import Severity
 from support.loops import Loop, wait_for
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 60
-
-
 LAG = 3
 """Steps until one can be judged: without reduction, it ends when the next one has begun."""
 
@@ -39,23 +37,6 @@ def train(rank, folder, every):
     loop.close()
 
 
-def train_all(rank, folder):
-    for every in (0, 11):
-        train(rank, f"{folder}/{every}", every)
-
-
-def test_averages_are_recognised_and_training_alone_is_an_error(tmp_path):
-    run_ranks(train_all, 2, str(tmp_path))
-    alone = {f.id: f for f in Run.open(tmp_path / "0").findings()}
-    assert alone["sync.not_reduced"].severity is Severity.ERROR
-    assert alone["state.parameters_differ"].severity is Severity.ERROR
-    averaged = {f.id: f for f in Run.open(tmp_path / "11").findings()}
-    assert [f.id for f in averaged.values() if f.severity > Severity.NOTE] == []
-    finding = averaged["sync.not_reduced"]
-    assert "equal again now and then" in finding.explanation
-    assert "local_steps" in finding.next_check
-
-
 def train_by_torch(rank, folder):
     """Train with torch's own hook and optimizer for local SGD; groups of one rank each."""
     loop = Loop(rank, folder)
@@ -72,8 +53,25 @@ def train_by_torch(rank, folder):
     loop.close()
 
 
-def test_torch_s_own_local_sgd_is_recognised(tmp_path):
-    run_ranks(train_by_torch, 2, str(tmp_path / "run"))
-    found = Run.open(tmp_path / "run").findings()
-    assert [f.id for f in found if f.severity > Severity.NOTE] == []
-    assert "sync.not_reduced" in [f.id for f in found]
+def train_all(rank, folder):
+    for every in (0, 11):
+        train(rank, f"{folder}/{every}", every)
+    train_by_torch(rank, f"{folder}/torch")
+
+
+trained = on_ranks(train_all, 2)
+
+
+def test_training_alone_is_an_error(trained):
+    alone = {f.id: f for f in Run.open(trained[1] / "0").findings()}
+    assert alone["sync.not_reduced"].severity is Severity.ERROR
+    assert alone["state.parameters_differ"].severity is Severity.ERROR
+
+
+@pytest.mark.parametrize("name", ["11", "torch"])
+def test_averages_are_recognised(trained, name):
+    averaged = {f.id: f for f in Run.open(trained[1] / name).findings()}
+    assert [f.id for f in averaged.values() if f.severity > Severity.NOTE] == []
+    finding = averaged["sync.not_reduced"]
+    assert "equal again now and then" in finding.explanation
+    assert "local_steps" in finding.next_check

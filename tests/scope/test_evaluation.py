@@ -13,7 +13,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.models import make_batch
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched
 from support.releases import SINCE_TORCH_2_13
 
 pytestmark = pytest.mark.ranks
@@ -85,27 +85,21 @@ LOOPS = {
     **({attacked: {}} if SINCE_TORCH_2_13 else {}),
 }
 """With the step since which a rank trains in evaluation mode."""
+NAMED = {loop.__name__: loop for loop in LOOPS}
 
 
-def train(rank, backward, run_dir):
+def train(rank, name, run_dir):
     loop = Loop(rank, run_dir)
     truth = []
     for step in range(STEPS):
-        truth.append(backward(loop, step))
+        truth.append(NAMED[name](loop, step))
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     loop.close()
     return {"truth": truth, "bits": loop.bits(), "warnings": loop.warnings}
 
 
-def train_all(rank, folder):
-    return {
-        loop.__name__: (train(rank, loop, None), train(rank, loop, f"{folder}/{loop.__name__}"))
-        for loop in LOOPS
-    }
-
-
-trained = on_ranks(train_all, 2)
+trained = alone_and_watched(train, NAMED, 2)
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

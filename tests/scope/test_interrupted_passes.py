@@ -10,7 +10,7 @@ import torch
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -18,13 +18,8 @@ NUM_BATCHES = 8
 LOST = (0, 2, 3, 6)
 """Batches of which nothing comes."""
 
-CASES = [
-    ("in forward", False),
-    ("at different places", False),
-    ("in an early micro-batch", False),
-    ("dropped", True),
-]
-"""Where a pass ends, and whether the training names its samples and gives its loss itself."""
+PLACES = ("in forward", "at different places", "in an early micro-batch", "dropped")
+"""Where a pass ends. In the last case the training names its samples and gives its loss itself."""
 
 
 class InterruptedPassError(Exception):
@@ -39,7 +34,7 @@ def press_key(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def run_into(loop: Loop, number: int, place: str, *, named: bool = False) -> None:
+def run_into(loop: Loop, number: int, place: str, *, named: bool) -> None:
     if place == "in forward":
         handle = loop.model.hidden.register_forward_hook(stop)
     else:
@@ -64,10 +59,10 @@ def give(loop: Loop, loss: torch.Tensor, *, named: bool) -> None:
         loop.scope.loss(loss)
 
 
-def train(rank: int, place: str, run_dir: str | None, *, named: bool) -> dict[str, Any]:
+def train(rank: int, place: str, run_dir: str | None) -> dict[str, Any]:
     loop = Loop(rank, run_dir)
     losses = []
-    own_place = place
+    own_place, named = place, place == "dropped"
     if place == "at different places":
         own_place = ("at the output", "in the model", "in the loss function")[rank]
     for number in range(NUM_BATCHES):
@@ -91,29 +86,20 @@ def train(rank: int, place: str, run_dir: str | None, *, named: bool) -> dict[st
     return {"losses": losses, "bits": loop.bits()}
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
-    return {
-        (place, named): (
-            train(rank, place, None, named=named),
-            train(rank, place, f"{folder}/{place} {named}", named=named),
-        )
-        for place, named in CASES
-    }
+trained = alone_and_watched(train, PLACES, 3)
 
 
-trained = on_ranks(train_all, 3)
-
-
-@pytest.mark.parametrize(("place", "named"), CASES)
-def test_nothing_of_such_a_pass_is_recorded(trained, place, named):
+@pytest.mark.parametrize("place", PLACES)
+def test_nothing_of_such_a_pass_is_recorded(trained, place):
     results, folder = trained
-    run = Run.open(folder / f"{place} {named}")
+    named = place == "dropped"
+    run = Run.open(folder / place)
     assert run.status == "complete"
     kept = [number for number in range(NUM_BATCHES) if number not in LOST]
     steps, losses_TW = run.per_worker("loss")
     assert steps.tolist() == list(range(len(kept)))
     for rank, by_place in enumerate(results):
-        alone, watched = by_place[place, named]
+        alone, watched = by_place[place]
         assert alone["bits"] == watched["bits"], rank
         np.testing.assert_allclose(losses_TW[:, rank], watched["losses"], rtol=1e-6)
     assert run.columns(Table.STEPS, "observed")["observed"].all()

@@ -8,7 +8,7 @@ import pytest
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from support.loops import Loop
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -44,21 +44,15 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "bits": loop.bits()}
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
-    return {way: (train(rank, way, None), train(rank, way, f"{folder}/{way}")) for way in WAYS}
-
-
-trained = on_ranks(train_all, 3)
+trained = alone_and_watched(train, WAYS, 3)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_steps_of_the_others_go_on(trained, way):
     results, folder = trained
-    num_ranks = len(results)
     run = Run.open(folder / way)
     assert run.status == "complete"
-    longest = max(NUM_STEPS[:num_ranks])
-    present_TW = np.array([[step < n for n in NUM_STEPS[:num_ranks]] for step in range(longest)])
+    present_TW = np.array([[step < n for n in NUM_STEPS] for step in range(max(NUM_STEPS))])
     present_TW = np.concatenate([present_TW, present_TW])
     observed = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
     assert observed.tolist() == present_TW.all(axis=1).tolist()
@@ -77,11 +71,10 @@ def test_the_steps_of_the_others_go_on(trained, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_that_has_run_out_of_data_is_not_said_to_differ(trained, way):
     """It makes no optimizer step, so its momenta do differ from the second epoch on."""
-    results, folder = trained
-    found = Run.open(folder / way).findings()
+    found = Run.open(trained[1] / way).findings()
     kinds = ("sync.", "state.parameters", "state.optimizer", "state.hyper")
     told = [finding for finding in found if finding.cause.startswith(kinds)]
-    assert all(finding.first_step >= max(NUM_STEPS[: len(results)]) for finding in told)
+    assert all(finding.first_step >= max(NUM_STEPS) for finding in told)
     assert {finding.cause for finding in told} >= {"state.optimizer_differs"}
 
 

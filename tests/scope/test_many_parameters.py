@@ -1,6 +1,7 @@
 """A model of many small parameters: the calls that read its gradients are as few as with few."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.gradients.sketch import MultiTensorReader, Sketcher
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = [pytest.mark.ranks]
 
@@ -37,7 +38,7 @@ def train(model: nn.Module, rank: int, run_dir: str | None, *, zeroed: bool) -> 
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def count_calls(rank: int, folder: str, zeroed: bool) -> dict[str, Any]:
+def count_calls(rank: int, folder: str) -> dict[bool, dict[str, Any]]:
     calls = {"prepared": 0, "read": 0}
     prepare, read = MultiTensorReader.__init__, Sketcher._measure
 
@@ -50,21 +51,24 @@ def count_calls(rank: int, folder: str, zeroed: bool) -> dict[str, Any]:
         read(*args, **options)
 
     MultiTensorReader.__init__, Sketcher._measure = prepared, counted
-    counts, same = [], []
-    for number in (FEW, MANY):
+    found: dict[bool, dict[str, Any]] = {way: {"counts": [], "same": []} for way in (False, True)}
+    for zeroed, number in itertools.product(found, (FEW, MANY)):
         calls.update(prepared=0, read=0)
         model = make_model(number)
         alone = train(copy.deepcopy(model), rank, None, zeroed=zeroed)
-        watched = train(model, rank, f"{folder}/{number}", zeroed=zeroed)
-        counts.append(dict(calls))
-        same.append(all(map(torch.equal, alone, watched)))
-    return {"counts": counts, "same": same}
+        watched = train(model, rank, f"{folder}/{number} {zeroed}", zeroed=zeroed)
+        found[zeroed]["counts"].append(dict(calls))
+        found[zeroed]["same"].append(all(map(torch.equal, alone, watched)))
+    return found
+
+
+counted = on_ranks(count_calls, 2)
 
 
 @pytest.mark.parametrize("zeroed", [False, True], ids=["made anew", "zeroed in their buckets"])
-def test_many_small_gradients_are_read_in_as_few_calls_as_few(tmp_path, zeroed):
-    for rank in run_ranks(count_calls, 2, str(tmp_path), zeroed):
-        few, many = rank["counts"]
+def test_many_small_gradients_are_read_in_as_few_calls_as_few(counted, zeroed):
+    for found in (rank[zeroed] for rank in counted[0]):
+        few, many = found["counts"]
         assert few["read"] > STEPS
         assert many == few
-        assert rank["same"] == [True, True]
+        assert found["same"] == [True, True]

@@ -12,7 +12,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.bare import BareLoop
-from support.ranks import on_ranks, run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -286,7 +286,9 @@ def train_all(rank, folder):
         for name, kind in HEALTHY.items()
     }
     faults = {name: train(rank, kind, f"{folder}/{name}") for name, (kind, *_) in FAULTS.items()}
-    return healthy, faults
+    in_sums = f"{folder}/sums for copies"
+    copies = train(rank, SumsForCopies, None), train(rank, SumsForCopies, in_sums)
+    return healthy, faults, copies
 
 
 trained = on_ranks(train_all, 3, timeout=400.0)
@@ -294,7 +296,7 @@ trained = on_ranks(train_all, 3, timeout=400.0)
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_the_training_keeps_its_bits_and_nothing_is_found_where_all_is_well(trained, name):
-    for healthy, _ in trained[0]:
+    for healthy, *_ in trained[0]:
         alone, watched = healthy[name]
         assert alone["bits"] == watched["bits"]
         assert watched["warnings"] == []
@@ -311,7 +313,7 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
     _, losses_TW = run.per_worker("loss")
     assert (losses_TW > 0).all() or name.startswith("scaled")
     kinds = {**HEALTHY, **{fault: kind for fault, (kind, *_) in FAULTS.items()}}
-    told = [healthy.get(name, faults.get(name)) for healthy, faults in trained[0]]
+    told = [healthy.get(name, faults.get(name)) for healthy, faults, _ in trained[0]]
     expected_TW = np.array([(t if name in FAULTS else t[1])["norms"] for t in told]).T
     finite_TW = np.isfinite(expected_TW)
     assert finite_TW.sum() >= 3 * STEPS - 1 or name == "matrices by hand"
@@ -355,19 +357,15 @@ def test_a_reference_step_tells_what_it_can(trained, name):
     assert words in finding.explanation
 
 
-def train_alone_and_watched(rank, run_dir):
-    return train(rank, SumsForCopies, None), train(rank, SumsForCopies, run_dir)
-
-
-def test_passes_whose_gradients_are_taken_away_for_copies_make_one_step(tmp_path):
-    both = run_ranks(train_alone_and_watched, 2, str(tmp_path))
+def test_passes_whose_gradients_are_taken_away_for_copies_make_one_step(trained):
+    both = [copies for *_, copies in trained[0]]
     for alone, watched in both:
         assert (watched["bits"], watched["warnings"]) == (alone["bits"], [])
-    run = Run.open(tmp_path)
+    run = Run.open(trained[1] / "sums for copies")
     _, micro_TW = run.per_worker("micro_batches")
     expected = [1] * SumsForCopies.micro_batches  # until an update has shown their number
     expected += [SumsForCopies.micro_batches] * (STEPS - 1)
-    assert micro_TW.tolist() == [[number] * 2 for number in expected]
+    assert micro_TW.tolist() == [[number] * 3 for number in expected]
     _, norms_TW = run.per_worker("grad_norm")
     expected_TW = np.array([watched["norms"] for _, watched in both]).T
     np.testing.assert_allclose(norms_TW[1 - STEPS :], expected_TW[1:], rtol=0.1)

@@ -1,4 +1,4 @@
-"""Traces of watched jobs on real ranks, and two runs of one training."""
+"""Traces of watched jobs on real ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,18 @@ from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.gradients.digest import digest_tensor
 from support.loops import Loop
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 5
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "again": {},
     "micro-batches": {},
     "bucket views": {"ddp": {"gradient_as_bucket_view": True}},
     "unused": {"branch": True, "ddp": {"find_unused_parameters": True}},
     "every second step": {"every": 2},
 }
-
-UNTRACED = ("micro-batches", "bucket views", "unused", "every second step")
-"""Trained without the monitor, too."""
 
 
 class Observer:
@@ -66,17 +62,7 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     return {"seen": observer.seen, "bits": loop.bits()}
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
-    return {way: train(rank, way, f"{folder}/{way}") for way in WAYS}
-
-
-def train_untraced(rank: int) -> dict[str, Any]:
-    return {way: train(rank, way, None)["bits"] for way in UNTRACED}
-
-
-@pytest.fixture(scope="module")
-def trained(folder):
-    return run_ranks(train_all, 2, str(folder))
+trained = alone_and_watched(train, WAYS, 2)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -85,9 +71,12 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_trace_holds_what_the_training_held(trained, folder, way):
+def test_a_trace_holds_what_the_training_held_and_changes_no_bit(trained, way):
+    ranks, folder = trained
+    for alone, traced in (rank[way] for rank in ranks):
+        assert traced["bits"] == alone["bits"]
     every = WAYS[way].get("every", 1)
-    seen = [row for row in trained[0][way]["seen"] if row[0] < 0 or row[0] % every == 0]
+    seen = [row for row in ranks[0][way][1]["seen"] if row[0] < 0 or row[0] % every == 0]
     rows = [row for row in rows_of(folder / way) if row["kind"] != "buffer"]
     found = {(r["step"], r["kind"], r["name"]): (r["digest"], r["norm"]) for r in rows}
     assert len(found) == len(rows)
@@ -95,9 +84,3 @@ def test_a_trace_holds_what_the_training_held(trained, folder, way):
     for step, kind, name, digest, norm in seen:
         assert found[step, kind, name] == (digest, pytest.approx(norm, rel=1e-6))
     assert {len(row["sketch"]) for row in rows} == {TRACE_WIDTH}
-
-
-def test_tracing_changes_no_bit(trained):
-    for traced, alone in zip(trained, run_ranks(train_untraced, 2), strict=True):
-        for way, bits in alone.items():
-            assert traced[way]["bits"] == bits, way

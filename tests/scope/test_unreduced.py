@@ -9,7 +9,7 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.loops import PLAN, Loop, watch
 from support.models import make_batch, make_model
-from support.ranks import on_ranks, run_ranks
+from support.ranks import alone_and_watched, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -64,24 +64,17 @@ MERGED = ("reduced by hand", "never synchronised")
 """There the first two steps count as one: the second shows that the first was no part of it."""
 
 
-def train(rank, backward, run_dir):
+def train(rank, name, run_dir):
     loop = Loop(rank, run_dir)
     for step in range(STEPS):
-        backward(loop, step)
+        LOOPS[name][0](loop, step)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
     loop.close()
     return {"bits": loop.bits(), "warnings": loop.warnings}
 
 
-def train_all(rank, folder):
-    return {
-        name: (train(rank, backward, None), train(rank, backward, f"{folder}/{name}"))
-        for name, (backward, _) in LOOPS.items()
-    }
-
-
-trained = on_ranks(train_all, 3)
+trained = alone_and_watched(train, LOOPS, 3)
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -147,6 +140,7 @@ LOCAL_JOBS = {
 def train_locally(rank, folder):
     for name, job in LOCAL_JOBS.items():
         local_sgd(rank, f"{folder}/{name}", **job)
+    unfreeze(rank, folder)
 
 
 trained_locally = on_ranks(train_locally, 2)
@@ -182,10 +176,9 @@ def unfreeze(rank, folder):
         scope.close()
 
 
-def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(tmp_path):
-    run_ranks(unfreeze, 2, str(tmp_path))
+def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(trained_locally):
     found, healthy = (
-        {finding.cause: finding for finding in Run.open(tmp_path / name).findings()}
+        {finding.cause: finding for finding in Run.open(trained_locally[1] / name).findings()}
         for name in ("frozen when wrapped", "frozen when watched")
     )
     assert found["sync.not_reduced"].first_step == 2

@@ -10,7 +10,7 @@ import rankscope
 from rankscope import Run
 from rankscope.errors import UnsupportedError
 from support.models import make_model
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -62,24 +62,6 @@ if torch.version.cuda is None or torch.cuda.is_available():  # else torch itself
     REFUSED["mixed_precision"] = mixed_precision
 
 
-def try_all(rank: int, run_dir: str) -> list[str]:
-    problems = []
-    for make in REFUSED.values():
-        with pytest.raises(UnsupportedError) as caught:
-            rankscope.watch(make(), run_dir=run_dir)
-        problems.append(str(caught.value))
-    return problems
-
-
-def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
-    for problems in run_ranks(try_all, 2, str(tmp_path / "run")):
-        for name, problem in zip(REFUSED, problems, strict=True):
-            assert problem.startswith("watch() expected")
-            assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
-            assert ". " not in problem
-    assert not (tmp_path / "run").exists()
-
-
 def test_one_process_alone_is_told_to_start_several(tmp_path):
     with pytest.raises(UnsupportedError, match=r"in a process without others; start .* torchrun"):
         rankscope.watch(make_model(), run_dir=tmp_path / "run")
@@ -96,7 +78,13 @@ class Shell(torch.nn.Module):
         return self.inner(inputs)
 
 
-def train_in_a_shell(rank: int, folder: str) -> None:
+def try_all(rank: int, folder: str) -> list[str]:
+    """Watch what is refused, and then a wrapped model in a shell; return why it was refused."""
+    problems = []
+    for make in REFUSED.values():
+        with pytest.raises(UnsupportedError) as caught:
+            rankscope.watch(make(), run_dir=f"{folder}/refused")
+        problems.append(str(caught.value))
     for name, wrap in {"DDP": DistributedDataParallel, "FSDP2": fully_shard}.items():
         torch.manual_seed(0)
         model = Shell(wrap(torch.nn.Linear(4, 2)))
@@ -108,11 +96,23 @@ def train_in_a_shell(rank: int, folder: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
         scope.close()
+    return problems
 
 
-def test_a_module_that_only_calls_a_wrapped_model_is_watched_as_that_model(tmp_path):
-    run_ranks(train_in_a_shell, 2, str(tmp_path))
+tried = on_ranks(try_all, 2)
+
+
+def test_what_cannot_be_watched_is_refused_in_one_sentence(tried):
+    for problems in tried[0]:
+        for name, problem in zip(REFUSED, problems, strict=True):
+            assert problem.startswith("watch() expected")
+            assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
+            assert ". " not in problem
+    assert not (tried[1] / "refused").exists()
+
+
+def test_a_module_that_only_calls_a_wrapped_model_is_watched_as_that_model(tried):
     for name in ("DDP", "FSDP2"):
-        run = Run.open(tmp_path / name)
+        run = Run.open(tried[1] / name)
         assert run.info["options"]["parallel"] == name
         assert len(list(run.iter_reports())) == 3

@@ -7,7 +7,8 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def on_ranks(work: Callable[..., Any], num_ranks: int, **options: Any) -> Any:
             yield run_ranks(work, num_ranks, folder, **options), Path(folder)
 
     return ran
+
+
+def alone_and_watched(train: Callable[..., Any], ways: Iterable[str], num_ranks: int) -> Any:
+    """Return a fixture as :func:`on_ranks` does: by way, a training alone and the watched one.
+
+    ``train(rank, way, run_dir)`` trains alone without a run directory.
+    """
+    return on_ranks(partial(_train_alone_and_watched, train, tuple(ways)), num_ranks)
+
+
+def _train_alone_and_watched(
+    train: Callable[..., Any], ways: Iterable[str], rank: int, folder: str
+) -> dict[str, tuple[Any, Any]]:
+    return {way: (train(rank, way, None), train(rank, way, f"{folder}/{way}")) for way in ways}
 
 
 def _end(process: Any, *, of_a_group: bool) -> None:

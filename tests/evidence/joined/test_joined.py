@@ -65,12 +65,10 @@ def run(rank, case, path):
     return b"".join(p.detach().numpy().tobytes() for p in whole)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("joined")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder):
     for bits in run_ranks(train, 2, str(folder)):
         assert all(watched == plain for watched, plain in bits.values())
-    return folder
 
 
 @pytest.mark.parametrize("case", ["ddp", "fsdp2"])

@@ -1,6 +1,5 @@
 """Audited updates in a training on real ranks, under FSDP2 and tensor parallelism."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 import rankscope
+from support.findings import events_of
 from support.loops import collect_warnings
 from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
 
 WIDTH, WORDS, AT, STEPS = 16, 24, 2, 4
 
@@ -132,24 +134,21 @@ def work(rank: int, folder: str) -> list[str]:
     return warnings
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("updates")
+@pytest.fixture(scope="module", autouse=True)
+def trained(folder: Path) -> None:
     assert run_ranks(work, 4, str(folder)) == [[]] * 4
-    return folder
 
 
 def findings(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return what was found of updates in the runs of both coordinates of tp, but no repeats."""
-    files = sorted(folder.glob(f"{name}*/findings.jsonl"))
-    assert len(files) == 2
-    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    """Return what was found of updates in the runs of both coordinates of tp."""
+    runs = sorted(folder.glob(f"{name}*"))
+    assert len(runs) == 2
+    events = [event for run in runs for event in events_of(run)]
     return [event for event in events if event["cause"].startswith("update.")]
 
 
-@pytest.mark.ranks
-def test_matrices_that_are_updated_by_their_parts_are_named_and_no_others(runs: Path) -> None:
-    for found in findings(runs, "run"):
+def test_matrices_that_are_updated_by_their_parts_are_named_and_no_others(folder: Path) -> None:
+    for found in findings(folder, "run"):
         assert (found["cause"], found["severity"]) == ("update.differs", "warning")
         assert [row[:2] for row in found["evidence"]["parameters"]] == [
             ["up.weight", "alone"],
@@ -157,16 +156,13 @@ def test_matrices_that_are_updated_by_their_parts_are_named_and_no_others(runs: 
             ["norm.weight", "alone"],
             ["norm.bias", "alone"],
         ]
-        assert (
-            "up.weight and down.weight: each rank updates its own part along tp"
-            in (found["explanation"])
-        )
+        said = "up.weight and down.weight: each rank updates its own part along tp"
+        assert said in found["explanation"]
 
 
-@pytest.mark.ranks
-def test_a_rank_that_does_not_ask_stops_nobody(runs: Path) -> None:
+def test_a_rank_that_does_not_ask_stops_nobody(folder: Path) -> None:
     """The other coordinate of tp agrees on what it shares along dp alone."""
-    found = {(f["cause"], f["explanation"]) for f in findings(runs, "one asks")}
+    found = {(f["cause"], f["explanation"]) for f in findings(folder, "one asks")}
     assert {cause for cause, _ in found} == {"update.declined", "update.differs"}
     assert any("of 4 ranks had come" in told for cause, told in found if "declined" in cause)
     assert all("up.weight" not in told for cause, told in found if "differs" in cause)
