@@ -49,7 +49,7 @@ class Rank:
 
     def held(self):
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return PendingHoldings(self.optimizer, lambda p: names[id(p)]).read()
+        return PendingHoldings(self.optimizer, lambda p: names.get(id(p), "a parameter")).read()
 
     def states(self):
         return [self.optimizer.state[p] for p in self.model.parameters()]
@@ -185,6 +185,53 @@ def test_what_was_lost_or_moved_is_named(change, severity, text):
     assert found.first_step == 3
     assert text in words(found)
     assert "those saved in step 2, bit for bit" in words(found)
+
+
+class Rates(torch.optim.SGD):
+    """Keeps a rate for each element, of which it makes new ones where none were loaded."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            state.setdefault("rates", state["momentum_buffer"].abs())
+
+
+class WithOthers(Rank):
+    """Its optimizer holds parameters that get no gradient, and have no state when it is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(6))]
+        parameters = [*self.others, *self.model.parameters()]
+        self.optimizer = Rates(parameters, lr=0.01, momentum=0.9)
+
+
+def others_begun(ranks):
+    for parameter in ranks[0].others:
+        ranks[0].optimizer.state[parameter]["rates"] = torch.full_like(parameter, 0.5)
+
+
+def found_by_position(ranks):
+    """Take rates by the place among those saved, or new ones where shapes differ."""
+    optimizer = ranks[0].optimizer
+    saved = [state["rates"] for state in optimizer.state.values()]
+    for at, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        fits = at < len(saved) and saved[at].shape == parameter.shape
+        rates = saved[at] if fits else torch.full_like(parameter, 0.5)
+        optimizer.state[parameter]["rates"] = rates
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (others_begun, None),
+        (found_by_position, "rates of 0.weight is what was saved for 1.weight and 1 other moment"),
+    ],
+)
+def test_states_that_begin_after_loading_are_healthy_unless_others_have_moved(change, said):
+    found = after_restart([WithOthers()], change)
+    assert [one.severity for one in found] == [Severity.ERROR] * (said is not None)
+    assert all(said in words(one) for one in found)
 
 
 def not_loaded(ranks):
