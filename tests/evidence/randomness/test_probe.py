@@ -77,21 +77,6 @@ def test_a_draw_that_changes_the_end_of_torchs_state_alone_is_seen():
     assert torch_state() != before
 
 
-def test_random_numbers_are_the_same_as_without_the_meter():
-    def numbers(meter):
-        seed_all(3)
-        drawn = []
-        for _ in range(4):
-            if meter:
-                meter.before_forward()
-            drawn += [random.gauss(0, 1), np.random.normal(), torch.randn(1).item()]  # noqa: NPY002
-            if meter:
-                meter.after_forward()
-        return drawn
-
-    assert numbers(RandomMeter(CPU)) == numbers(None)
-
-
 def test_an_accelerator_whose_state_cannot_be_told_is_left_out(monkeypatch):
     def refuse(device):
         raise RuntimeError("capturing a graph")
