@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import rankscope
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
+from support.loops import watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -66,8 +66,7 @@ class Case:
         self.task.average.update(self.task.model)
 
     def train(self, run_dir, steps=STEPS):
-        options = {"canary": False, "announce": False, "agent": "thread"}
-        with rankscope.watch(self.wrapped, self.optimizer, run_dir=run_dir, **options):
+        with watch(self.wrapped, self.optimizer, run_dir=run_dir, canary=False):
             for _ in range(steps):
                 self.wrapped(torch.randn(4, 6)).backward()
                 self.optimizer.step()
@@ -205,8 +204,7 @@ def train_sharded(run_dir):
     average = copy.deepcopy(model).requires_grad_(False)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    options = {"canary": False, "announce": False, "agent": "thread"}
-    with rankscope.watch(model, optimizer, run_dir=run_dir, **options):
+    with watch(model, optimizer, run_dir=run_dir, canary=False):
         for _ in range(STEPS):
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()

@@ -14,6 +14,7 @@ from rankscope.evidence.parity.figures import FigureMeter, Labels, elements_amon
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
+from support.loops import watch
 from support.ranks import run_ranks
 
 SHAPES = {"wide": (6, 10), "odd": (5, 3, 2), "line": (7,)}
@@ -150,9 +151,7 @@ def train(rank, folder, watched):
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     scope = None
     if watched:
-        scope = rankscope.watch(
-            wrapped, optimizer, run_dir=folder / "run", parity=2, announce=False, agent="thread"
-        )
+        scope = watch(wrapped, optimizer, run_dir=folder / "run", parity=2)
     for _ in range(4):
         wrapped(torch.randn(3, 6)).square().mean().backward()
         nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)

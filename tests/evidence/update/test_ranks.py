@@ -13,9 +13,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-import rankscope
 from support.findings import events_of
-from support.loops import collect_warnings
+from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -95,15 +94,8 @@ def train(run_dir: str | None, one_asks: bool) -> list[bytes]:
     ]
     scope: Any = None
     if run_dir is not None:
-        scope = rankscope.watch(
-            model,
-            optimizers,
-            run_dir=run_dir,
-            verify_at=[] if one_asks else [AT],
-            overhead_budget=None,
-            announce=False,
-            agent="thread",
-        )
+        at = [] if one_asks else [AT]
+        scope = watch(model, optimizers, run_dir=run_dir, verify_at=at)
     torch.manual_seed(100 + mesh["dp"].get_local_rank())
     for step in range(STEPS):
         if one_asks and step == AT and dist.get_rank():
