@@ -519,10 +519,12 @@ USES = (
     ),
     Use(
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
-        "_BaseDataLoaderIter _dataset _workers _num_yielded _IterableDataset_len_called",
+        "_BaseDataLoaderIter _dataset _workers _num_yielded _IterableDataset_len_called"
+        " _next_index _index_sampler _send_idx _rcvd_idx _in_order",
         "wrappers.loading",
-        "what a data loader yields, as it is, where it ends, and whether it has processes",
-        "samples are told apart by the inputs of the model alone",
+        "what a data loader yields, as it is, where it ends, which rows of its data set that are,"
+        " and whether it has processes",
+        "samples are compared by the inputs of the model alone",
     ),
     Use(
         "torch.distributed.tensor.DTensor",

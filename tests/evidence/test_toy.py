@@ -157,6 +157,19 @@ def run(tmp_path_factory):
     return tmp_path / "run", command
 
 
+def test_a_package_that_is_not_there_is_left_out():
+    program = "import rankscope.evidence as e; print(len(e.EVIDENCE) == len(e.NAMES))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "RANKSCOPE_EVIDENCE": "not_there"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "True\n"
+    assert "leaves out the evidence 'not_there' of RANKSCOPE_EVIDENCE" in done.stderr
+
+
 def test_its_column_is_in_parquet(run):
     table = pq.read_table(run[0] / "workers").to_pandas()
     hot = table[table["rank"] == 1].sort_values("step")["logit_max"] > 1000

@@ -95,13 +95,14 @@ def test_every_rank_hears_what_one_cannot_do(tmp_path):
     assert {name: kind for name, (kind, _) in first.items()} == {
         **dict.fromkeys(first, "RunError"),
         "webhook": first["webhook"][0] or "raised nothing",
+        "no config": "UsageError",
         "usage": "UsageError",
         "frozen": "UsageError",
         "staged": "UsageError",
     }
     assert "RecursionError" in first["config"][1]
     assert "rank 1 cannot begin to watch (LookupError: no vocabulary" in first["tokenizer"][1]
-    assert "rank 1 cannot begin to watch (TypeError" in first["no config"][1]
+    assert "expected config to map names to values, got int" in first["no config"][1]
     assert "expected a tokenizer" in first["usage"][1]
     assert "trained on rank 0 alone" in first["frozen"][1]
     assert "ties or adds parameters on some ranks only" in first["frozen"][1]

@@ -3,11 +3,15 @@
 from typing import get_type_hints
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import WatchOptions
+from rankscope import WatchOptions, watch
 from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
 from rankscope.session.options import WatchKeywords, chosen_tier
+from support.ranks import run_ranks
 
 
 def test_editors_and_type_checkers_know_every_option():
@@ -27,7 +31,13 @@ def test_options_come_from_the_object_and_by_name():
     [
         (None, {"evry": 2}, "watch() has no option 'evry'; did you mean 'every'?"),
         (WatchOptions(every=2), {"every": 2}, "got every by its name and in options"),
-        (None, {"every": 0}, "every must be at least 1 step, got 0"),
+        (None, {"every": 0}, "every must be a whole number of steps, 1 or more, got 0"),
+        (None, {"every": "10"}, "every must be a whole number of steps, 1 or more, got '10'"),
+        (None, {"evidence": "no"}, "evidence must be True or False, got 'no'"),
+        (None, {"overhead_budget": "1%"}, "overhead_budget must be a number of 0 or more"),
+        (None, {"hang_seconds": -1}, "hang_seconds must be a number of 0 or more, got -1"),
+        (None, {"parity": [1]}, "parity expected a number of steps, got [1]"),
+        (None, {"process_group": "world"}, "process_group expected a group of torch.distributed"),
         (None, {"agent": "host"}, "agent must be 'process' or 'thread', got 'host'"),
     ],
     ids=lambda value: str(value)[:30],
@@ -36,6 +46,46 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
     with pytest.raises(UsageError) as raised:
         WatchOptions.of(options, named)
     assert said in str(raised.value)
+
+
+def refused(_, folder):
+    """Return the words by which arguments of other kinds are refused."""
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrong = [
+        {"model": optimizer, "optimizer": model},
+        {"model": None},
+        {"optimizer": torch.optim.AdamW},
+        {"optimizer": "adam"},
+        {"optimizer": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        {"run_dir": None},
+        {"on_finding": "print"},
+        {"config": "x"},
+    ]
+    found = []
+    for given in wrong:
+        with pytest.raises(UsageError) as raised:
+            watch(**{"model": model, "optimizer": optimizer, "run_dir": folder, **given})
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
+    [found, other] = run_ranks(refused, 2, str(tmp_path))
+    assert found == other
+    expected = [
+        "a model, or a list of models, and then the optimizer, got SGD",
+        "a model, or a list of models, and then the optimizer, got NoneType",
+        "the optimizer, or all of them in a list, got the class AdamW",
+        "the optimizer, or all of them in a list, got str",
+        "the optimizer, or all of them in a list, got StepLR",
+        "run_dir to be a path, got NoneType",
+        "on_finding to be a function of a finding, got str",
+        "config to map names to values, got str",
+    ]
+    for words, end in zip(found, expected, strict=True):
+        assert words.endswith(f"watch() expected {end}")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,15 @@ commas, each with an ``EVIDENCE`` of its own. All processes of a run need the sa
 """
 
 import functools
+import logging
 import os
 from importlib import import_module
 
 from rankscope.bus.evidence import KEYS, Column, Evidence, Source, Table
 from rankscope.errors import UsageError
 from rankscope.stats.arrays import digest_of
+
+_log = logging.getLogger("rankscope")
 
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
@@ -23,9 +26,14 @@ NAMES = (
 
 
 def _load() -> tuple[Evidence, ...]:
-    packages = [f"{__name__}.{name}" for name in NAMES]
-    packages += [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
-    return tuple(import_module(package).EVIDENCE for package in packages)
+    own = [name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()]
+    found = [import_module(f"{__name__}.{name}").EVIDENCE for name in NAMES]
+    for package in own:
+        try:
+            found.append(import_module(package).EVIDENCE)
+        except (ImportError, AttributeError) as error:
+            _log.warning("rankscope leaves out the evidence %r of %s: %s", package, VARIABLE, error)
+    return tuple(found)
 
 
 EVIDENCE = _load()

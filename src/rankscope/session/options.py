@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import Any, TypedDict, TypeVar
 
 import torch.distributed as dist
@@ -104,8 +105,7 @@ class WatchOptions:
     share: str = "me"
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(f"every must be at least 1 step, got {self.every}")
+        self._check_kinds()
         if self.reduced is not None:
             choice(ReadReduced, "reduced", self.reduced)
         steps = self.verify_at if isinstance(self.verify_at, Collection) else (True,)
@@ -113,12 +113,34 @@ class WatchOptions:
             raise UsageError(
                 f"verify_at expected numbers of steps, such as (20, 40), got {self.verify_at!r}"
             )
-        if isinstance(self.parity, bool) or int(self.parity) != self.parity or self.parity < 0:
+        if (
+            isinstance(self.parity, bool)
+            or not isinstance(self.parity, Integral)
+            or self.parity < 0
+        ):
             raise UsageError(f"parity expected a number of steps, got {self.parity!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
+        group = self.process_group
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise UsageError(
+                f"process_group expected a group of torch.distributed.new_group, got {group!r}"
+            )
         if self.share not in SHARES:
             raise UsageError(f"share must be 'me', 'group' or 'all', got {self.share!r}")
+
+    def _check_kinds(self) -> None:
+        for name in ("evidence", "resume", "canary", "trace", "announce"):
+            if getattr(self, name) not in (True, False):
+                raise UsageError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("overhead_budget", "flush_seconds", "hang_seconds"):
+            value = getattr(self, name)
+            usable = isinstance(value, Real) and not isinstance(value, bool) and value >= 0
+            if not usable and (value is not None or name == "flush_seconds"):
+                raise UsageError(f"{name} must be a number of 0 or more, got {value!r}")
+        every = self.every
+        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
+            raise UsageError(f"every must be a whole number of steps, 1 or more, got {every!r}")
 
     @classmethod
     def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":

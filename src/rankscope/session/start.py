@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
 
 from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
@@ -141,6 +142,10 @@ def watch(
     tier = chosen_tier(tier)
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
+    for each in model if isinstance(model, list | tuple) else [model]:
+        if not isinstance(each, torch.nn.Module):
+            raise _expected("a model, or a list of models, and then the optimizer", each)
+    given = optimizer
     if isinstance(model, torch.nn.Module):
         models: Sequence[torch.nn.Module] = [model]
         wrapped = find_wrapper(model, options.process_group)
@@ -184,6 +189,7 @@ def watch(
     }
 
     def describe() -> dict[str, Any]:
+        _check_given(given, run_dir, on_finding, config)
         return {
             "facts": _facts(model, wrapped.device, options.tokenizer, loader),
             "config": dict(config or {}),
@@ -239,6 +245,26 @@ def watch(
     )
     scope.until_closed(stage)
     return scope
+
+
+def _check_given(optimizer: object, run_dir: object, on_finding: object, config: object) -> None:
+    """Check the kinds of what ``watch`` was given on this rank."""
+    for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        inner = ("param_groups", "optimizer", "optimizers", "chained_optimizers")
+        other = isinstance(each, type | LRScheduler) or not any(hasattr(each, n) for n in inner)
+        if each is not None and other:
+            raise _expected("the optimizer, or all of them in a list", each)
+    if not isinstance(run_dir, str | os.PathLike):
+        raise _expected("run_dir to be a path", run_dir)
+    if on_finding is not None and not callable(on_finding):
+        raise _expected("on_finding to be a function of a finding", on_finding)
+    if config is not None and not isinstance(config, Mapping):
+        raise _expected("config to map names to values", config)
+
+
+def _expected(what: str, got: object) -> UsageError:
+    kind = f"the class {got.__name__}" if isinstance(got, type) else type(got).__name__
+    return UsageError(f"watch() expected {what}, got {kind}")
 
 
 def log_to_stderr() -> None:

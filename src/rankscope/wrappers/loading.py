@@ -9,7 +9,8 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from torch.utils.data import IterableDataset
 from rankscope.private import find
 from rankscope.stats.arrays import Ints, digest_of
 from rankscope.wrappers.calls import Relay, notify
+from rankscope.wrappers.datasets import rows_digest
+from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
 from rankscope.wrappers.untraced import transparent
@@ -27,8 +30,8 @@ ENDED = object()
 """In place of a batch: the iterator has no more."""
 
 
-class _YieldRelay(Relay):
-    """Relays the results of an iterator with it, and its end."""
+class _ResultRelay(Relay):
+    """Relays the results of an iterator's method with it, and its end."""
 
     def _relay(self, original: Any) -> Any:
         after = self._after
@@ -49,19 +52,39 @@ class _YieldRelay(Relay):
         return call
 
 
-YIELDS = _YieldRelay(find("torch.utils.data.dataloader._BaseDataLoaderIter"), "__next__")
+_ITERATOR = find("torch.utils.data.dataloader._BaseDataLoaderIter")
+
+YIELDS = _ResultRelay(_ITERATOR, "__next__")
 """The batches of torch's data loaders."""
+
+PLACES = _ResultRelay(_ITERATOR, "_next_index")
+"""The places in a data set of the rows of a batch that a loader is about to read."""
 
 _MOST_STREAMS = 4  # iterators that are followed, such as those of training and evaluation
 _ENOUGH = 8  # batches in a row that the model gets as they are
 _MOST_WAITING = 8  # batches of one that no forward pass has taken
 
 
+_REPEATS = ("num_repeats", "repetitions")  # of repeated augmentation, in samplers of libraries
+
+
+class LoaderBatch(NamedTuple):
+    """The samples of a loader's batch."""
+
+    content_B: Ints | None  # digests of their content; None if there are none, or for none
+    places_B: Ints | None  # their places in the data set; None if unknown
+    data: int | None  # digest of the rows of the data set
+
+
+MISSED = LoaderBatch(None, None, None)
+"""In place of a batch that a loader has yielded before it was followed."""
+
+
 class _Stream:
     """The batches of one iterator of a data loader."""
 
     def __init__(self, iterator: Any) -> None:
-        self.waiting: deque[Ints] = deque(maxlen=_MOST_WAITING)
+        self.waiting: deque[LoaderBatch] = deque(maxlen=_MOST_WAITING)
         self.ended = False
         self.goes_on = True
         count = len(getattr(iterator, "_workers", ()))
@@ -100,6 +123,68 @@ def _length_of(iterator: Any) -> float:
         return math.inf
 
 
+class _Places:
+    """The places in the data set of the rows that loaders have asked for, and not yet yielded."""
+
+    def __init__(self) -> None:
+        self._asked: WeakKeyDictionary[Any, dict[int, Ints]] = WeakKeyDictionary()
+        self._first: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of a batch
+        self._digests: dict[int, tuple[Any, int | None]] = {}  # by the id of a data set
+        self._numbered = True  # no loader has asked for keys
+
+    def ask(self, iterator: Any, places: Any) -> None:
+        """Note what a loader asks its data set for."""
+        if places is ENDED or not self._known(iterator):
+            return
+        found = np.asarray(places)
+        self._numbered = found.dtype.kind in "iu" and found.ndim == 1
+        if self._numbered:
+            number = getattr(iterator, "_send_idx", 0)
+            self._asked.setdefault(iterator, {})[number] = found.astype(np.int64)
+            self._first[iterator] = min(number, self._first.get(iterator, number))
+
+    def take(self, iterator: Any) -> Ints | None:
+        """Return the places of the batch that a loader has just yielded; None if unknown."""
+        return self._asked.get(iterator, {}).pop(_number(iterator), None)
+
+    def missed(self, iterator: Any) -> bool:
+        """Return whether a loader has asked for this batch, of known places, too early."""
+        first = self._first.get(iterator, math.inf)
+        return _number(iterator) < first and self._known(iterator)
+
+    def any_missed(self) -> bool:
+        """Return whether such a loader has yielded a batch before it was followed."""
+        living = [] if _ITERATOR is None else live_objects(_ITERATOR)[_ITERATOR]
+        return any(one._num_yielded and self._known(one) for one in living)
+
+    def _known(self, iterator: Any) -> bool:
+        """Return whether places stand for the rows of a loader's data set, and are in order."""
+        data = iterator._dataset
+        if not PLACES.exists or not self._numbered or isinstance(data, IterableDataset):
+            return False
+        ordered = getattr(iterator, "_in_order", True) and not _repeats(iterator)
+        return ordered and self.digest(data) is not None
+
+    def digest(self, data: Any) -> int | None:
+        """Return the digest of a data set's rows."""
+        known = self._digests.get(id(data))
+        if known is None:
+            known = self._digests[id(data)] = data, rows_digest(data)
+        return known[1]
+
+
+def _number(iterator: Any) -> int:
+    """Return the number of the batch that an iterator has just yielded; 0 without processes."""
+    return int(getattr(iterator, "_rcvd_idx", 1)) - 1
+
+
+def _repeats(iterator: Any) -> bool:
+    """Return whether several ranks are to draw one row, each to augment it in its own way."""
+    batches = iterator._index_sampler
+    samplers = (batches, getattr(batches, "sampler", None))
+    return any(getattr(each, name, 1) != 1 for each in samplers for name in _REPEATS)
+
+
 class LoaderRows:
     """Follows the batches that this thread's loaders yield, until a forward pass takes them."""
 
@@ -112,13 +197,26 @@ class LoaderRows:
         self._feeding: list[_Stream] = []  # those asked before a forward pass of the step
         self._goes_on = False  # whether all of them had more at the last forward pass
         self._again: int | None = None  # batches of the step; None without such a loader
-        self._wanted = True
+        self._wanted = True  # the content of batches
+        self._placed = True  # their places
+        self._first = True  # no forward pass has taken a batch
+        self._places = _Places()
         self._num_unchanged = 0
-        self.stop = YIELDS.subscribe(after=self._see) if YIELDS.exists else lambda: None
+        relays = ((YIELDS, self._see), (PLACES, self._see_places))
+        self._stops = [relay.subscribe(after=see) for relay, see in relays if relay.exists]
+
+    def stop(self) -> None:
+        """Follow no more."""
+        for stop in self._stops:
+            stop()
 
     def _see(self, iterator: Any, batch: Any) -> None:
         if threading.get_ident() == self._thread:
             self._guard(self._add, iterator, batch)
+
+    def _see_places(self, iterator: Any, places: Any) -> None:
+        if self._placed and threading.get_ident() == self._thread:
+            self._guard(self._places.ask, iterator, places)
 
     @torch.no_grad()
     def _add(self, iterator: Any, batch: Any) -> None:
@@ -132,17 +230,24 @@ class LoaderRows:
             self._asked = [*self._asked, stream][-_MOST_STREAMS:]
         if len(self._streams) > _MOST_STREAMS:
             self._streams.popitem(last=False)
-        if ended or not (self._wanted or stream.processes):
+        if ended:
             return
+        places_B = self._places.take(iterator) if self._placed else None
+        if self._placed and places_B is None and self._places.missed(iterator):
+            stream.waiting.append(MISSED)
+            return
+        content_B = self._content_of(batch) if self._wanted or stream.processes else None
+        if stream.processes and content_B is not None:
+            self._again = (self._again or 0) + stream.comes_again(content_B)
+        if self._placed or (self._wanted and content_B is not None):
+            data = None if places_B is None else self._places.digest(iterator._dataset)
+            content_B = content_B if self._wanted else None
+            stream.waiting.append(LoaderBatch(content_B, places_B, data))
+
+    def _content_of(self, batch: Any) -> Ints | None:
         whole = (t for t in tensors_in(batch) if t.is_floating_point() and t.dim() > 1)
         digests = digest_inputs((next(whole, batch),), {})  # many samples share a label
-        if digests is None or not digests.is_cpu:
-            return
-        rows_B: Ints = digests.numpy()
-        if self._wanted:
-            stream.waiting.append(rows_B)
-        if stream.processes:
-            self._again = (self._again or 0) + stream.comes_again(rows_B)
+        return digests.numpy() if digests is not None and digests.is_cpu else None
 
     def begin_pass(self) -> None:
         """Handle a forward pass in training."""
@@ -158,17 +263,31 @@ class LoaderRows:
         self._goes_on = False
         return goes_on
 
-    def take(self, args: Any, kwargs: Any) -> Ints | None:
+    def take(self, args: Any, kwargs: Any) -> LoaderBatch | None:
         """Return the samples of the next batch, for a forward pass of as many; None without.
 
         A model of which the inputs are whole numbers sees its samples as they are.
         """
-        if not (self._wanted and self._streams):
+        if not (self._wanted or self._placed):
             return None
         inputs, _ = find_batch(args, kwargs)
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-            self._wanted = False
+            self._wanted = self._placed = False
             return None
+        first, self._first = self._first, False
+        if not self._streams:
+            return MISSED if first and self._places.any_missed() else None
+        batch = self._next_waiting()
+        if batch is None or batch is MISSED:
+            return batch
+        if batch.places_B is not None and len(batch.places_B) != len(inputs):
+            batch = batch._replace(places_B=None, data=None)
+        if batch.content_B is not None and len(batch.content_B) != len(inputs):
+            batch = batch._replace(content_B=None)
+        return batch
+
+    def _next_waiting(self) -> LoaderBatch | None:
+        """Return the next batch of the stream that feeds the training."""
         newest = reversed(self._streams.values())
         latest = () if self._latest is None else (self._latest,)
         stream = next((one for one in itertools.chain(latest, newest) if one.waiting), None)
@@ -179,8 +298,7 @@ class LoaderRows:
             for other in self._streams.values():
                 if other is not stream:
                     other.waiting.clear()
-        rows_B = stream.waiting.popleft()
-        return rows_B if len(rows_B) == len(inputs) else None
+        return stream.waiting.popleft()
 
     def compare(self, *, unchanged: bool) -> None:
         """Note whether the model got a batch as it was; after a few of these, follow no more."""

@@ -8,23 +8,34 @@ import torch
 from torch import Tensor
 
 from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.cost import check_room
 from rankscope.evidence.reference.derivative import gather, move_lengths, random_signs
-from rankscope.evidence.reference.loss_tape import NOT_REPEATED, SAME_LOSS, LossTape
+from rankscope.evidence.reference.loss_tape import NOT_REPEATED, SAME_LOSS
+from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.slopes import LENGTHS, Slopes
 from rankscope.gradients.digest import digest_tensor
 
 LABEL = "the outputs of the model"
 
 
-def measure_loss(
-    tape: LossTape,
-    gradients: Sequence[Tensor | None],
-    device: torch.device,
-    worker: int,
-    num_workers: int,
-    rounds_in: float,
-) -> Slopes:
+def why_not_moved(micro: MicroBatch, device: torch.device) -> str:
+    """Return why the loss of a micro-batch cannot be run again; empty if it can."""
+    tape = micro.tape
+    assert tape is not None
+    try:
+        check_room(4 * sum(o.nbytes for o in tape.outputs), device, "moved outputs")
+        tape.check(math.nan if micro.root is None else float(micro.root))
+    except CanaryDeclined as reason:
+        return str(reason)
+    return ""
+
+
+def measure_loss(micro: MicroBatch, device: torch.device, worker: int, num_workers: int) -> Slopes:
     """Return how the loss changes where the outputs are moved; all ranks of the job call it."""
+    tape = micro.tape
+    assert tape is not None
+    gradients = micro.arrived
+    rounds_in = micro.rounds_in
     outputs = tape.outputs
     first, again = tape.again(outputs), tape.again(outputs)
     squares = sum(_square(g) for g in gradients if g is not None)

@@ -31,9 +31,17 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
+from rankscope.private import lacking
 from rankscope.wrappers.calls import ForeignHook
 from rankscope.wrappers.deepspeed_reading import ReducedReader
-from rankscope.wrappers.find import reduced_types
+from rankscope.wrappers.find import (
+    DEEPSPEED,
+    FSDP2,
+    REPLICATE,
+    Wrapped,
+    is_compiled,
+    reduced_types,
+)
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     casting_policy,
@@ -400,3 +408,42 @@ def loss_scale(engine: Any) -> Tensor:
         elif engine.torch_autocast_z0_gradscaler:
             loss = engine.torch_autocast_z0_gradscaler.scale(loss)
     return loss.detach()
+
+
+def reference_model(wrapped: Wrapped) -> ReferenceModel:
+    """Return the model that a worker runs alone; CanaryDeclined if it cannot."""
+    if wrapped.kind is FSDP2:
+        return _sharded(wrapped)
+    size = wrapped.group.size()
+    if wrapped.kind is DEEPSPEED:
+        return EngineModel(wrapped.wrapper, size)
+    kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
+    return kind(wrapped.module, size, wrapped.held, in_shares=wrapped.in_shares)
+
+
+def _sharded(wrapped: Wrapped) -> ShardedModel:
+    """Return a model under FSDP2."""
+    model = ShardedModel(wrapped.wrapper)
+    axes = {} if wrapped.mesh is None else wrapped.mesh.axes
+    shared = model.tensor_parallel
+    if shared is not None and len(shared.ranks) > 1 and axes.get(shared.name) != shared.ranks:
+        raise CanaryDeclined(f"which ranks share its parameters along {shared.name} is not known")
+    others = [axis for axis in axes if shared is None or axis != shared.name]
+    if others:
+        raise CanaryDeclined(
+            f"along {' and '.join(others)}, an axis of the mesh that shards no parameter, ranks "
+            "may have parts of a batch, which no worker could run alone"
+        )
+    return model
+
+
+def why_no_reference(wrapped: Wrapped) -> str:
+    """Return why no gradient of a model can be computed again; empty if it can."""
+    if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
+        return "Lightning runs training_step in place of the forward pass, with all that it logs"
+    if wrapped.kind.no_reference:
+        return wrapped.kind.no_reference
+    if any(map(is_compiled, wrapped.wrapper.modules())):
+        return "the model is compiled, and would run by other operations"
+    missing = lacking("canary")
+    return f"torch lacks {', '.join(missing)}" if missing else ""

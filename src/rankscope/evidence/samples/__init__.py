@@ -28,9 +28,10 @@ COLUMNS = (
         ("padding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
         ("micro_batches", DType.INT, "micro-batches", Source.LOCAL, Tail.NONE, "forward passes behind the local gradient"),
         ("idle_passes", DType.INT, "forward passes", Source.LOCAL, Tail.NONE, "forward passes in training that have no part in the gradient: one whose loss is NaN and is left out, or the first of sharpness-aware minimisation"),
-        ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples; else digests of their content stand for them"),
+        ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples, or their rows in the data set are known and the workers have the same; else digests of their content stand for them"),
         ("loader_repeats", DType.INT, "batches", Source.LOCAL, Tail.NONE, "batches that each process of the worker's data loader has yielded; null unless it has several, with a data set that is a stream"),
         ("loader_goes_on", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether a data loader of torch's feeds the training, and was not read to its end with this step"),
+        ("rows_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the rows that the data set of the worker's loader stores; null unless the row of each sample is known"),
         ("batch_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the set of samples in the local batch"),
     ),
     *declare(
@@ -42,6 +43,7 @@ COLUMNS = (
 
 ARRAYS = (
     Array("samples_B", np.int64),  # ids or digests of the samples
+    Array("rows_B", np.int64),  # their rows in the data set; empty where these are unknown
 )
 
 INPUTS = "inputs"

@@ -125,7 +125,8 @@ class OverlappingShards(Detector):
             yield found
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
-        self._named = self._named and step.all_true("samples_named")
+        if any(map(len, step.gathered.samples)):
+            self._named = self._named and step.all_true("samples_named")
         self._lengths_W += list(map(len, step.gathered.samples))
         if not self._ledger.complete:
             return []

@@ -19,7 +19,7 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy, Numbers, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
 from rankscope.stats.arrays import Ints
-from rankscope.wrappers.loading import LoaderRows
+from rankscope.wrappers.loading import MISSED, LoaderBatch, LoaderRows
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_batch, identity_of, is_dense
 
@@ -124,6 +124,7 @@ class SampleMeter:
         self._rows = rows
         self._given: list[tuple[int, Numbers | NDArray[np.int64]]] = []
         self._seen: list[tuple[int, Numbers | NDArray[np.int64] | _BeforeChanges]] = []
+        self._batches: list[tuple[int, LoaderBatch | None]] = []  # of the same forward passes
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
@@ -142,9 +143,16 @@ class SampleMeter:
         if not isinstance(digests, np.ndarray):
             digests = copy_numbers(digests, torch.int64, own=True)
         rows = self._rows
-        rows_B = None if rows is None else self._unless_declined(lambda: rows.take(args, kwargs))
-        seen = digests if rows is None or rows_B is None else _BeforeChanges(digests, rows_B, rows)
+        batch: LoaderBatch | None = None
+        if rows is not None:
+            batch = self._unless_declined(lambda: rows.take(args, kwargs))
+        if batch is MISSED:
+            return  # rows will stand for the samples of later ones
+        seen = digests
+        if rows is not None and batch is not None and batch.content_B is not None:
+            seen = _BeforeChanges(digests, batch.content_B, rows)
         self._seen.append((forward, seen))
+        self._batches.append((forward, batch))
 
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and once a line in the log, if it raises."""
@@ -175,7 +183,21 @@ class SampleMeter:
         collected = self._given or self._seen
         self._given = []
         self._seen = []
+        self._batches = []
         return [part for forward, part in collected if forward not in idle]
+
+    def places(self, idle: Container[int] = ()) -> tuple[Ints, int] | None:
+        """Return the places of the step's samples in their data set, and the digest of its rows.
+
+        None unless they are known of all forward passes, and of one data set.
+        """
+        batches = [batch for forward, batch in self._batches if forward not in idle]
+        digests = {None if batch is None else batch.data for batch in batches}
+        data = digests.pop() if len(digests) == 1 and not self._given else None
+        if data is None:
+            return None
+        known = [b.places_B for b in batches if b is not None and b.places_B is not None]
+        return np.concatenate(known), data
 
 
 class SampleProbe(Probe):
@@ -205,9 +227,13 @@ class SampleProbe(Probe):
         again = self._rows.collect()
         if again is not None:
             values["loader_repeats"] = again
+        rows_B: Ints = np.empty(0, np.int64)
+        places = self._samples.places(end.idle)
+        if places is not None:
+            rows_B, values["rows_digest"] = places
         samples = self._samples.collect(end.idle)
         copies = [one for one in samples if not isinstance(one, np.ndarray)]
-        return Awaited(copies, partial(_read, samples, values))
+        return Awaited(copies, partial(_read, samples, rows_B, values))
 
     def abort(self) -> None:
         """Forget the step's samples."""
@@ -220,12 +246,12 @@ class SampleProbe(Probe):
 
 
 def _read(
-    samples: Sequence[Numbers | Ints | _BeforeChanges], values: Mapping[str, float]
+    samples: Sequence[Numbers | Ints | _BeforeChanges], rows_B: Ints, values: Mapping[str, float]
 ) -> MessagePart:
     """Wait for the device; return ids or digests."""
     arrays = [one if isinstance(one, np.ndarray) else one.numpy() for one in samples]
     packed = [array.astype(np.int64, copy=False).tobytes() for array in arrays]
-    return MessagePart(values, {"samples_B": b"".join(packed)})
+    return MessagePart(values, {"samples_B": b"".join(packed), "rows_B": rows_B.tobytes()})
 
 
 _Inputs = dict[int, tuple[tuple[int, ...], int]]

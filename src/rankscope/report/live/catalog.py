@@ -305,7 +305,10 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
     severity = "healthy"
     headline = ""
     unseen = coverage.severity if num_steps else None
-    if unseen is not None and (worst is None or worst.severity < unseen):
+    if not num_steps and worst is None and run.status != "running":
+        severity = str(Severity.WARNING)
+        headline = "Nothing was recorded"
+    elif unseen is not None and (worst is None or worst.severity < unseen):
         worst = None
         severity = str(unseen)
         headline = f"{coverage.verdict[0].upper()}{coverage.verdict[1:]}"
