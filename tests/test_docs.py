@@ -42,7 +42,7 @@ NO_COLUMNS = {
         "state_dict",
     ),
     *("overlap_comm", "reduce_dtype", "requires_grad", "set_epoch", "set_gradient_divide_factor"),
-    *("split_by_node", "split_by_worker", "worker_init_fn", "zero_grad"),
+    *("split_by_node", "split_by_worker", "worker_init_fn", "zero_grad", "zero_grad_buffer"),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
