@@ -98,7 +98,7 @@ class ForwardPasses:
         return idle
 
     @untraced
-    def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
+    def _on_gradient(self, this: _Pass, gradient: Tensor | None) -> None:
         backward = torch._C._current_graph_task_id()
         if this.backward != backward:  # it may reach several outputs
             this.backward = backward
@@ -110,8 +110,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle."""
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor | None], None]) -> None:
+    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
+
+    The hook gets None where a node that does not fill in zeros passes on no gradient.
+    """
     tensor_: Any = tensor
     known = type(tensor) is Tensor and _HAS_HOOKS
     if not known or not hasattr(tensor_.grad_fn, "_register_hook_dict"):

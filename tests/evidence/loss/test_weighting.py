@@ -226,6 +226,27 @@ def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
     assert sums(LossScale(W), applied_scale=lambda tokens: W / tokens.sum()) == []
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [(1, "multiplied by 0.25 in all before backward and after the reduction"), (W, ""), (1.9, "")],
+)
+def test_gradients_that_are_divided_by_all_weights_need_the_number_of_workers(times, words, known):
+    def applied(tokens):
+        return times / tokens.sum()
+
+    columns = {} if known else {"loss_weight": np.nan}
+    steps = [(t, t) for t in lengths(20, micro=3)]
+    found = told(LossScale(W), steps, applied_scale=applied, clip_limit=1.0, **columns)
+    if words:
+        assert {one.severity for one in found} == {Severity.WARNING}
+        assert words in describe(found[-1])[0]
+        assert "one over the number of workers" in describe(found[-1])[0]
+        assert "Divide the gradients by the weights" in describe(found[-1])[1]
+    elif times == W or not known:
+        assert found == []
+
+
 @pytest.mark.parametrize(
     ("loss", "schedule", "applied", "said"),
     [

@@ -111,10 +111,18 @@ def assert_same(before, after):
 
 @pytest.mark.parametrize(
     ("autocast", "kind"),
-    [(False, "loss"), (True, "logits"), (False, "own loss"), (False, "an object")],
+    [
+        (False, "loss"),
+        (True, "logits"),
+        (False, "own loss"),
+        (False, "an object"),
+        (False, "float64"),
+    ],
 )
 def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, autocast):
     model = Net("logits" if kind == "logits" else "loss")
+    if kind == "float64":
+        model.double()
     micros, gradients = train(model, kind, autocast=autocast)
     parameters = list(model.parameters())
     parameters[0].grad = kept = torch.ones_like(parameters[0])
@@ -127,6 +135,32 @@ def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, au
     assert_same(before, state_of(model))
     assert parameters[0].grad is kept
     assert bool((kept == 1).all())
+
+
+class PassedOn(torch.autograd.Function):
+    """Passes on gradients as DDP does with ``find_unused_parameters``: none where none came."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients
+
+
+def test_an_output_to_which_no_gradient_comes_is_left_out():
+    model = Net()
+    batch = make_batch(0)
+    micro = MicroBatch(model, CPU, (batch["ids"], batch["labels"]), {})
+    output = model(batch["ids"], batch["labels"])
+    beside = output["logits"] * 2  # the loss was not computed from it
+    micro.see_output([output["loss"], beside])
+    loss, _ = PassedOn.apply(output["loss"], beside)
+    loss.backward()
+    micro.check_kept()
+    assert [gradient is None for gradient in micro.arrived] == [False, True]
 
 
 def test_a_step_is_measured_in_sketches_that_add_up_to_it():

@@ -54,11 +54,16 @@ _OF_SUMS = (
     " Divide it by the label tokens of all workers before its backward pass, and multiply it by "
     "the number of workers where the wrapper averages over them."
 )
+_OF_WEIGHTS = (
+    " Divide the gradients by the weights of all workers and micro-batches together, and multiply "
+    "them by the number of workers where the wrapper averages over them."
+)
 _TOKENS = "the number of its label tokens"
 _ALL_TOKENS = "the number of all workers' label tokens"
 _OF_TOKENS = (_TOKENS, _ALL_TOKENS)
 _BEFORE = " before backward"
 _IN_SCHEDULE = " before backward and by the pipeline schedule after it"
+_AND_LATER = " before backward and after the reduction, in the mean over workers"
 _SCHEDULES = (
     " A pipeline schedule divides the gradients by its micro-batches; with scale_grads=False, the "
     "loss function has to."
@@ -90,6 +95,10 @@ class LossScale(Detector):
     others have, counts less than these. That is a note, and a warning where it happens often. One
     with more micro-batches counts more: a warning, as the rest of an epoch stays in the gradient,
     unless windows vary in both directions.
+
+    Losses of different weight, such as means times their label tokens, may be divided by the sum of
+    the weights after the reduction. Then the weights of each step differ, and their mean times the
+    later factor has to be 1; one of the numbers above in its place is a wrong factor.
 
     A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
     factor. Three powers of two, or one from 1,024 on, count as one, unless it is the number of
@@ -132,6 +141,7 @@ class LossScale(Detector):
         self._applied = 1.0  # after the reduction, by the latest step that shows it
         self._summed = math.nan if by_loop else 1.0  # workers' gradients that are added up
         self._schedule = math.nan  # factor of a pipeline schedule after the backward passes
+        self._later = False  # the value holds a factor after the reduction
         self._differing = _DifferingWorkers()
         self._windows = UnevenWindows()
 
@@ -155,12 +165,17 @@ class LossScale(Detector):
         self._summed = summed if summed > 0 else self._summed
         if not known or len(sizes) > 1:
             return
-        if not alike:
-            yield from self._differing.observe(gathered.step, scales_W)
-            return
         micro = max(sizes, default=1)
         clipped_W = workers["clip_factor"]
         applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
+        in_all = _of_weights(scales_W, applied_W)
+        self._later = not math.isnan(in_all) and bool(self._factors(gathered, in_all, micro))
+        if self._later:
+            yield from self._observe_mean(gathered, in_all, micro)
+            return
+        if not alike:
+            yield from self._differing.observe(gathered.step, scales_W)
+            return
         if are_alike(applied_W):
             self._applied = float(applied_W[0])
         unseen = not np.isfinite(clipped_W).all()
@@ -223,6 +238,10 @@ class LossScale(Detector):
         """Return the name of a wrong factor; empty for a right one."""
         if micro == 1 and scale < 1 and not self._called:
             return ""
+        return " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
+
+    def _factors(self, gathered: GatheredStep, scale: float, micro: int) -> list[str]:
+        """Return the names of a number of workers or micro-batches, or of one over it."""
         factors = {
             "the number of workers": self._num_workers,
             "the number of micro-batches": micro,
@@ -241,12 +260,11 @@ class LossScale(Detector):
                 for size in range(2, self._num_workers)
                 if self._num_workers % size == 0
             }
-        names = [
+        return [
             name
             for name, factor in factors.items()
             if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
         ]
-        return " or ".join(names) or self._tokens(gathered)
 
     def _tokens(self, gathered: GatheredStep) -> str:
         """Return which number of label tokens the multipliers are; empty if they are none."""
@@ -257,6 +275,18 @@ class LossScale(Detector):
                 return name
         return ""
 
+    def _advice(self, micro: int) -> str:
+        if self._later:
+            return _OF_WEIGHTS
+        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
+        return advice + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else "")
+
+    @property
+    def _where(self) -> str:
+        if self._later:
+            return _AND_LATER
+        return _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
+
     def _evidence(self, micro: int, meant: str) -> FaultEvidence:
         return self._span.evidence(
             "loss.scale",
@@ -266,11 +296,10 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
-                "advice": (_OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS)
-                + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else ""),
+                "advice": self._advice(micro),
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
-                "where": _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE,
+                "where": self._where,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
@@ -291,6 +320,18 @@ def _is_undone(scale: float, applied: float, *, may_be_clipped: bool = False) ->
     if math.isclose(scale * applied, 1, rel_tol=_CLOSE):
         return True
     return may_be_clipped and scale > 1 + _CLOSE and scale * applied < 1
+
+
+def _of_weights(scales_W: Floats, applied_W: Floats) -> float:
+    """Return what the mean of different weights is after a later division; NaN without one.
+
+    >>> _of_weights(np.array([30.0, 10.0]), np.array([0.05, 0.05]))
+    1.0
+    """
+    later = float(applied_W[0])
+    if are_alike(scales_W) or not are_alike(applied_W) or math.isclose(later, 1, rel_tol=_CLOSE):
+        return math.nan
+    return float(scales_W.mean()) * later
 
 
 def _mean(step: Step, scales_W: Floats) -> float:

@@ -60,8 +60,12 @@ class LayerOutputs:
         elif name not in self._without:
             return  # computed again by a checkpoint whose first pass has a graph
         if tensor.requires_grad:
-            take = functools.partial(self._take, OUTPUT_GRADIENT, name)
+            take = functools.partial(self._take_gradient, name)
             tensor.register_hook(take)  # type: ignore[no-untyped-call]
+
+    def _take_gradient(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:  # as where the loss leaves an output of DDP alone
+            self._take(OUTPUT_GRADIENT, name, gradient)
 
     def add(self, kind: str, name: str, tensor: Tensor) -> None:
         """Add an output, or its gradient."""

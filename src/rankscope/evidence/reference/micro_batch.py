@@ -360,8 +360,13 @@ class _Returned:
         far = float((project(part_in(self.layout, tensor)) - self.projection).abs())
         return far / max(float(self.projection.abs() + self.spread), _TINY)
 
-    def receive(self, gradient: Tensor) -> None:
-        """Store a gradient from a backward pass; never raises into it."""
+    def receive(self, gradient: Tensor | None) -> None:
+        """Store a gradient from a backward pass; never raises into it.
+
+        None, as DDP's own node passes on for an output that the loss leaves alone, is no gradient.
+        """
+        if gradient is None:
+            return
         try:
             outside(self._receive, gradient)
         except Exception as error:
@@ -423,7 +428,8 @@ def _sums_of_products(one: Tensor, other: Tensor) -> tuple[float, float]:
 
 def _norm(tensor: Tensor) -> Tensor:
     """Return the norm of a tensor, without a copy in another type."""
-    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+    kind = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=kind)
     return norm
 
 

@@ -26,7 +26,7 @@ from rankscope.wrappers.surroundings import outside, traced
 _log = logging.getLogger("rankscope")
 
 _NO_OPTIMIZER = "watch() was not given the optimizer"
-_ENGINE = "{} has an optimizer of its own, which no copy can stand for"
+_ENGINE = "{} keeps gradients or weights outside of the parameters, where no copy gets them"
 _CLOSURE = "it is called with a closure"
 
 
