@@ -326,7 +326,7 @@ def _why_it_ended(progress: RunProgress) -> str:
 
 def _describe_end(progress: RunProgress) -> str:
     early = f"The record ends early, with step {progress.last_step:,}"
-    if progress.endings.first is not None:
+    if progress.endings.headline:
         return f"{early}. {progress.endings.headline}"
     return f"{early}: the training stopped there, or went on unwatched."
 
