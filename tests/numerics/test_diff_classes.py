@@ -303,3 +303,21 @@ def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path: Pa
     names = [cause.partition(":")[0] for cause in found.causes]
     assert names == ["micro-batches" if workers == 4 else "workers"]
     assert "without dropout" in found.advice
+
+
+@pytest.mark.parametrize("info", [{}, {"continues": "earlier"}], ids=["new", "continuation"])
+def test_another_update_after_equal_losses_is_other_state_only_of_a_continuation(
+    tmp_path: Path, info: dict[str, Any]
+):
+    one = write_training(tmp_path / "a", Training(traced=False))
+    odd = Training(traced=False, touch=_shrunk, loss_factor=1 + 1e-7, info=info)
+    found = compare_runs(one, write_training(tmp_path / "b", odd))
+    assert where(found) == (0, Stage.LOSS)
+    assert found.kind is (DiffClass.STATE if info else DiffClass.JUMP)
+    assert found.headline.startswith("From equal losses, the runs make other") is not bool(info)
+
+
+def _shrunk(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+    if moment == "parameter":
+        for value in tensors.values():
+            np.multiply(value, np.float32(0.99), out=value)

@@ -3,11 +3,14 @@
 from typing import get_type_hints
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
 
 from rankscope import WatchOptions
 from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
 from rankscope.session.options import WatchKeywords, chosen_tier
+from rankscope.wrappers.optimizers import check_optimizers
 
 
 def test_editors_and_type_checkers_know_every_option():
@@ -55,3 +58,20 @@ def test_what_is_read_of_the_reduced_gradient_follows_from_the_tier():
     assert WatchOptions(reduced="off").reads(Tier.SKETCH) == "off"
     with pytest.raises(UsageError, match="the scalars tier reads reduced='norm', got 'off'"):
         WatchOptions(reduced="off").reads(Tier.SCALARS)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda optimizer: "adam", "got str"),
+        (lambda optimizer: torch.optim.AdamW, "got the class AdamW"),
+        (lambda optimizer: [optimizer, StepLR(optimizer, 1)], "got StepLR"),
+    ],
+    ids=["name", "class", "scheduler"],
+)
+def test_what_is_no_optimizer_is_refused(make, said):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+    for given in (None, optimizer, [optimizer, optimizer]):
+        check_optimizers(given)
+    with pytest.raises(UsageError, match=said):
+        check_optimizers(make(optimizer))

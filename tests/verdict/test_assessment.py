@@ -118,6 +118,9 @@ def test_a_run_without_steps(tmp_path):
     assert "Nothing was recorded" in found.headline
     assert "Let it take a few steps" in found.recommendation
     assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+    place = ListedPlace("run", run.path, "run")
+    listed = glance(place, stamp(place, tmp_path))
+    assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation

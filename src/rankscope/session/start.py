@@ -52,6 +52,7 @@ from rankscope.wrappers.facts import (
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
+    check_optimizers,
     held_bits,
     held_names,
     plain_optimizers,
@@ -148,6 +149,7 @@ def watch(
         models = model
         wrapped = find_parts(models)
         model = models[0]
+    check_optimizers(optimizer)
     optimizers: list[Any] = plain_optimizers(optimizer)
     if len(optimizers) > 1:
         optimizers = [JointOptimizer(optimizers)]

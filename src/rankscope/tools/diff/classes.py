@@ -128,9 +128,21 @@ def _other_update(case: DifferenceCase) -> Judgement | None:
     if not other:
         return None
     reason = f"The gradients differ by rounding only, but {words}."
-    if case.at == 0:
+    if case.at == 0 and any("continues" in side.info for side in (case.pair.a, case.pair.b)):
         return Judgement(
             DiffClass.STATE, [reason, "What the optimizer remembers differs from the start."]
+        )
+    if case.parting.stage is Stage.LOSS:
+        reason = f"The losses of the step differ by rounding only, but {words}."
+        return Judgement(
+            DiffClass.JUMP,
+            [reason],
+            most_apart(after),
+            headline=f"From equal losses, the runs make other updates in step {case.parting.step}.",
+            advice=(
+                "Compare what the loss is divided by, how gradients are reduced and clipped, and "
+                "the optimizers and what they remember."
+            ),
         )
     return Judgement(DiffClass.JUMP, [reason], most_apart(after))
 

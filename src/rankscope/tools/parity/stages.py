@@ -398,11 +398,15 @@ def first_layer_apart(pair: StepPair) -> tuple[str, ...]:
     ]
     others = [name for name in dict.fromkeys([*own_shapes, *other_shapes]) if name not in names]
     left_out = (f"Outputs that cannot be compared: {first_of(others)}.",) if others else ()
+    if not names:
+        return (f"No layer's output can be compared: {first_of(others)}.",) if others else ()
     found = _first_apart(pair, OUTPUT, names) or _first_apart(pair, OUTPUT_GRADIENT, names[::-1])
     return (
         found
-        or "No layer's output differs, nor the gradient of one, but for a factor of all: see the "
-        "loss's scale, and how gradients are added up and reduced.",
+        or ("No other layer's output" if others else "No layer's output")
+        + " differs, nor the "
+        "gradient of one, but for a factor of all: see the loss's scale, and how gradients are "
+        "added up and reduced.",
         *left_out,
     )
 
