@@ -83,7 +83,7 @@ def _end_with_lightning(scope: Scope) -> None:
     On SIGTERM, the script then exits with 0.
     """
     for frame in callers():
-        trainer = frame.f_locals.get("self")
+        trainer: Any = frame.f_locals.get("self")
         if hasattr(type(trainer), "received_sigterm"):
             around = partial(partial, partial(_see_exception, scope, trainer))
             scope.until_closed(Patch(trainer.strategy, "on_exception", around))
