@@ -5,6 +5,7 @@ import importlib
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
 
@@ -21,6 +22,8 @@ from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
+from rankscope.integrations.beginning import begin
+from rankscope.integrations.run_script import ScriptJob
 from support.models import make_batch, make_model
 from support.ranks import on_ranks
 
@@ -115,6 +118,24 @@ def train_by_hand(rank, run_dir):
     scope.close()
 
 
+def fit_until_terminated(rank, run_dir):
+    """Train as under ``rankscope run``, until both ranks get SIGTERM; return the exit's code."""
+    from lightning.pytorch import Callback
+
+    class Watched(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 0:
+                begin(trainer.strategy.model, ScriptJob(run_dir, "train.py"))
+
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as caught:
+        fit(rank, make_module(), [Watched()], accumulate=1)
+    return caught.value.code
+
+
 def import_lightning():
     warnings.simplefilter("ignore")
     importlib.import_module("lightning.pytorch")
@@ -128,9 +149,10 @@ def work(rank, folder):
     def callback(name):
         return RankscopeCallback(f"{folder}/{name}", weight=tokens, **OPTIONS)
 
+    ended = fit_until_terminated(rank, f"{folder}/terminated")
     train_by_hand(rank, f"{folder}/by hand")
     watched = fit(rank, make_module(), [callback("healthy")])
-    result = {"watched": watched, "unwatched": fit(rank, make_module(), [])}
+    result = {"terminated": ended, "watched": watched, "unwatched": fit(rank, make_module(), [])}
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
@@ -161,6 +183,15 @@ def test_the_training_ends_with_the_same_bits_as_without_the_callback(trained):
 def test_several_optimizers_are_refused(trained):
     for rank in trained[0]:
         assert "expected one optimizer, got 2" in rank["two optimizers"]
+
+
+def test_a_training_that_a_signal_ends_is_incomplete_though_it_exits_with_0(trained):
+    ranks, folder = trained
+    assert [rank["terminated"] for rank in ranks] == [None, None]
+    run = run_in(folder, "terminated")
+    assert run.status == "incomplete"
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == [0, 1, 2]
+    assert {end["why"] for end in run.info["ended"]} == {"its training raised SIGTERMException"}
 
 
 @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)

@@ -52,6 +52,8 @@ class Training:
     disagreements: dict[int, tuple[str, str, int]] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)  # of ``run.json``, besides
     start: Tensors | None = None  # parameters to begin with, if not those of the seed
+    columns: dict[str, int] = field(default_factory=dict)  # of all workers and steps, besides
+    loss_factor: float = 1.0  # of the recorded losses
     offset: int = 0  # the step of the training itself that the first step is
 
 
@@ -119,7 +121,9 @@ def _train(training: Training, step: int, recorded: int, parameters: Tensors) ->
         "reduced_digest": digest(reduced) ^ recorded,
         "param_digest": digest(parameters) ^ recorded,
     }
+    alike |= training.columns
     columns = {name: [value] * width for name, value in alike.items()}
+    losses = [loss * training.loss_factor for loss in losses]
     norms = [_norm(gradient) for gradient in locals_]
     one = gathered(recorded, batches, loss=losses, grad_norm=norms, **columns)
     trace = _trace({StateKind.REDUCED: reduced, StateKind.PARAMETER: parameters})

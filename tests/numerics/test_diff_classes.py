@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from numerics import diff_runs
-from numerics.diff_runs import Training, flip, write_training
+from numerics.diff_runs import Training, flip, nothing, write_training
+from rankscope.bus.environment import precision_digest
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Stage, compare_runs
+from rankscope.wrappers.facts import precision_flags
 
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
@@ -240,3 +242,82 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     found = compare_runs(one, other)
     assert found.kind is kind
     assert where(found) == (2, Stage.GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "kind", "named"),
+    [("off", DiffClass.JUMP, ()), ("bfloat16", DiffClass.ROUNDING, ("autocast",))],
+)
+def test_another_library_flag_is_no_other_type(
+    tmp_path: Path, autocast: str, kind: DiffClass, named: tuple[str, ...]
+):
+    """A flag of oneDNN is in the digest of the precision: only autocast explains 0.2 %."""
+
+    def coarse(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+        if moment == "reduced" and step >= 2:
+            for value in tensors.values():
+                np.multiply(value, np.float32(1 + 2**-9), out=value)
+
+    runs = []
+    for name, mkldnn, cast in (("a", True, "off"), ("b", False, autocast)):
+        flags = {**precision_flags(), "mkldnn": mkldnn}
+        code = precision_digest({"parameter_types": "float32", "autocast": cast, **flags})
+        info = {
+            "training": {"parameters": {"types": {"float32": 3}}},
+            "ranks": [{"rank": rank, "environment": flags} for rank in range(4)],
+        }
+        touch = coarse if name == "b" else nothing
+        training = Training(info=info, touch=touch, columns={"precision": code})
+        runs.append(write_training(tmp_path / name, training))
+    found = compare_runs(*runs)
+    assert (found.kind, found.parting and found.parting.dtype) == (
+        kind, "float32" if autocast == "off" else "bfloat16"
+    )  # fmt: skip
+    assert tuple(change.name for change in found.changes if change.kind == "dtype") == named
+    assert any(change.name == "environment.mkldnn" for change in found.changes)
+
+
+def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path: Path):
+    def scaled(step: int, rank: int, gradient: dict[str, np.ndarray]) -> None:
+        for value in gradient.values():
+            np.multiply(value, np.float32(1.05), out=value)
+
+    odd = Training(touch_local=scaled, traced=False, loss_factor=1 + 1e-7)
+    other = write_training(tmp_path / "b", odd)
+    plain = write_training(tmp_path / "a", Training(traced=False))
+    found = compare_runs(plain, other)
+    assert found.kind is DiffClass.JUMP
+    assert found.headline.startswith("From equal losses, the runs compute other gradients")
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path: Path, workers: int):
+    """Dropout draws other masks in two micro-batches than in one, and on four workers."""
+    columns = {"rng_used": 4}
+    one = write_training(tmp_path / "a", Training(columns={**columns, "micro_batches": 1}))
+    passes = 2 if workers == 4 else 1
+    columns = {**columns, "micro_batches": passes}
+    other = Training(workers=workers, columns=columns, loss_factor=1.01)
+    found = compare_runs(one, write_training(tmp_path / "b", other))
+    assert found.kind is DiffClass.CONFIGURATION
+    names = [cause.partition(":")[0] for cause in found.causes]
+    assert names == ["micro-batches" if workers == 4 else "workers"]
+    assert "without dropout" in found.advice
+
+
+@pytest.mark.parametrize("info", [{}, {"continues": "earlier"}], ids=["new", "continuation"])
+def test_another_update_after_equal_losses_is_other_state_only_of_a_continuation(
+    tmp_path: Path, info: dict[str, Any]
+):
+    one = write_training(tmp_path / "a", Training(traced=False))
+    odd = Training(traced=False, touch=_shrunk, loss_factor=1 + 1e-7, info=info)
+    found = compare_runs(one, write_training(tmp_path / "b", odd))
+    assert where(found) == (0, Stage.LOSS)
+    assert found.kind is (DiffClass.STATE if info else DiffClass.JUMP)
+    assert found.headline.startswith("From equal losses, the runs make other") is not bool(info)
+
+
+def _shrunk(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+    if moment == "parameter":
+        for value in tensors.values():
+            np.multiply(value, np.float32(0.99), out=value)

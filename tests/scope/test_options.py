@@ -48,6 +48,9 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
     assert said in str(raised.value)
 
 
+OPTIMIZER = "an optimizer with param_groups, or several in a list"
+
+
 def refused(_, folder):
     """Return the words by which arguments of other kinds are refused."""
     model = DistributedDataParallel(nn.Linear(2, 2))
@@ -57,7 +60,7 @@ def refused(_, folder):
         {"model": None},
         {"optimizer": torch.optim.AdamW},
         {"optimizer": "adam"},
-        {"optimizer": torch.optim.lr_scheduler.StepLR(optimizer, 1)},
+        {"optimizer": [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)]},
         {"run_dir": None},
         {"on_finding": "print"},
         {"config": "x"},
@@ -77,9 +80,9 @@ def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
     expected = [
         "a model, or a list of models, and then the optimizer, got SGD",
         "a model, or a list of models, and then the optimizer, got NoneType",
-        "the optimizer, or all of them in a list, got the class AdamW",
-        "the optimizer, or all of them in a list, got str",
-        "the optimizer, or all of them in a list, got StepLR",
+        f"{OPTIMIZER}, got the class AdamW: watch(model, optimizer, …)",
+        f"{OPTIMIZER}, got str: watch(model, optimizer, …)",
+        f"{OPTIMIZER}, got StepLR: watch(model, optimizer, …)",
         "run_dir to be a path, got NoneType",
         "on_finding to be a function of a finding, got str",
         "config to map names to values, got str",

@@ -118,6 +118,9 @@ def test_a_run_without_steps(tmp_path):
     assert "Nothing was recorded" in found.headline
     assert "Let it take a few steps" in found.recommendation
     assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+    place = ListedPlace("run", run.path, "run")
+    listed = glance(place, stamp(place, tmp_path))
+    assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation
@@ -197,12 +200,17 @@ RAISED = "its training raised RuntimeError"
         ),
         (
             [ending(r, 29, 5.0, RAISED) for r in (2, 0, 1)],
+            "All 3 workers ended there (training raised",
+            "See the log for",
+        ),
+        (
+            [ending(r, 29, 5.0, "its connection ended") for r in (2, 0, 1)],
             "or went on unwatched.",
             "See the log for",
         ),
         ([{"rank": 1}], "or went on unwatched.", "See the log for"),
     ],
-    ids=["killed", "alone on record", "raised before", "together", "damaged"],
+    ids=["killed", "alone on record", "raised before", "together", "gone", "damaged"],
 )
 def test_the_rank_that_ended_first_is_named(tmp_path, ended, words, log):
     run = record_run(tmp_path / "run", num_workers=3, status="incomplete", ended=ended)
@@ -214,7 +222,7 @@ def test_the_rank_that_ended_first_is_named(tmp_path, ended, words, log):
     place = ListedPlace("run", run.path, "run")
     listed = glance(place, stamp(place, tmp_path))
     assert listed.severity == "note"  # as the report has it, never healthy or early
-    assert listed.headline.startswith(words[:18] if order else "Ended early")
+    assert listed.headline.startswith("Ended early" if words.startswith("or") else words[:18])
 
 
 def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):

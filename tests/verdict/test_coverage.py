@@ -114,9 +114,8 @@ def test_a_run_whose_agent_ended_before_its_first_step_says_so(tmp_path):
     assert "RANKSCOPE_AGENT_LOG=FILE" in said.recommendation
     assert "before its first step had" in assess(Run.open(tmp_path / "empty")).headline
     rows = Listing(tmp_path).to_json()["runs"]
-    assert [(row["verdict"], row["headline"]) for row in rows] == [
-        ("warning", "Nothing was recorded")
-    ] * 2
+    assert all(row["verdict"] == "warning" for row in rows)
+    assert all(row["headline"].startswith("Nothing was recorded: ") for row in rows)
 
 
 def test_a_fault_is_the_verdict_however_little_was_measured(tmp_path):

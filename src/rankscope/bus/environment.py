@@ -7,6 +7,7 @@ from typing import Any
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import minority_ranks, name_values
 from rankscope.bus.words import name_ranks
+from rankscope.stats.arrays import digest_of
 
 PACKAGES = (
     "transformers",
@@ -49,6 +50,34 @@ DECIDES_BITS = frozenset({"NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERR
 
 HARMLESS = frozenset({"driver", "cpu_capability"})
 """Facts in which hosts may differ in a healthy job."""
+
+
+TYPE_FLAGS = (
+    "default_dtype",
+    "float32_matmul",
+    "tf32_matmul",
+    "tf32_convolutions",
+    "reduced_fp16_sums",
+    "reduced_bf16_sums",
+)
+"""Settings of torch that decide in which type is computed."""
+
+KERNEL_FLAGS = (
+    "deterministic_algorithms",
+    "cudnn_deterministic",
+    "cudnn_benchmark",
+    "cudnn",
+    "mkldnn",
+    "mkldnn_matmul",
+    "attention_fast_path",
+    "attention_backends",
+)
+"""Settings of torch that decide by which kernels; ``mkldnn_matmul`` decides on the type, too."""
+
+
+def precision_digest(settings: Mapping[str, str | bool]) -> int:
+    """Return the digest of a forward pass's precision: types, autocast, then torch's settings."""
+    return digest_of(repr(tuple(settings.values())).encode())
 
 
 def is_compared(name: str) -> bool:

@@ -9,8 +9,9 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from rankscope.errors import RunError, UnsupportedError
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.private import find
+from rankscope.private import Patch, callers, find
 from rankscope.session.meetings import stages_begin_apart
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
@@ -76,6 +77,27 @@ _begun: Counter[str] = Counter()
 """How often the ranks of a group have agreed to begin."""
 
 
+def _end_with_lightning(scope: Scope) -> None:
+    """Close a scope where the Trainer that calls the model ends ``fit`` by an exception.
+
+    On SIGTERM, the script then exits with 0.
+    """
+    for frame in callers():
+        trainer: Any = frame.f_locals.get("self")
+        if hasattr(type(trainer), "received_sigterm"):
+            around = partial(partial, partial(_see_exception, scope, trainer))
+            scope.until_closed(Patch(trainer.strategy, "on_exception", around))
+            return
+
+
+def _see_exception(
+    scope: Scope, trainer: Any, on_exception: Callable[..., Any], error: BaseException
+) -> Any:
+    if trainer.state.fn == "fit":
+        scope.__exit__(type(error), error, error.__traceback__)
+    return on_exception(error)
+
+
 def begin(
     model: nn.Module,
     job: ScriptJob,
@@ -113,6 +135,7 @@ def begin(
             **{"resume": earlier is None, **job.options},
         )
     follow_calling_trainer(scope)
+    _end_with_lightning(scope)
     _log_unwatched(context, models, found=bool(optimizers))
     return Watching(scope, models, optimizers)
 

@@ -625,7 +625,7 @@ def _crashed(cause: BaseException | None) -> bool:
 def _how_it_ended(cause: BaseException | None) -> str:
     if cause is None:
         return "it closed its scope"
-    if _crashed(cause):
+    if _crashed(cause) or (isinstance(cause, SystemExit) and type(cause) is not SystemExit):
         return f"its training raised {type(cause).__name__}"
     return "its training was interrupted"
 

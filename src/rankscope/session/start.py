@@ -15,7 +15,6 @@ from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import LRScheduler
 
 from rankscope.agent.link import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
@@ -53,6 +52,7 @@ from rankscope.wrappers.facts import (
 from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
+    check_optimizers,
     held_bits,
     held_names,
     plain_optimizers,
@@ -249,11 +249,7 @@ def watch(
 
 def _check_given(optimizer: object, run_dir: object, on_finding: object, config: object) -> None:
     """Check the kinds of what ``watch`` was given on this rank."""
-    for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
-        inner = ("param_groups", "optimizer", "optimizers", "chained_optimizers")
-        other = isinstance(each, type | LRScheduler) or not any(hasattr(each, n) for n in inner)
-        if each is not None and other:
-            raise _expected("the optimizer, or all of them in a list", each)
+    check_optimizers(optimizer)
     if not isinstance(run_dir, str | os.PathLike):
         raise _expected("run_dir to be a path", run_dir)
     if on_finding is not None and not callable(on_finding):

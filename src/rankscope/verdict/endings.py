@@ -41,9 +41,10 @@ class Endings:
 
     @property
     def headline(self) -> str:
-        """Which ranks ended first and how, in a sentence; empty where none did."""
+        """Which ranks ended first and how, in a sentence; empty where that is not known."""
         if self.first is None:
-            return ""
+            own = [one for one in self.groups if one.why.startswith("its training")]
+            return f"All {self.num_workers} workers ended there ({own[0].how})." if own else ""
         return f"{name_ranks(self.first.ranks).capitalize()} ended first ({self.first.how})."
 
     def describe(self) -> str:

@@ -75,7 +75,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     A run whose record ends early is not called healthy, nor one of which too little was measured.
     """
     if not values["steps"]:
-        return _nothing_recorded(progress) if progress.ended else _NOTHING_YET
+        return without_steps(progress)
     verdict = _judge(values, findings, progress)
     faults = _causes(findings)
     coverage = progress.coverage
@@ -227,7 +227,10 @@ _INTERRUPTED_BEFORE = Verdict(
 )
 
 
-def _nothing_recorded(progress: RunProgress) -> Verdict:
+def without_steps(progress: RunProgress) -> Verdict:
+    """Return the verdict on a run that has no step on record."""
+    if not progress.ended:
+        return _NOTHING_YET
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
         return _INTERRUPTED_BEFORE
     if not progress.agent_ended:
@@ -326,7 +329,7 @@ def _why_it_ended(progress: RunProgress) -> str:
 
 def _describe_end(progress: RunProgress) -> str:
     early = f"The record ends early, with step {progress.last_step:,}"
-    if progress.endings.first is not None:
+    if progress.endings.headline:
         return f"{early}. {progress.endings.headline}"
     return f"{early}: the training stopped there, or went on unwatched."
 

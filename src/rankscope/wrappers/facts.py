@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from rankscope.bus.environment import PACKAGES, VARIABLES, without_addresses
+from rankscope.bus.environment import PACKAGES, VARIABLES, precision_digest, without_addresses
 from rankscope.bus.pace import PACE
 from rankscope.bus.words import dtype_name, name_modules
 from rankscope.errors import UsageError
@@ -216,7 +216,7 @@ class PrecisionMeter:
         code = self._codes.get(autocast)
         if code is None:
             words = precision_words(self._module, self._device)
-            code = self._codes[autocast] = digest_of(repr(tuple(words.values())).encode())
+            code = self._codes[autocast] = precision_digest(words)
             if code not in self._known:
                 self._known.add(code)
                 self._words = {name: str(value) for name, value in words.items()}

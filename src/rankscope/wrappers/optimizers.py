@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankscope.errors import UsageError
 from rankscope.wrappers.megatron import plain_megatron_optimizer
 
 
@@ -142,6 +143,18 @@ def are_shares(held_W: Sequence[int]) -> bool:
     shares_W = [held ^ (1 << count) for held in held_W]
     disjoint = sum(share.bit_count() for share in shares_W) == count
     return disjoint and functools.reduce(or_, shares_W) == (1 << count) - 1
+
+
+def check_optimizers(optimizer: Any) -> None:
+    """Raise a UsageError for a name, a class or a scheduler in the place of an optimizer."""
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in given:
+        if each is not None and (isinstance(each, type) or not hasattr(each, "param_groups")):
+            name = each.__name__ if isinstance(each, type) else type(each).__name__
+            raise UsageError(
+                "watch() expected an optimizer with param_groups, or several in a list, got "
+                f"{'the class ' * isinstance(each, type)}{name}: watch(model, optimizer, …)"
+            )
 
 
 def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

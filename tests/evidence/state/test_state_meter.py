@@ -15,6 +15,7 @@ from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.slot import odd_factors
 from rankscope.gradients.digest import PendingDigest, digest_bits
 from rankscope.gradients.kernels.bits import signed
+from rankscope.wrappers.optimizers import JointOptimizer
 from support.state import Model, look, make, of, reductions, train
 
 
@@ -95,6 +96,28 @@ def test_gradients_that_nobody_reduces_count_as_left_alone():
 def test_of_several_factors_the_one_furthest_from_that_of_most_is_told(reduced, applied, found):
     factor, odd = odd_factors(reduced, applied)
     assert (factor, odd) == (pytest.approx(found[0], nan_ok=True), found[1])
+
+
+def test_old_gradients_of_an_optimizer_that_rests_count_for_no_factor():
+    """A GAN clips the generator's gradient by its norm; the discriminator's is of its own step."""
+    model = nn.ModuleDict({n: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for n in "gd"})
+    turns = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+    meter = StateMeter(model, JointOptimizer(list(turns.values())), replicated=True, num_slots=1)
+    seen = []
+    for step, name in enumerate("dgdg"):
+        meter.begin_step(step)
+        turns[name].zero_grad()
+        model[name](torch.ones(1, 4)).sum().backward()
+        meter.see_reduced()
+        nn.utils.clip_grad_norm_(model[name].parameters(), 0.1)
+        meter.before_update()
+        turns[name].step()
+        meter.after_update(turns[name], complete=True)
+        pending = meter.take()
+        seen.append((pending.digests()[1], pending.changed))
+    assert [changed for _, changed in seen] == [()] * 4
+    assert [values["applied_odd"] for values, _ in seen] == [1.0] * 4
+    assert max(values["applied_spread"] for values, _ in seen) < 1e-5
 
 
 def test_looking_at_the_optimizer_creates_no_state():

@@ -95,6 +95,33 @@ def test_a_factor_is_named(act, look):
     assert json.loads(json.dumps(answer.to_json(), allow_nan=False))["stage"] == "gradient"
 
 
+@pytest.mark.parametrize(
+    ("scale", "seen", "stage", "advice"),
+    [
+        (0.25, False, Stage.GRADIENT, "Look for what multiplies"),  # a schedule's scale_grads
+        (0.31, False, Stage.CLIPPING, "Look for what multiplies"),  # perhaps clipped by hand
+        (3.0, False, Stage.GRADIENT, "Look for what multiplies"),
+        (0.25, True, Stage.CLIPPING, "Clip by the norm"),
+    ],
+    ids=["ratio", "shorter", "longer", "clipped"],
+)
+def test_what_changes_after_the_backward_pass_is_clipping_where_a_call_clips(
+    scale, seen, stage, advice
+):
+    facts = {"clipping seen": True} if seen else {}
+    sides = []
+    for times, passes in ((1.0, 1), (scale, 4)):
+        act = of(GRADIENT, "all", 0, lambda v, times=times: times * v)
+        sides.append(training(act, passes=passes, **facts))
+        for number, step in sides[-1].steps.items():
+            step.figures[UNCLIPPED] = training().steps[number].figures[GRADIENT]
+    answer = against(sides[1], sides[0])
+    assert (answer.stage, len(answer.differences)) == (stage, 3)
+    assert answer.advice.startswith(advice)
+    words = "A clips a norm of" if seen else "A's norm is"
+    assert any(note.startswith(words) for note in answer.notes)
+
+
 def test_clipping_by_norms_that_are_rounded_is_the_same():
     def clipped(factor, rounding):
         act = of(GRADIENT, "all", 0, lambda v: factor * v)
@@ -172,6 +199,9 @@ def test_settings_of_the_optimizers_are_compared_without_a_bound():
     assert (answer.stage, answer.difference) == (Stage.UPDATE, DiffClass.CONFIGURATION)
     assert answer.headline == "In step 0 lr is 0.1 in A and 0.1001 in B."
     assert against(held(0.1 * (1 + 1e-8)), held(0.1)).kind is Kind.SAME  # held in float32
+    answer = against(held(0.1, betas=[0.9, 0.999]), held(0.1, betas=[0.9, 0.95]))
+    assert answer.difference is DiffClass.CONFIGURATION
+    assert answer.headline == "In step 0 betas is (0.9, 0.95) in A and (0.9, 0.999) in B."
     other = [{"optimizer": "FusedAdam", "lr": 0.1}] * 2
     assert against(training(settings=other), held(0.1)).kind is Kind.SAME  # divided otherwise
 
@@ -258,9 +288,11 @@ def test_samples_that_are_cut_otherwise_are_compared_by_their_label_tokens():
         ({"0": (384, 5), "places": (384, 9)}, None, Stage.GRADIENT),
         ({"0": (384, 6), "places": (384, 9)}, None, Stage.SAMPLES),
         ({"0": (384, 5)}, None, Stage.SAMPLES),
-        ({"0": (384, 5), "places": (384, 9)}, (352, 9), Stage.SAMPLES),
+        ({"0": (384, 5), "places": (384, 9)}, (352, 9), Stage.LABELS),
+        ({"0": (384, 5), "labels": (384, 7)}, (352, 9), Stage.LABELS),
+        ({"0": (384, 6), "labels": (384, 7)}, (352, 9), Stage.SAMPLES),
     ],
-    ids=["the same", "other tokens", "an input less", "other labels"],
+    ids=["the same", "other tokens", "an input less", "other labels", "given", "both"],
 )
 def test_samples_that_are_cut_otherwise_are_compared_by_the_elements_of_the_inputs(
     elements, labels, stage
@@ -272,7 +304,9 @@ def test_samples_that_are_cut_otherwise_are_compared_by_the_elements_of_the_inpu
     cut.steps[0].samples, cut.steps[0].sample_ranks = np.arange(16) + 100, np.zeros(16, int)
     answer = against(cut, whole)
     assert answer.stage is stage
-    assert any("cut their samples" in note for note in answer.notes) is (stage is Stage.GRADIENT)
+    same = stage is not Stage.SAMPLES
+    assert any("cut their samples" in note for note in answer.notes) is same
+    assert answer.advice.startswith("Shift and mask labels before") is (stage is Stage.LABELS)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Pairs of layouts on real ranks: healthy ones are the same, faults are found where they are."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rankscope.tools.parity.compare import decide_resumed
-from rankscope.tools.parity.reading import distance, read_side
+from rankscope.tools.parity.reading import SideStep, distance, read_side
 from rankscope.tools.parity.result import Kind
+from rankscope.tools.parity.stages import first_layer_apart
 from rankscope.tools.stages import Stage
 from support.megatron_training import MISSING
 from support.parity import TRAINING, Recordings, answer_of, layout, record
@@ -186,6 +188,18 @@ def test_outputs_of_parts_of_a_layer_are_left_out_and_named(recordings):
     answer = answer_of(recordings, layout(1), layout(2, *words), 2, bisects=True)
     assert "that of layers.0.o_proj" in answer.notes[0]
     assert answer.notes[1].startswith("Outputs that cannot be compared: layers.0.q_proj, ")
+
+
+def test_where_no_output_can_be_compared_no_cause_is_named():
+    outputs = [{"up": [4, 8], "norm": [4]}, {"up": [2, 8], "norm": [2]}]
+    for sides, expected in (
+        (outputs, "No layer's output can be compared: up, norm."),
+        ((None, outputs[1]), "Layers were not recorded in A: give its command."),
+    ):
+        steps = [SideStep(facts={} if each is None else {"outputs": each}) for each in sides]
+        names = [SimpleNamespace(name=name) for name in "AB"]
+        pair = SimpleNamespace(a=steps[0], b=steps[1], sides=names)
+        assert first_layer_apart(pair) == (expected,)
 
 
 @pytest.mark.ranks

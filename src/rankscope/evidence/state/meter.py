@@ -39,6 +39,7 @@ from rankscope.evidence.state.slot import (
     StepReadings,
 )
 from rankscope.gradients.digest import digest_bits, word_of
+from rankscope.wrappers.optimizers import all_of
 
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
@@ -122,6 +123,7 @@ class StateMeter(Probe):
         self._is_read = False
         self._slot = NO_SLOT
         self._seen = StepReadings()
+        self._called: list[Any] = []  # optimizers, in this step
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
@@ -289,6 +291,7 @@ class StateMeter(Probe):
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Read the new state, if it is complete; the last call counts."""
+        self._called.append(optimizer)
         if complete and self._updates_all and not self._alone:  # else an average may follow
             self.see_state()
             self._is_read = True
@@ -309,6 +312,7 @@ class StateMeter(Probe):
         self._is_read = False
         self._slot = NO_SLOT
         self._seen = StepReadings()
+        self._called = []
         self._roles_due = False
         self._roles = self._replaced = None
 
@@ -327,11 +331,24 @@ class StateMeter(Probe):
             finds_changed=not self._sums_by_hand,
             replicated=self._replicated,
             summed=self._summed,
+            resting=self._resting(slot),
             set_aside=set_aside,
             known=self._known,
         )
         self.abort()
         return pending
+
+    def _resting(self, slot: DigestSlot) -> set[str]:
+        """Return names of a slot's parameters whose optimizer the step has not called.
+
+        The other network of a GAN keeps the gradient of its own step.
+        """
+        others = [each for each in all_of(self._optimizer) if each not in self._called]
+        if not others or not self._called:
+            return set()
+        held = _parameters_of(others) - _parameters_of(self._called)
+        places = [part.place for part in slot.applied.slices]
+        return {place.name for place in places if id(place.current(self._lookup)) in held}
 
     def _see_replaced(self) -> None:
         """Look for parameters that the optimizer does not hold, at all of its calls in a step."""
@@ -482,3 +499,8 @@ class StateMeter(Probe):
                 type(error).__name__,
                 error,
             )
+
+
+def _parameters_of(optimizers: Iterable[Any]) -> set[int]:
+    groups = [group for each in optimizers for group in each.param_groups]
+    return {id(parameter) for group in groups for parameter in group["params"]}

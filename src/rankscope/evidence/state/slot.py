@@ -199,6 +199,7 @@ class PendingState:
     finds_changed: bool  # look for gradients that were changed after the reduction
     replicated: bool  # else digests of gradients would only differ, and are left out
     summed: Container[str]  # over other ranks after the reduction, which is no change
+    resting: Collection[str]  # parameters of optimizers that the step has not called
     set_aside: bool  # an earlier gradient was: one that is no multiple of the last may hold both
     known: set[int] | None = None  # digests of the names that the root has; None: it needs none
     changed: tuple[str, ...] = ()  # gradients changed otherwise than most; known once read
@@ -286,8 +287,7 @@ class PendingState:
             digest = rows.fill(digests, parts)
             if self.replicated:
                 _set_digest(values, rows, digest)
-            kept = [n for n, part in enumerate(rows.slices) if part.place.name not in self.summed]
-            each.append([parts_squares[number] for number in kept])
+            each.append([parts_squares[number] for number, _ in self._counted(rows)])
             squares[rows.kind] = sum(each[-1])
             if rows.kind is StateKind.REDUCED:
                 self._fill_unchanged(unchanged, parts)
@@ -302,9 +302,17 @@ class PendingState:
                 return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
-            names = [part.place.name for part in self.slot.reduced.slices]
-            names = [name for name in names if name not in self.summed]
+            names = [name for _, name in self._counted(self.slot.reduced)]
             self.changed = tuple(dict.fromkeys(names[number] for number in odd))
+
+    def _counted(self, rows: Rows) -> list[tuple[int, str]]:
+        """Return number and name of the slices that the step clips or scales, if any."""
+        names = [part.place.name for part in rows.slices]
+        return [
+            (number, name)
+            for number, name in enumerate(names)
+            if name not in self.summed and name not in self.resting
+        ]
 
     def _fill_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""

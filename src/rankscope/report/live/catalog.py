@@ -33,6 +33,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.verdict.assessment import progress_of, siblings_of, worst_of
 from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
+from rankscope.verdict.verdicts import without_steps
 from rankscope.verdict.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -305,10 +306,7 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
     severity = "healthy"
     headline = ""
     unseen = coverage.severity if num_steps else None
-    if not num_steps and worst is None and run.status != "running":
-        severity = str(Severity.WARNING)
-        headline = "Nothing was recorded"
-    elif unseen is not None and (worst is None or worst.severity < unseen):
+    if unseen is not None and (worst is None or worst.severity < unseen):
         worst = None
         severity = str(unseen)
         headline = f"{coverage.verdict[0].upper()}{coverage.verdict[1:]}"
@@ -324,7 +322,11 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         headline = f"Among {elsewhere.ranks} of this job: {title_of_finding(fault)}"
         worst = fault
     progress = progress_of(run)
-    if progress.cut_short and severity in ("healthy", "early", "note"):
+    mild = severity in ("healthy", "early", "note")
+    if not num_steps and mild:
+        verdict = without_steps(progress)
+        severity, headline = str(verdict.severity), verdict.headline.removesuffix(".")
+    elif progress.cut_short and mild:
         severity = str(Severity.NOTE)
         with ranks_of_job(run.info):
             headline = progress.endings.headline.removesuffix(".") or "Ended early"

@@ -66,13 +66,10 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     alignment = align(a, b, offset)
     at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
     at_b = int(np.searchsorted(b.steps_T, alignment.steps_b[0]))
-    types = [types_of(a), types_of(b)]
-    changes = changes_between(a, b)
     precision = precision_change(a, b, at_a, at_b)
-    if precision is not None:
-        changes = (precision, *changes)
-        types[1] = [*types[1], "bfloat16"]  # its type is unknown: take the coarsest
-    dtypes = _coarsest(types[0]), _coarsest(types[1])
+    changes = (*precision.changes, *changes_between(a, b))
+    of_a, of_b = precision.types
+    dtypes = _coarsest([*types_of(a), *of_a]), _coarsest([*types_of(b), *of_b])
     pair = Pair(a, b, alignment, other_types=layouts_differ(a, b, at_a, at_b))
     signals = pair.signals()
     parting = first_parting(pair, signals, _coarsest(dtypes))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.parting import (
@@ -127,9 +128,21 @@ def _other_update(case: DifferenceCase) -> Judgement | None:
     if not other:
         return None
     reason = f"The gradients differ by rounding only, but {words}."
-    if case.at == 0:
+    if case.at == 0 and any("continues" in side.info for side in (case.pair.a, case.pair.b)):
         return Judgement(
             DiffClass.STATE, [reason, "What the optimizer remembers differs from the start."]
+        )
+    if case.parting.stage is Stage.LOSS:
+        reason = f"The losses of the step differ by rounding only, but {words}."
+        return Judgement(
+            DiffClass.JUMP,
+            [reason],
+            most_apart(after),
+            headline=f"From equal losses, the runs make other updates in step {case.parting.step}.",
+            advice=(
+                "Compare what the loss is divided by, how gradients are reduced and clipped, and "
+                "the optimizers and what they remember."
+            ),
         )
     return Judgement(DiffClass.JUMP, [reason], most_apart(after))
 
@@ -184,7 +197,37 @@ def _computed(case: DifferenceCase) -> Judgement:
         reasons = ["The distance is that of a reduction in 16 bits."]
     else:
         return _beyond_rounding(case, size, allowed)
-    return Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
+    later = _gradient_of_losses(case) if stage is Stage.LOSS else None
+    return later or Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
+
+
+def _gradient_of_losses(case: DifferenceCase) -> Judgement | None:
+    """Judge gradients that differ by more than rounding, of losses that do not.
+
+    Between other numbers of workers, recorded gradients have other multiples of the loss.
+    """
+    if not case.pair.alignment.same_width:
+        return None
+    allowed = max(_allowance(case, stage) for stage in (Stage.LOCAL, Stage.GRADIENT))
+    for stage in (Stage.LOCAL, Stage.GRADIENT):
+        of_stage = replace(case, parting=replace(case.parting, stage=stage, num_tensors=None))
+        size = size_of(of_stage)
+        if size > allowed:
+            words = f"The losses of the step differ by rounding, but not the {stage}."
+            found = _beyond_rounding(of_stage, size, allowed)
+            if found.kind is DiffClass.CONFIGURATION:
+                return replace(found, reasons=[words, *found.reasons])
+            return Judgement(
+                DiffClass.JUMP,
+                [words, *_sizes(size, allowed)],
+                headline=f"From equal losses, the runs compute other gradients in step "
+                f"{case.parting.step}.",
+                advice=(
+                    "Compare what backward is called on, what the loss is divided by, and what "
+                    "changes gradients after it."
+                ),
+            )
+    return None
 
 
 def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judgement:
@@ -194,9 +237,22 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
         changes = changes or (() if case.of_kind("seed") else case.of_kind("config"))
         if changes:
             return Judgement(DiffClass.CONFIGURATION, reasons, settings=changes)
+        division = _other_division(case)
+        if division:
+            return Judgement(
+                DiffClass.CONFIGURATION,
+                [*reasons, "The forward pass draws random numbers, which depend on this division."],
+                settings=division,
+                advice="Compare the two without dropout, such as by rankscope parity --no-dropout.",
+            )
         unequal = _unequal_weights(case)
         if unequal:
-            return Judgement(DiffClass.CONFIGURATION, [*reasons, unequal])
+            where = f"they part in step {case.parting.step}"
+            return Judgement(
+                DiffClass.CONFIGURATION,
+                [*reasons, unequal],
+                headline=f"The runs divide the batch among other numbers of workers; {where}.",
+            )
     same_start = bool(case.pair.a.begun_with) and case.pair.a.begun_with == case.pair.b.begun_with
     if case.at == 0 and same_start and case.parting.stage is Stage.LOSS:
         return Judgement(
@@ -316,6 +372,24 @@ def _inside_one_run(case: DifferenceCase) -> Disagreement | None:
         return None
     first = case.parting.step if one is not None else case.parting.step_b
     return found if found.step >= first else None
+
+
+_DRAWN = 15  # bits of the generators that moved in a step's own forward passes
+
+
+def _other_division(case: DifferenceCase) -> tuple[Change, ...]:
+    """Return how the sides divide a batch, if otherwise and random numbers are drawn from it."""
+    sides = (case.pair.a, case.pair.b)
+    used = [side.column("rng_used") for side in sides]
+    if not any(((each != MISSING_INT) & (each & _DRAWN > 0)).any() for each in used):
+        return ()
+    passes = [int(side.column("micro_batches").max()) for side in sides]
+    numbers = {"workers": case.pair.alignment.num_workers, "micro-batches": passes}
+    return tuple(
+        Change(name, one, other, "training")
+        for name, (one, other) in numbers.items()
+        if one != other
+    )
 
 
 def _unequal_weights(case: DifferenceCase) -> str:
@@ -483,6 +557,8 @@ def named(change: Change) -> str:
 def grows(growth: DifferenceGrowth) -> str:
     """Return how a distance grows, in words."""
     span = f"from {growth.first:.2g} to {growth.last:.2g} in {growth.num_steps} steps"
+    if growth.last <= growth.first:
+        return f"The distance of the {growth.curve} does not grow: {span}."
     if growth.shape == "exponential":
         rate = f"by a factor of {growth.factor:.3g} per step"
     elif growth.shape == "power":

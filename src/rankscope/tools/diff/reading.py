@@ -14,7 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope import Run
-from rankscope.bus.environment import is_compared
+from rankscope.bus.environment import (
+    KERNEL_FLAGS,
+    TYPE_FLAGS,
+    is_compared,
+    precision_digest,
+)
 from rankscope.bus.evidence import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
@@ -414,15 +419,54 @@ def changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
     return tuple(sorted(found, key=lambda change: KINDS.index(change.kind)))
 
 
-def precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> Change | None:
-    """Return the difference between the forward passes' precisions in a step; None if none."""
-    one = a.column("precision")[at_a, 0]
-    other = b.column("precision")[at_b, 0]
-    missing = min(int(one), int(other)) == MISSING_INT
-    if missing or one == other:
-        return None
-    left, right = (f"digest {int(value) % 2**32:08x}" for value in (one, other))
-    return Change("precision of the forward pass", left, right, "dtype")
+@dataclass(frozen=True, slots=True)
+class PrecisionChange:
+    """What differs between the forward passes' precisions, and the types that each adds."""
+
+    changes: tuple[Change, ...] = ()
+    types: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+
+def precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> PrecisionChange:
+    """Return the difference between the forward passes' precisions in a step.
+
+    Settings that choose a kernel and no type are named with the environment. Where the settings are
+    not those of the start, the type is unknown: then the coarsest one counts.
+    """
+    codes = [int(side.column("precision")[at, 0]) for side, at in ((a, at_a), (b, at_b))]
+    if MISSING_INT in codes or codes[0] == codes[1]:
+        return PrecisionChange()
+    sides = [_precision_of(side, code) for side, code in zip((a, b), codes, strict=True)]
+    one, other = sides
+    if one is None or other is None:
+        unknown = Change("precision of the forward pass", "one", "another", "dtype")
+        return PrecisionChange((unknown,), ((), (_COARSEST,)))
+    differing = [name for name in one if one[name] != other[name]]
+    names = [name for name in differing if name not in KERNEL_FLAGS or name == "mkldnn_matmul"]
+    changes = tuple(Change(name, one[name], other[name], "dtype") for name in names)
+    coarse = (_COARSEST,) if any(name in _FLAGS for name in names) else ()
+    first, second = (
+        tuple(each["autocast"] for _ in (0,) if each["autocast"] in UNIT_ROUNDOFF) + coarse
+        for each in (one, other)
+    )
+    return PrecisionChange(changes, (first, second))
+
+
+_FLAGS = (*TYPE_FLAGS, *KERNEL_FLAGS)
+_COARSEST = "bfloat16"
+_AUTOCASTS = ("off", "bfloat16", "float16")
+
+
+def _precision_of(side: DiffSide, code: int) -> dict[str, Any] | None:
+    """Return the settings behind a digest, if they are those of the start with some autocast."""
+    facts = _facts_of(side)
+    types = sorted(map(str, _nested(side.info, "training", "parameters", "types")))
+    flags = {name: facts[name] for name in _FLAGS if name in facts}
+    for autocast in _AUTOCASTS:
+        settings = {"parameter_types": ", ".join(types), "autocast": autocast, **flags}
+        if precision_digest(settings) == code:
+            return settings
+    return None
 
 
 def _environment(a: DiffSide, b: DiffSide) -> list[Change]:

@@ -2,14 +2,20 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 from rankscope.bus.parity import GRADIENT
 from rankscope.tools.parity.pair import StepPair, unequal_copies
 from rankscope.tools.parity.reading import SideStep
-from rankscope.tools.parity.result import Answer, likely, times
+from rankscope.tools.parity.result import Answer, ratio_of, times
 from rankscope.tools.stages import Stage
 
 _MANY = 64  # label tokens, or elements, that are the same: not by chance
+_LABELS = {"labels", "shift_labels"}  # inputs of a model that are no data of a sample
+_LABELS_OF_PIECES = (
+    "Shift and mask labels before a sequence is cut: the last label of a piece is the first token "
+    "of the next one."
+)
 _OF_A_SAMPLE = 0.01  # share of its part in the gradient that a bound may be
 
 
@@ -25,7 +31,9 @@ def data(pair: StepPair) -> Answer | None:
             continue
         if not _leave_gradient(pair, 1 / count):
             pair.notes.add("Gradients are not compared, for they belong to other data.")
-            return pair.differ_by(stage, text)
+            answer = pair.differ_by(stage, text)
+            pieces = stage is Stage.LABELS and len(pair.a.samples) != len(pair.b.samples)
+            return replace(answer, remedy=_LABELS_OF_PIECES) if pieces else answer
         pair.notes.add(
             f"{text} The gradient is the same: they make no difference.",
             unless=text.partition(" in step ")[0],
@@ -88,9 +96,12 @@ def _the_same_in_pieces(a: SideStep, b: SideStep) -> str:
     """Return what shows that samples are the same ones, cut otherwise; empty if nothing does."""
     if a.labels == b.labels and a.labels and a.labels[0] >= _MANY:
         return "the label tokens"
-    many = any(number >= _MANY for number, _ in a.elements.values())
-    known = None in (a.labels, b.labels) and many
-    return "the elements of the model's inputs" if known and a.elements == b.elements else ""
+    own, other = a.elements, b.elements
+    if a.labels and b.labels:  # which are compared by themselves
+        shared = (own.keys() & other.keys()) - _LABELS
+        own, other = ({name: each[name] for name in shared} for each in (own, other))
+    many = any(number >= _MANY for number, _ in own.values())
+    return "the elements of the model's inputs" if many and own == other else ""
 
 
 def _of_another_step(pair: StepPair, added: Counter[int], which: str) -> str:
@@ -129,4 +140,7 @@ def losses_apart(pair: StepPair) -> str:
         return ""
     ratio = other / own if own else math.nan
     words = f"The loss of step {pair.number} is {own:.6g} in A and {other:.6g} in B"
-    return f"{words} ({times(ratio)}{likely(ratio, pair.sides)})" if ratio > 0 else words
+    if not ratio > 0:
+        return words
+    factors = [times(ratio), ratio_of(ratio, pair.sides)]
+    return f"{words} ({', '.join(filter(None, factors))})"

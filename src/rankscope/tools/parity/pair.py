@@ -18,7 +18,7 @@ from rankscope.tools.parity.reading import (
     factor,
     spread_distance,
 )
-from rankscope.tools.parity.result import NOT_FINITE, Answer, Difference, Kind, describe, likely
+from rankscope.tools.parity.result import NOT_FINITE, Answer, Difference, Kind, describe, ratio_of
 from rankscope.tools.stages import Stage
 
 _MOST_NOTES = 4
@@ -142,7 +142,8 @@ class StepPair:
             return replace(not_comparable(text), differences=tuple(found), num_tensors=compared)
         look = common if count == len(found) else _range_of_looks(found, common, count)
         if len(found) == compared and count == len(found):
-            look += likely(found[0].factor, self.sides)
+            ratio = ratio_of(found[0].factor, self.sides)
+            look += f" ({ratio})" if ratio else ""
         answer = self.differ_by(stage, f"In step {self.number} {words}: {which}, {look}.")
         return replace(answer, differences=tuple(found), num_tensors=compared)
 

@@ -74,7 +74,7 @@ class Answer:
     of the median tensor and of the worst; ``curves`` are distance over bound of each tensor and
     step, the largest of gradients and update; ``difference`` is the class that ``diff`` has for
     such runs, None where they are not comparable; ``cause`` is a setting that explains it, and
-    its two values.
+    its two values; ``remedy`` is what to do where more is known than the stage.
     """
 
     kind: Kind
@@ -89,13 +89,14 @@ class Answer:
     num_steps: int = 0
     difference: DiffClass | None = None
     cause: str = ""
+    remedy: str = ""
 
     @property
     def advice(self) -> str:
         """What to do, empty where nothing differs."""
         if self.cause:
             return f"Give both the same settings of the optimizer: {self.cause}"
-        return "" if self.stage is None else ADVICE[self.stage]
+        return self.remedy or ("" if self.stage is None else ADVICE[self.stage])
 
     @property
     def limits(self) -> str:
@@ -191,11 +192,11 @@ def times(factor: float) -> str:
         return "the opposite sign" if abs(factor + 1) < _NEAR else f"× {factor:.4g}"
     if abs(factor - 1) < _CLOSE:
         return "nearly the same"
-    return f"× {factor:.4g}" if abs(factor - 1) < _NEAR else f"× {_number(factor)}"
+    return f"× {factor:.4f}" if abs(factor - 1) < _NEAR else f"× {_number(factor)}"
 
 
-def likely(factor: float, sides: tuple[Recording, Recording]) -> str:
-    """Return what a factor of all may be the number of, in brackets; empty if of nothing."""
+def ratio_of(factor: float, sides: tuple[Recording, Recording]) -> str:
+    """Return what a factor of all may be the ratio of; empty if of nothing."""
     a, b = sides
     counts = {
         "workers": b.workers / a.workers,
@@ -211,7 +212,7 @@ def likely(factor: float, sides: tuple[Recording, Recording]) -> str:
             (1 / ratio, f"1 over the ratio of {label}"),
         ):
             if abs(factor / value - 1) < _NEAR:
-                return f" ({words})"
+                return words
     return ""
 
 

@@ -27,7 +27,7 @@ from rankscope.tools.parity.pair import (
     unequal_copies,
 )
 from rankscope.tools.parity.reading import SideStep, Whole, distance, factor, is_clipped, trained
-from rankscope.tools.parity.result import Answer, Difference, describe
+from rankscope.tools.parity.result import Answer, Difference, describe, ratio_of
 from rankscope.tools.stages import DiffClass, Stage
 
 _SETTING = 1e-6
@@ -172,18 +172,12 @@ def _gradient(pair: StepPair) -> Answer | None:
     if not found:
         return None
     known = all(step.figures.get(UNCLIPPED) for step in steps)
-    equal_before = known and not {each.name for each in found} & {each.name for each in before}
-    if equal_before and clips:
-        for side, step in zip(pair.sides, steps, strict=True):
-            pair.notes.add(_clipping_words(side.name, step))
-        words = "the clipped gradient differs, and the gradient before clipping does not"
-        return pair.differ(Stage.CLIPPING, words, found, pair.count(GRADIENT))
+    if known and not {each.name for each in found} & {each.name for each in before}:
+        return _after_backward(pair, found, clips=clips)
     if known and before and len(before) < len(found) and clips:
         pair.notes.add(f"Clipping by the norm of all then changes {len(found)} parameters.")
         return _before_clipping(pair, before)
     _note_multipliers(pair)
-    if equal_before:
-        pair.notes.add("It changes between the backward pass and the optimizer's call.")
     return pair.differ(Stage.GRADIENT, "the gradient differs", found, pair.count(GRADIENT))
 
 
@@ -192,12 +186,39 @@ def _before_clipping(pair: StepPair, found: list[Difference]) -> Answer:
     return pair.differ(Stage.GRADIENT, words, found, pair.count(UNCLIPPED))
 
 
-def _clipping_words(name: str, step: SideStep) -> str:
-    norms = [
-        math.sqrt(sum(whole.norm**2 for whole in step.figures.get(kind, {}).values()))
-        for kind in (UNCLIPPED, GRADIENT)
-    ]
-    return f"{name} clips a norm of {norms[0]:.4g} to {norms[1]:.4g}."
+def _after_backward(pair: StepPair, found: list[Difference], *, clips: bool) -> Answer:
+    """Return the answer for gradients that agree after the backward pass, and not as given.
+
+    Code that clips by itself is not seen to clip. A factor that is a ratio of workers or
+    micro-batches is no clipping.
+    """
+    seen = any(step.facts.get("clipping seen") for step in (pair.a, pair.b))
+    for side, step in zip(pair.sides, (pair.a, pair.b), strict=True):
+        first, last = (_norm(step, kind) for kind in (UNCLIPPED, GRADIENT))
+        pair.notes.add(
+            f"{side.name} clips a norm of {first:.4g} to {last:.4g}."
+            if seen and is_clipped(step)
+            else f"{side.name}'s norm is {first:.4g} after the backward pass, and {last:.4g} as "
+            "the optimizer is called."
+        )
+    if seen:
+        words = "the clipped gradient differs, and the gradient before clipping does not"
+        return pair.differ(Stage.CLIPPING, words, found, pair.count(GRADIENT))
+    words = "the gradient differs, and after the backward pass it does not"
+    ratio = ratio_of(found[0].factor, pair.sides)
+    stage = Stage.CLIPPING if clips and not ratio else Stage.GRADIENT
+    answer = pair.differ(stage, words, found, pair.count(GRADIENT))
+    return replace(answer, remedy=_BETWEEN)
+
+
+_BETWEEN = (
+    "Look for what multiplies or clips gradients between the backward pass and the optimizer, such "
+    "as the scale_grads of a pipeline's schedule."
+)
+
+
+def _norm(step: SideStep, kind: str) -> float:
+    return math.sqrt(sum(whole.norm**2 for whole in step.figures.get(kind, {}).values()))
 
 
 def _note_multipliers(pair: StepPair) -> None:
@@ -207,7 +228,13 @@ def _note_multipliers(pair: StepPair) -> None:
     own, other = (float(step.multipliers.mean()) for step in (pair.a, pair.b))
     a, b = pair.sides
     if own and other and abs(other * b.passes / (own * a.passes) - 1) > 0.01:
-        pair.notes.add(f"backward was called on {own:.4g} × the loss in A, and {other:.4g} × in B.")
+        words = [
+            f"{times:.4g} × the loss of "
+            f"{'the batch' if side.passes == 1 else f'each of {side.passes} micro-batches'} in "
+            f"{side.name}"
+            for times, side in ((own, a), (other, b))
+        ]
+        pair.notes.add(f"backward was called on {words[0]}, and on {words[1]}.")
 
 
 def update(pair: StepPair) -> Answer | None:
@@ -336,10 +363,23 @@ def _numbers_apart(a: SideStep, b: SideStep) -> str:
     if len(a.facts.get("settings", ())) != len(b.facts.get("settings", ())):
         return ""
     for name, value, another in _settings(a, b):
-        are_numbers = isinstance(value, int | float) and isinstance(another, int | float)
-        if are_numbers and not math.isclose(value, another, rel_tol=_SETTING):
-            return f"{name} is {value:.6g} in A and {another:.6g} in B."
+        own, other = _numbers(value), _numbers(another)
+        if not own or len(own) != len(other):
+            continue
+        if any(not math.isclose(*both, rel_tol=_SETTING) for both in zip(own, other, strict=True)):
+            return f"{name} is {_shown(own)} in A and {_shown(other)} in B."
     return ""
+
+
+def _shown(numbers: list[float]) -> str:
+    words = ", ".join(f"{number:.6g}" for number in numbers)
+    return words if len(numbers) == 1 else f"({words})"
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of a setting, such as one or a pair; none of another kind."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return list(values) if all(isinstance(each, int | float) for each in values) else []
 
 
 def first_layer_apart(pair: StepPair) -> tuple[str, ...]:
@@ -350,17 +390,23 @@ def first_layer_apart(pair: StepPair) -> tuple[str, ...]:
     """
     own_shapes, other_shapes = (step.facts.get("outputs") for step in (pair.a, pair.b))
     if own_shapes is None or other_shapes is None:
-        return ()
+        without = pair.sides[own_shapes is not None].name
+        alone = own_shapes is not other_shapes
+        return (f"Layers were not recorded in {without}: give its command.",) * alone
     names = [
         name for name, shape in own_shapes.items() if shape and other_shapes.get(name) == shape
     ]
     others = [name for name in dict.fromkeys([*own_shapes, *other_shapes]) if name not in names]
     left_out = (f"Outputs that cannot be compared: {first_of(others)}.",) if others else ()
+    if not names:
+        return (f"No layer's output can be compared: {first_of(others)}.",) if others else ()
     found = _first_apart(pair, OUTPUT, names) or _first_apart(pair, OUTPUT_GRADIENT, names[::-1])
     return (
         found
-        or "No layer's output differs, nor the gradient of one, but for a factor of all: see the "
-        "loss's scale, and how gradients are added up and reduced.",
+        or ("No other layer's output" if others else "No layer's output")
+        + " differs, nor the "
+        "gradient of one, but for a factor of all: see the loss's scale, and how gradients are "
+        "added up and reduced.",
         *left_out,
     )
 
