@@ -288,17 +288,7 @@ class ShardsAlike(Detector):
         if found:
             at = step.gathered.step
             fields = {"names": shortened(found, _NAMED)}
-            yield FaultEvidence(
-                SHARDS_ALIKE,
-                Severity.WARNING,
-                (),
-                at,
-                at,
-                1,
-                fields,
-                named(found),
-                key=SHARDS_ALIKE,
-            )
+            yield evidence_at(at, SHARDS_ALIKE, Severity.WARNING, (), fields, named(found))
 
 
 FROZEN_DIFFER = "state.frozen_differ"
