@@ -33,20 +33,12 @@ MAX_FINDINGS = 1024
 class Feeder:
     """Feeds one sink from a bounded queue, in a daemon thread."""
 
-    def __init__(
-        self,
-        name: str,
-        sink: Sink,
-        run: RunInfo,
-        *,
-        max_steps: int = MAX_STEPS,
-    ) -> None:
+    def __init__(self, name: str, sink: Sink, run: RunInfo) -> None:
         self.name = name
         self.lost_steps = 0
         self._sink = sink
         self._info = run
         self._takes_steps = bool(getattr(sink, "takes_steps", True))
-        self._max_steps = max_steps
         self._numbers = itertools.count()
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()
@@ -63,7 +55,7 @@ class Feeder:
         with self._changed:
             if self.off or self._ending:
                 return
-            full = len(self._steps) >= self._max_steps
+            full = len(self._steps) >= MAX_STEPS
             if full:
                 self._steps.popleft()
                 self.lost_steps += 1
@@ -75,7 +67,7 @@ class Feeder:
                 "sink %s is slow: %d steps wait for it, and from now on the oldest are not shown "
                 "there; training is not delayed, and the run directory holds them all",
                 self.name,
-                self._max_steps,
+                MAX_STEPS,
             )
 
     def finding(self, finding: Finding) -> None:
