@@ -39,10 +39,8 @@ from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
     alike_shards,
-    changed_gradients,
-    counts_of,
-    moved_in_passes,
     named_by,
+    numbered,
     owned_names,
     replaced_differences,
     role_differences,
@@ -403,13 +401,17 @@ class ComparedState(Combiner):
         """Return gradients that changed otherwise than most, and roles where all have sent them."""
         if not any(names_W):
             return ()
-        changed = changed_gradients([names.get("changed", ()) for names in names_W])
+
+        def sent(key: str) -> list[Any]:
+            return [names.get(key, ()) for names in names_W]
+
+        changed = named_by(StateKind.CHANGED, sent("changed"))
         moved = (
-            *moved_in_passes([names.get("passes", ()) for names in names_W]),
-            *counts_of([names.get("counts", ()) for names in names_W]),
-            *named_by(StateKind.RECOMPUTED, [names.get("recomputed", ()) for names in names_W]),
-            *named_by(StateKind.ADAPTED, [names.get("adapted", ()) for names in names_W]),
-            *alike_shards([names.get("shards", ()) for names in names_W]),
+            *numbered(StateKind.PASSES, sent("passes")),
+            *numbered(StateKind.COUNTS, sent("counts")),
+            *named_by(StateKind.RECOMPUTED, sent("recomputed")),
+            *named_by(StateKind.ADAPTED, sent("adapted")),
+            *alike_shards(sent("shards")),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):
