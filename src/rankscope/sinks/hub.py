@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import StepReport
@@ -77,7 +78,8 @@ class Feeder:
                 return
             self._findings.append((next(self._numbers), finding))
             if len(self._findings) > MAX_FINDINGS:
-                self._leave_out_a_finding()
+                latest = {each.id: (number, each) for number, each in self._findings}
+                self._findings = deque(sorted(latest.values(), key=itemgetter(0))[-MAX_FINDINGS:])
             self._changed.notify()
 
     def finish(self) -> None:
@@ -98,20 +100,6 @@ class Feeder:
                 self.lost_steps += len(self._steps)
                 self._go_off()
         return not left
-
-    def _leave_out_a_finding(self) -> None:
-        """Drop the oldest event that a later one of the same finding replaces, or else the oldest.
-
-        The queue only fills up when the sink hangs for long.
-        """
-        later: set[str] = set()
-        drop = 0
-        for index in range(len(self._findings) - 1, -1, -1):
-            name = self._findings[index][1].id
-            if name in later:
-                drop = index
-            later.add(name)
-        del self._findings[drop]
 
     def _go_off(self) -> None:
         self.off = True
