@@ -44,10 +44,9 @@ class Schedule:
     when c/share seconds have passed. After failures, the wait grows.
     """
 
-    def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
+    def __init__(self, every: int | None = None) -> None:
         self._every = every  # steps from one canary to the next; None: nobody asked for a schedule
         self.by_default = every is None  # nobody asked for it
-        self._share = share  # of the training's time, without ``every``
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
 
@@ -59,7 +58,7 @@ class Schedule:
         """Return whether a canary is due now."""
         if self._every is not None:
             return step % self._every == 0
-        return step >= self._not_before and self._share * self._since >= self._cost
+        return step >= self._not_before and SHARE * self._since >= self._cost
 
     def ended(self, step: int, cost: float, *, failed: bool) -> None:
         """Note the end of a canary, and the seconds that it took."""

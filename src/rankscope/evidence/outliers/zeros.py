@@ -24,29 +24,24 @@ class ZeroGroups(Stateful):
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._steps = 0
+        self.steps = 0  # with the present groups
         self._zero_WG: Ints = np.zeros((0, 0), np.int64)
         self._other_WG: Ints = np.zeros((0, 0), np.int64)
-
-    @property
-    def steps(self) -> int:
-        """Steps with the present groups."""
-        return self._steps
 
     def observe(self, names: list[str], norms_WG: Floats) -> None:
         """Process the norms of a step; other groups start anew."""
         if names != self._names:
-            self._names, self._steps = names, 0
+            self._names, self.steps = names, 0
             self._zero_WG = np.zeros(norms_WG.shape, np.int64)
             self._other_WG = np.zeros(norms_WG.shape, np.int64)
-        self._steps += 1
+        self.steps += 1
         self._zero_WG += norms_WG == 0
         self._other_WG += norms_WG > 0
 
     def find(self) -> Zeros:
         """Return the groups in which some workers were always zero, and some never."""
-        always_WG = self._zero_WG == self._steps
-        never_WG = self._other_WG == self._steps
+        always_WG = self._zero_WG == self.steps
+        never_WG = self._other_WG == self.steps
         found: Zeros = {}
         for group in np.flatnonzero(always_WG.any(axis=0) & never_WG.any(axis=0)):
             ranks = tuple(np.flatnonzero(always_WG[:, group]).tolist())

@@ -221,23 +221,18 @@ class Samples(Combiner):
     """Samples of all workers."""
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
-        """Fill in each worker's number of samples and their digest; return the samples."""
+        """Fill in each worker's number of samples, and their digest, whatever their order."""
         samples = messages["samples_B"]
-        _fill_samples(columns, samples)
+        columns["num_samples"][:] = samples.lengths_R
+        some_W = samples.lengths_R > 0
+        sums_W = Ragged(_mix(samples.flat), samples.lengths_R).reduced(np.add, 0)
+        columns["batch_digest"][some_W] = sums_W[some_W]
         return {"samples": samples.rows}
 
 
 def make_combiner(layout: Layout) -> Samples:
     """Return the combiner of samples."""
     return Samples()
-
-
-def _fill_samples(columns: Columns, samples: Ragged) -> None:
-    """Fill in each worker's number of samples, and their digest, whatever their order."""
-    columns["num_samples"][:] = samples.lengths_R
-    some_W = samples.lengths_R > 0
-    sums_W = Ragged(_mix(samples.flat), samples.lengths_R).reduced(np.add, 0)
-    columns["batch_digest"][some_W] = sums_W[some_W]
 
 
 def _mix(samples: Ints) -> Ints:

@@ -19,7 +19,7 @@ from rankscope.bus.detector import (
     evidence_at,
 )
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages, held_values
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages, held_values
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.replicas import (
     TRACE_WIDTH,
@@ -343,7 +343,7 @@ class ComparedState(Combiner):
         self._owned: frozenset[str] | None = None  # names of parameters that some optimizer holds
         self._roles_W: Sequence[Mapping[str, Any]] = ()  # as they were read last
 
-    def learn(self, rank: int, message: Message) -> None:
+    def learn(self, rank: int, message: Any) -> None:
         """Learn names from a message that has just arrived."""
         if rank != 0 or not len(message.names):
             return
