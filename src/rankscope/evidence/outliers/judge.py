@@ -39,6 +39,7 @@ from rankscope.bus.words import listed
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.alike import AlikePairs
 from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
+from rankscope.evidence.outliers.facts import TokenCounts, ZeroGroups, in_words, what_to_check
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -51,8 +52,6 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.evidence.outliers.tokens import TokenCounts
-from rankscope.evidence.outliers.zeros import ZeroGroups, in_words, what_to_check
 from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     AMOUNTS,
