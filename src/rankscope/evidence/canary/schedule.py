@@ -174,13 +174,10 @@ class CanaryPlan:
 
     def give_up(self, cost: float = 0.0) -> bool:
         """End the canary without results, after ``cost`` seconds; return whether it is retried."""
-        planned = self.current
-        self.current = None
+        planned = self._end(cost, failed=True)
         if planned is None:
             return False
         self.lead = max(self.lead, min(2 * self.lead, _LEAD_AFTER_FAILURES))
-        if planned.reason == SCHEDULED and self._schedule is not None:
-            self._schedule.ended(self._step, cost, failed=True)
         if planned.attempt > 1 or planned.reason == SCHEDULED:
             return False
         again = replace(planned, attempt=planned.attempt + 1)
@@ -189,12 +186,17 @@ class CanaryPlan:
 
     def finish(self, cost: float = 0.0) -> None:
         """End the present canary, whose results are known, after ``cost`` seconds."""
+        self._end(cost, failed=False)
+        self.lead = max(self.lead // 2, LAG)
+
+    def _end(self, cost: float, *, failed: bool) -> Planned | None:
+        """End the present canary, if any, and return it."""
         planned = self.current
         self.current = None
-        self.lead = max(self.lead // 2, LAG)
         scheduled = planned is not None and planned.reason == SCHEDULED
         if scheduled and self._schedule is not None:
-            self._schedule.ended(self._step, cost, failed=False)
+            self._schedule.ended(self._step, cost, failed=failed)
+        return planned
 
     def _add_scheduled(self, step: int, *, by_default: bool) -> None:
         """Add a canary on schedule, with each rank as suspect in turn."""
