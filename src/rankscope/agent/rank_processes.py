@@ -298,7 +298,7 @@ class StackTaker:
         threads: Mapping[int, int],
         collectives: Mapping[int, Reader] = MappingProxyType({}),
     ) -> None:
-        self._stacks: dict[int, Stack] | None = None
+        self.stacks: dict[int, Stack] | None = None  # by process; None until they are there
         self._threads = dict(threads)
         self._collectives = dict(collectives)
         worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
@@ -306,10 +306,6 @@ class StackTaker:
             worker.start()
         except RuntimeError as error:  # no thread can be started
             self._fail(str(error))
-
-    def result(self) -> dict[int, Stack] | None:
-        """Return the stacks by process; None until they are there."""
-        return self._stacks
 
     def _take(self) -> None:
         try:
@@ -320,12 +316,12 @@ class StackTaker:
             stacks = stacks_of(self._threads)
             for pid, collectives in known.items():
                 stacks[pid]["collectives"] = collectives
-            self._stacks = stacks
+            self.stacks = stacks
         except Exception as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
-        self._stacks = {pid: _missing(reason) for pid in self._threads}
+        self.stacks = {pid: _missing(reason) for pid in self._threads}
 
 
 def _find() -> str | None:
@@ -490,7 +486,7 @@ class RankProcesses:
     def stacks(self) -> dict[int, Stack] | None:
         """Return stacks by rank, once some are there."""
         found = {} if self.remote is None else self.remote.take_stacks()
-        taken = None if self._taker is None else self._taker.result()
+        taken = None if self._taker is None else self._taker.stacks
         if taken is None:
             return found or None
         self._taker = None
