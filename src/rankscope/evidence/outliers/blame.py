@@ -305,7 +305,7 @@ class OutlierSearch(Detector):
     KEY: ClassVar[str]
     TIE: ClassVar[str]
 
-    SETTINGS = ("_num_workers", "_hosts")
+    SETTINGS: ClassVar[tuple[str, ...]] = ("_num_workers", "_hosts")
 
     def __init__(self, num_workers: int, totals: SignalSet, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
