@@ -263,10 +263,9 @@ class Governor:
             "interval": interval,
             "overhead": overhead,
             "overhead_without_governor": None if cost is None else cost.share(self._every),
-            **{
-                f"{name}_step_seconds": None if cost is None else getattr(cost, name)
-                for name in ("observed", "unobserved", "plain")
-            },
+            "observed_step_seconds": None if cost is None else cost.observed,
+            "unobserved_step_seconds": None if cost is None else cost.unobserved,
+            "plain_step_seconds": None if cost is None else cost.plain,
             "within_budget": None
             if overhead is None or self._budget is None
             else overhead <= self._budget,

@@ -170,8 +170,6 @@ class FollowedUnit(Stateful):
     followed only where no other bet shows the fault as well.
     """
 
-    SETTINGS = ("_patient_B",)
-
     log_BS: Floats
     ages_BS: Floats32
     patient_B: Bools  # which bets are on rare errors
