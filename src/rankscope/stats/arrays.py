@@ -87,6 +87,14 @@ class Ragged:
         """Return the rows of one or more arrays ``[·]``."""
         return cls(np.concatenate(rows), np.array([len(row) for row in rows], np.int64))
 
+    @classmethod
+    def joined(cls, parts: Sequence["Ragged"]) -> "Ragged":
+        """Return the rows of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = [part.lengths_R for part in parts]
+        return cls(np.concatenate([part.flat for part in parts]), np.concatenate(lengths))
+
     def __len__(self) -> int:
         return len(self.lengths_R)
 

@@ -338,7 +338,7 @@ class Narrowing(NamedTuple):
 
 
 def narrowing_for(num_workers: int) -> Narrowing:
-    """Return the sizes for so many workers: at 1,024 the root receives less than 5 MB a step.
+    """Return the sizes for so many workers: at 1,024 the root receives less than 4 MB a step.
 
     Example:
         >>> narrowing_for(1024)[:3]
