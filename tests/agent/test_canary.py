@@ -84,9 +84,8 @@ class Job:
 
     def __init__(self, num_workers=3, *, watched=True, every=None, run_dir=None, lag=2):
         self.lines: list[tuple[int, str]] = []
-        self.director = CanaryDirector(
-            num_workers, every=every, run_dir=run_dir, log=lambda *line: self.lines.append(line)
-        )
+        self.director = CanaryDirector(num_workers, every=every, run_dir=run_dir)
+        self.director._log = lambda *line: self.lines.append(line)
         self.answers: list[tuple[int, int, bytes]] = []
         first = first_scheduled(0, by_default=every is None)
         self.workers = [

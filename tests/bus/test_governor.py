@@ -112,7 +112,7 @@ def test_what_had_to_be_undone_is_tried_again_after_twice_as_many_measurements()
         job.run(1)
     measured = [step for step, interval in enumerate(job.intervals) if step % interval == 0]
     waits = [
-        sum(before.decided_at < step <= narrowed.decided_at for step in measured)
+        sum(before.first_step < step + LAG <= narrowed.first_step for step in measured)
         for before, narrowed in pairwise(job.governor.decisions)
         if narrowed.interval == 1
     ]

@@ -50,9 +50,7 @@ def test_other_tools_read_lists(tmp_path):
 def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
     steps = [t for t in range(140) if t not in (63, 64, 130)]
     reports = [
-        make_report(
-            t, 3 + (t > 100), micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5
-        )
+        make_report(t, 4, micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5)
         for t in steps
     ]
     alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})

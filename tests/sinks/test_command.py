@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 
+from rankscope.sinks import command
 from rankscope.sinks.base import plain_finding
 from rankscope.sinks.command import CommandSink
 from sinks.findings import FINDING, run_info
@@ -21,8 +22,8 @@ def told(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def opened(tmp_path, command, **options):
-    sink = CommandSink(command, **options)
+def opened(tmp_path, line):
+    sink = CommandSink(line)
     sink.open(run_info(tmp_path))
     return sink
 
@@ -79,10 +80,11 @@ def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
     assert told() == []
 
 
-def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path, told):
+def test_one_that_takes_too_long_is_killed_with_its_children(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(command, "SECONDS", 1.5)
     pids = tmp_path / "pids"
     out = shlex.quote(str(pids))
-    sink = opened(tmp_path, f"sleep 600 & echo $! $$ > {out}; sleep 600", seconds=1.5)
+    sink = opened(tmp_path, f"sleep 600 & echo $! $$ > {out}; sleep 600")
     sink.finding(FINDING)
     [message] = told()
     assert "took longer than 1.5 s and was killed" in message

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from rankscope.sinks import hub as hub_module
 from rankscope.sinks.hub import Feeder, Sinks
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
@@ -54,9 +55,10 @@ def hub(tmp_path, **sinks):
     return Sinks(planned, run_info(tmp_path))
 
 
-def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told):
+def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told, monkeypatch):
+    monkeypatch.setattr(hub_module, "MAX_STEPS", 8)
     sink = Gated()
-    feeder = Feeder("slow", sink, run_info(tmp_path), max_steps=8)
+    feeder = Feeder("slow", sink, run_info(tmp_path))
     assert sink.entered.wait(LONG)
     values = hub_values(tmp_path)
     for step in range(20):

@@ -22,7 +22,8 @@ def opened(tmp_path, server: MailServer, **options):
     pauses: list[float] = []
     host, port = server.server_address[:2]
     to = ("ops@example.org", "me@example.org")
-    sink = MailSink(to, host=str(host), port=port, sleep=pauses.append, **options)
+    sink = MailSink(to, host=str(host), port=port, **options)
+    sink._sleep = pauses.append
     sink.open(run_info(tmp_path))
     return sink, pauses
 

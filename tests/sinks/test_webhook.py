@@ -20,7 +20,8 @@ def server():
 
 def opened(tmp_path, url, **options):
     pauses = []
-    sink = WebhookSink(url, sleep=pauses.append, **options)
+    sink = WebhookSink(url, **options)
+    sink._sleep = pauses.append
     sink.open(run_info(tmp_path))
     return sink, pauses
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.agent.step_message import ARRAYS, MessageError, StepMessage
+from rankscope.agent.step_message import ARRAYS, MessageError, StepMessage, check_schema
 from rankscope.bus.evidence import Array
 from rankscope.bus.gradient_part import NUMBERS, SKETCHES, audit_of, by_rank, measured_in
 from rankscope.bus.messages import Layout, Messages
@@ -219,11 +219,7 @@ class HostSummary:
         if len(content) < _HEADER.size:
             raise MessageError(f"a host's step of {len(content)} bytes is cut short")
         schema, step, *sizes = _HEADER.unpack_from(content)
-        if schema != schema_hash():
-            raise MessageError(
-                f"expected a host's step of schema {schema_hash()}, got one of {schema}: two "
-                "versions of rankscope are at work; install the same one for all ranks"
-            )
+        check_schema(schema)
         if _HEADER.size + sum(sizes) != len(content):
             raise MessageError(f"a host's step of {len(content)} bytes is cut short")
         ranks_w = np.frombuffer(content, np.int32, sizes[0] // 4, _HEADER.size)

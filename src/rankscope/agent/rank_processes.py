@@ -19,7 +19,6 @@ import json
 import logging
 import mmap
 import os
-import platform
 import select
 import shutil
 import signal
@@ -51,8 +50,6 @@ _PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15, with the two below
 _INFO_EXIT = 1 << 3
 _INFO_BYTES = 64
 _PR_SET_PTRACER = 0x59616D61
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_BEST_EFFORT_LAST = 2 << 13 | 7
 _NICE = 10
 
 
@@ -66,7 +63,6 @@ class ProcessWatch:
         self.pid = pid
         self._ended = False
         self._pidfd = self._open() if pidfd is None else pidfd
-        self._stat = Path(f"/proc/{pid}/stat")
         self._started = self._read()[1]
 
     @classmethod
@@ -139,30 +135,34 @@ class ProcessWatch:
     def _read(self) -> tuple[str, int]:
         """Return the letter of its state and its start time; empty if unreadable."""
         try:
-            fields = self._stat.read_text("ascii", "replace").rpartition(")")[2].split()
+            fields = _stat_of(self.pid)
             return fields[0], int(fields[19])
         except (OSError, IndexError, ValueError):
             return "", 0
 
 
+def _stat_of(pid: int) -> list[str]:
+    """Return what ``/proc`` has of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+
+
 def cpu_seconds_of(pid: int) -> float:
     """Return the CPU time of a process that cannot have ended unnoticed; 0 where it is unknown."""
     with suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        fields = _stat_of(pid)
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
 
 
 def lower_priority() -> None:
-    """Let this thread of the agent, and threads that it starts, give way to the training."""
+    """Let this thread of the agent, and threads that it starts, give way to the training.
+
+    The priority of its reads and writes follows.
+    """
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    number = _IOPRIO_SET.get(platform.machine())
-    if sys.platform == "linux" and number is not None:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).syscall(number, 1, 0, _BEST_EFFORT_LAST)
 
 
 def permit_inspection(agent_pid: int) -> None:
@@ -298,7 +298,7 @@ class StackTaker:
         threads: Mapping[int, int],
         collectives: Mapping[int, Reader] = MappingProxyType({}),
     ) -> None:
-        self._stacks: dict[int, Stack] | None = None
+        self.stacks: dict[int, Stack] | None = None  # by process; None until they are there
         self._threads = dict(threads)
         self._collectives = dict(collectives)
         worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
@@ -306,10 +306,6 @@ class StackTaker:
             worker.start()
         except RuntimeError as error:  # no thread can be started
             self._fail(str(error))
-
-    def result(self) -> dict[int, Stack] | None:
-        """Return the stacks by process; None until they are there."""
-        return self._stacks
 
     def _take(self) -> None:
         try:
@@ -320,12 +316,12 @@ class StackTaker:
             stacks = stacks_of(self._threads)
             for pid, collectives in known.items():
                 stacks[pid]["collectives"] = collectives
-            self._stacks = stacks
+            self.stacks = stacks
         except Exception as error:
             self._fail(str(error))
 
     def _fail(self, reason: str) -> None:
-        self._stacks = {pid: _missing(reason) for pid in self._threads}
+        self.stacks = {pid: _missing(reason) for pid in self._threads}
 
 
 def _find() -> str | None:
@@ -490,7 +486,7 @@ class RankProcesses:
     def stacks(self) -> dict[int, Stack] | None:
         """Return stacks by rank, once some are there."""
         found = {} if self.remote is None else self.remote.take_stacks()
-        taken = None if self._taker is None else self._taker.result()
+        taken = None if self._taker is None else self._taker.stacks
         if taken is None:
             return found or None
         self._taker = None

@@ -47,6 +47,15 @@ class MessageError(RankscopeError):
     """A message that cannot be read."""
 
 
+def check_schema(schema: int) -> None:
+    """Raise a MessageError unless a step is of this version's schema."""
+    if schema != schema_hash():
+        raise MessageError(
+            f"expected a step of schema {schema_hash()}, got one of {schema}: two versions of "
+            "rankscope are at work; install the same one for all ranks"
+        )
+
+
 class StepMessage:
     """One worker's measured step; its arrays are attributes, by their declared names.
 
@@ -90,11 +99,7 @@ class StepMessage:
         if len(content) < _HEADER.size:
             raise MessageError(f"expected a step, got {len(content)} bytes")
         schema, step, time, items, *lengths = _HEADER.unpack_from(content)
-        if schema != schema_hash():
-            raise MessageError(
-                f"expected a step of schema {schema_hash()}, got one of {schema}: two versions of "
-                "rankscope are at work; install the same one for all ranks"
-            )
+        check_schema(schema)
         arrays = {}
         at = _HEADER.size
         for (name, dtype, _), length in zip(ARRAYS, lengths, strict=True):

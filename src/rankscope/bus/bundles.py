@@ -18,7 +18,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -212,15 +212,7 @@ def results_to_json(results: CanaryResults) -> dict[str, Any]:
 
 def verdict_to_json(verdict: CanaryVerdict) -> dict[str, Any]:
     """Return a verdict as plain JSON."""
-    return {
-        "verdict": str(verdict.verdict),
-        "ranks": list(verdict.ranks),
-        "distance": to_plain(verdict.distance),
-        "exact": verdict.exact,
-        "reasons": list(verdict.reasons),
-        "hooks": list(verdict.hooks),
-        "compared": verdict.compared,
-    }
+    return to_plain(asdict(verdict))  # type: ignore[no-any-return]
 
 
 def _info(bundle: ReplayBundle) -> dict[str, Any]:

@@ -19,17 +19,13 @@ Ranks = Callable[[], Sequence[int]]
 """Returns ranks, as of the moment of the call."""
 
 
-def _nobody() -> Sequence[int]:
-    return ()
-
-
 @dataclass(slots=True)
 class FlaggedWorkers:
     """Workers that the outlier judge has flagged; other judges leave them out."""
 
-    now: Ranks = _nobody  # workers that differ from the others at present
-    steadily: Ranks = _nobody  # those of them that differ in most steps
-    left_out: Ranks = _nobody  # workers that are not compared in the present step
+    now: Ranks = tuple  # workers that differ from the others at present
+    steadily: Ranks = tuple  # those of them that differ in most steps
+    left_out: Ranks = tuple  # workers that are not compared in the present step
 
 
 @dataclass(frozen=True, slots=True)

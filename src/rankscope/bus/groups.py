@@ -32,22 +32,13 @@ class Groups:
 
 
 def group_parameters(parameters: Iterable[str], option: GroupsOption = "blocks") -> Groups:
-    """Assign parameters to groups.
+    """Assign parameters, in the model's order, to ``MAX_GROUPS`` groups at most.
 
-    Args:
-        parameters: Parameter names, in the model's order.
-        option: ``"blocks"``: the name up to and including its first number, so
-            ``model.layers.3.mlp.up.weight`` belongs to ``model.layers.3``; without a number, the
-            module that holds the parameter. ``"none"``: all in one group. Or a function from
-            parameter name to group name, or a mapping from name prefixes to group names (the
-            longest prefix wins; parameters without one form the group ``other``).
-
-    Returns:
-        At most ``MAX_GROUPS`` groups; beyond, neighbours are merged and named after their first
-        and last.
-
-    Raises:
-        UsageError: ``option`` is none of these.
+    ``"blocks"``: the name up to and including its first number, so ``model.layers.3.mlp.up.weight``
+    belongs to ``model.layers.3``; without a number, the module that holds the parameter.
+    ``"none"``: all in one group. Of a mapping from name prefixes to groups, the longest prefix
+    wins; parameters without one form the group ``other``. Beyond ``MAX_GROUPS``, neighbours are
+    merged and named after their first and last.
 
     Example:
         >>> group_parameters(["embed.weight", "layers.0.up", "layers.0.down", "layers.1.up"]).names
@@ -133,12 +124,9 @@ def cut_sections(
 ) -> Sections:
     """Cut each group into as few sections as possible, of nearly equal sizes.
 
-    Args:
-        sizes: Elements of each parameter, in the model's order.
-        groups: Which parameter belongs to which group.
-        section_elements: Elements in a section, at most. Where that makes more than
-            ``MAX_SECTIONS`` sections, it is doubled until it does not (a single section for each
-            group is always allowed).
+    ``sizes`` are elements of each parameter, in the model's order. Where ``section_elements`` makes
+    more than ``MAX_SECTIONS`` sections, it is doubled until it does not (a single section for each
+    group is always allowed).
 
     Example:
         >>> groups = Groups(("a", "b"), {"a.x": 0, "a.y": 0, "b.z": 1})

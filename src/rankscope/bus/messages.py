@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,17 +84,11 @@ Columns = Mapping[str, NDArray[Any]]
 """The workers' LOCAL columns ``[W]`` by name, to be filled in place."""
 
 
-class Message(Protocol):
-    """One worker's step; its arrays are attributes, named as evidence declares them."""
-
-    def __getattr__(self, name: str) -> NDArray[Any]: ...
-
-
 class Combiner:
     """Turns the messages of all workers into their common step."""
 
-    def learn(self, rank: int, message: Message) -> None:
-        """Process a message on arrival, before its step is complete."""
+    def learn(self, rank: int, message: Any) -> None:
+        """Process a message on arrival, before its step is complete; arrays are its attributes."""
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in columns of the workers; return fields of ``GatheredStep``."""

@@ -96,11 +96,13 @@ _SHORT_SECONDS = 0.02  # of a step that pays more than a budget of 1 % in any ca
 _ROOM = 0.8  # share of the budget: largest expected overhead of a narrower interval
 
 
+_RECORDED = ("first_step", "interval", "overhead_before", "overhead_expected")  # of a decision
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A change of the sampling interval."""
 
-    decided_at: int  # the step that led to it
     first_step: int  # the first step that it holds for
     interval_before: int
     interval: int
@@ -158,7 +160,7 @@ class Intervals:
 
     def add(self, first_step: int, interval: int) -> None:
         """Add a decision, in order: the interval from ``first_step`` on."""
-        self._changes = [*self._changes[-1:], (first_step, interval)]
+        self._changes.append((first_step, interval))
 
 
 class Governor:
@@ -188,6 +190,7 @@ class Governor:
         self._num_seen = {True: 0, False: 0}
         self._since_decision = 0
         self._patience = _PATIENCE
+        self._intervals = Intervals(every)
         self.decisions: list[Decision] = []
 
     def interval_at(self, step: int) -> int:
@@ -195,10 +198,7 @@ class Governor:
 
         The interval of a step is final once the step ``LAG`` before it has been observed.
         """
-        for decision in reversed(self.decisions):
-            if decision.first_step <= step:
-                return decision.interval
-        return self._every
+        return self._intervals.interval_at(step)
 
     def observe(
         self,
@@ -270,13 +270,7 @@ class Governor:
             if overhead is None or self._budget is None
             else overhead <= self._budget,
             "changes": [
-                {
-                    "first_step": decision.first_step,
-                    "interval": decision.interval,
-                    "overhead_before": decision.overhead_before,
-                    "overhead_expected": decision.overhead_expected,
-                }
-                for decision in self.decisions
+                {name: getattr(decision, name) for name in _RECORDED} for decision in self.decisions
             ],
         }
 
@@ -288,7 +282,7 @@ class Governor:
             return None
         now = self.interval_at(step)
         if recent.governed_share(now, self._budget) > self._budget:
-            return self._change(step, newest, self._smallest(recent, self._budget), recent)
+            return self._change(now, newest, self._smallest(recent, self._budget), recent)
         if self._since_decision < self._patience or now == self._every:
             return None
         lasting = self._cost(_SLOW)
@@ -296,13 +290,12 @@ class Governor:
             return None
         shares = [cost.governed_share(now // 2, self._budget) for cost in (lasting, recent)]
         if max(shares) <= _ROOM * self._budget:
-            return self._change(step, newest, now // 2, lasting)
+            return self._change(now, newest, now // 2, lasting)
         return None
 
-    def _change(self, step: int, newest: int, interval: int, cost: _Cost) -> Decision | None:
+    def _change(self, now: int, newest: int, interval: int, cost: _Cost) -> Decision | None:
         """Add a decision; one to widen that undoes one to narrow doubles the patience."""
         assert self._budget is not None
-        now = self.interval_at(step)
         if interval == now:
             return None  # the widest already
         last = self.decisions[-1] if self.decisions else None
@@ -312,8 +305,9 @@ class Governor:
         before = cost.share(now)
         expected = cost.share(interval)
         first = newest + LAG
-        decision = Decision(step, first, now, interval, before, expected, self._budget)
+        decision = Decision(first, now, interval, before, expected, self._budget)
         self.decisions.append(decision)
+        self._intervals.add(first, interval)
         return decision
 
     def _smallest(self, cost: _Cost, budget: float) -> int:

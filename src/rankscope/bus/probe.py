@@ -351,24 +351,14 @@ class Director:
 
 
 class RareProbe(Probe):
-    """Measures in the steps 0, 1, 2, 4, 8 and so on of a session.
-
-    Attributes:
-        due: Whether the present step is one of these.
-        before: What was read before a pass that is still under way.
-        pending: What was measured in it so far, to be sent at its end.
-
-    Args:
-        first_step: The session's first step.
-        last: The last of these steps, counted from there; None for no end.
-    """
+    """Measures in the steps 0, 1, 2, 4, 8 and so on of a session, up to its step ``last``."""
 
     def __init__(self, first_step: int, last: int | None = None) -> None:
         self._first_step = first_step
         self._last_age = last
-        self.due = False
-        self.before: Any = None
-        self.pending: Pending | None = None
+        self.due = False  # whether the present step is one of these
+        self.before: Any = None  # what was read before a pass that is still under way
+        self.pending: Pending | None = None  # what was measured, to be sent at the step's end
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note whether the step is due."""

@@ -31,22 +31,6 @@ class PackedError(ValueError):
     """Bytes without the expected content."""
 
 
-def pack_headed(header: Any, *parts: bytes) -> bytes:
-    """Return bytes that begin with a header in JSON."""
-    text = json.dumps(header).encode()
-    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
-
-
-def unpack_headed(packed: bytes | bytearray | memoryview) -> tuple[Any, memoryview]:
-    """Return the header and the bytes after it; PackedError if there is no header."""
-    content = memoryview(packed)
-    at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
-    try:
-        return json.loads(bytes(content[_LENGTH:at])), content[at:]
-    except ValueError as error:
-        raise PackedError(f"these bytes have no header ({error})") from error
-
-
 def pack_arrays(header: Any, arrays: Sequence[NDArray[Any]]) -> bytes:
     """Return a header and arrays of any shapes as bytes.
 
@@ -56,16 +40,20 @@ def pack_arrays(header: Any, arrays: Sequence[NDArray[Any]]) -> bytes:
         ({'step': 3}, [[1.0, 0.0], [0.0, 1.0]])
     """
     shapes = [[array.dtype.str, list(array.shape)] for array in arrays]
-    return pack_headed([header, shapes], *(array.tobytes() for array in arrays))
+    text = json.dumps([header, shapes]).encode()
+    contents = (array.tobytes() for array in arrays)
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *contents])
 
 
 def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]]]:
     """Return header and arrays, as views into ``packed``; PackedError if there are none."""
-    content = unpack_headed(packed)
+    content = memoryview(packed)
+    end = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
     arrays = list[NDArray[Any]]()
     at = 0
     try:
-        (header, shapes), rest = content
+        header, shapes = json.loads(bytes(content[_LENGTH:end]))
+        rest = content[end:]
         for name, shape in shapes:
             dtype = np.dtype(name)
             if dtype.hasobject:

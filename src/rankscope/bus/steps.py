@@ -64,10 +64,7 @@ class RecentBatches(Stateful):
     generations: when the younger one is full, the older one is forgotten.
     """
 
-    SETTINGS = ("_generation",)
-
-    def __init__(self, num_workers: int, generation: int = _GENERATION) -> None:
-        self._generation = generation
+    def __init__(self, num_workers: int) -> None:
         self._recent_NW = np.full((REMEMBERED, num_workers), MISSING_INT, np.int64)
         self._young = SortedMap(np.int32)
         self._old = SortedMap(np.int32)
@@ -93,7 +90,7 @@ class RecentBatches(Stateful):
     def _latest(self, digest: int, step: int) -> int:
         """Return the latest step with this digest, and remember this one in its place."""
         latest = self._young.get(digest), self._old.get(digest)
-        if len(self._young) >= self._generation:
+        if len(self._young) >= _GENERATION:
             self._young, self._old = self._old, self._young
             self._young.keep(lambda keys: np.zeros(len(keys), bool))
         self._young.put_one(digest, step)

@@ -93,7 +93,7 @@ def printable(words: str) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in words)
 
 
-def name_modules(names: Sequence[str], all_names: Iterable[str], *, most: int = 3) -> str:
+def name_modules(names: Sequence[str], all_names: Iterable[str]) -> str:
     """Return modules as words; one that is listed with all that it contains stands for these.
 
     The empty name is the whole model's.
@@ -106,7 +106,7 @@ def name_modules(names: Sequence[str], all_names: Iterable[str], *, most: int = 
     differing = Counter(part for name in names for part in _around(name))
     whole = {name for name in names if differing[name] == contained[name]}
     shown = [name for name in names if not whole.intersection(list(_around(name))[1:])]
-    words = [name or "the whole model" for name in shown[:most]]
+    words = [name or "the whole model" for name in shown[:3]]
     more = len(shown) - len(words)
     return f"{', '.join(words)} and {more} more" if more else listed(words)
 

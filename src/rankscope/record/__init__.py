@@ -22,34 +22,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankscope.record.begin import SCHEMA_VERSION as SCHEMA_VERSION
     from rankscope.record.reader import Run as Run
     from rankscope.record.rollups import Coverage as Coverage
     from rankscope.record.rollups import Overview as Overview
-    from rankscope.record.schema import arrow_schema as arrow_schema
     from rankscope.record.tables import Columns as Columns
     from rankscope.record.writer import RunWriter as RunWriter
 
 _HOMES = {
-    "SCHEMA_VERSION": "begin",
     "Columns": "tables",
     "Coverage": "rollups",
     "Overview": "rollups",
     "Run": "reader",
     "RunWriter": "writer",
-    "arrow_schema": "schema",
 }
 """Imported on first use: a training process begins a run without Arrow."""
-
-__all__ = [
-    "SCHEMA_VERSION",
-    "Columns",
-    "Coverage",
-    "Overview",
-    "Run",
-    "RunWriter",
-    "arrow_schema",
-]
 
 
 def __getattr__(name: str) -> Any:

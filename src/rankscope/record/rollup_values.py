@@ -139,8 +139,8 @@ class Rollups:
     def add(self, steps_T: Ints, values_TSW: Floats) -> list[WholeBin]:
         """Add steps of one bin of the narrowest level, and return the bins that they complete.
 
-        A bin is complete with its last step, or when the next step belongs to another bin or has
-        other workers. ``values_TSW`` has all quantities in the order of :func:`quantities`.
+        A bin is complete with its last step, or when the next step belongs to another bin.
+        ``values_TSW`` has all quantities in the order of :func:`quantities`.
         """
         finite_TSW = np.isfinite(values_TSW)
         known_TSW = np.where(finite_TSW, values_TSW, np.nan)
@@ -165,11 +165,9 @@ class Rollups:
     def _join(self, level: int, part: WholeBin) -> list[WholeBin]:
         completed = []
         before = self._open.pop(level, None)
-        if before is not None:
-            same_workers = before.count_SW.shape == part.count_SW.shape
-            if not same_workers or before.first // level != part.first // level:
-                completed.append(before)
-                before = None
+        if before is not None and before.first // level != part.first // level:
+            completed.append(before)
+            before = None
         grown = _begun(level, part) if before is None else _grown(before, part)
         if (grown.last + 1) % level == 0:
             completed.append(grown)

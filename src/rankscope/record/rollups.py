@@ -85,7 +85,7 @@ class RollupRows:
     def __init__(self) -> None:
         self._rollups = Rollups()
         self._samples = DistinctSamples()
-        self._last_step = self._last_width = -1
+        self._last_step = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
         """Add the rows of consecutive steps; return folder and rows of each completed bin."""
@@ -96,17 +96,16 @@ class RollupRows:
         steps = np.asarray(workers["step"])
         values_SN = np.stack([as_floats(np.asarray(workers[s.name])) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
-        widths_T = np.diff(starts_T, append=len(steps))
+        width = len(steps) // len(steps_T)  # the number of workers
         samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
         found = []
-        for first, end in self._stretches(steps_T, widths_T):
+        for first, end in self._stretches(steps_T):
             if samples is not None:
                 last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
                 batches = samples["samples"][samples_at[first] : last]
                 if len(batches):
                     self._samples.add(np.concatenate(batches))
             begin = starts_T[first]
-            width = int(widths_T[first])
             values = values_SN[:, begin : begin + (end - first) * width]
             values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
             completed = self._rollups.add(steps_T[first:end], values_TSW)
@@ -121,7 +120,7 @@ class RollupRows:
                 found.append((SAMPLES, row))
         return found
 
-    def _stretches(self, steps_T: Ints, widths_T: Ints) -> Iterator[tuple[int, int]]:
+    def _stretches(self, steps_T: Ints) -> Iterator[tuple[int, int]]:
         """Yield ranges of steps that belong to one bin, by first index and end.
 
         The first step after an incomplete bin is a range of its own: it completes that bin.
@@ -129,11 +128,9 @@ class RollupRows:
         bins_T = steps_T // LEVELS[0]
         gap_T = np.diff(steps_T, prepend=self._last_step) != 1
         begins_T = np.diff(bins_T, prepend=-1) != 0
-        breaks_T = gap_T | (np.diff(widths_T, prepend=self._last_width) != 0)
-        begins_T |= breaks_T
-        begins_T[1:] |= breaks_T[:-1]
+        begins_T |= gap_T
+        begins_T[1:] |= gap_T[:-1]
         self._last_step = int(steps_T[-1])
-        self._last_width = int(widths_T[-1])
         starts = np.flatnonzero(begins_T).tolist() or [0]
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])

@@ -169,12 +169,7 @@ def _trace_rows(report: StepReport) -> Rows:
     blocks = [_trace_block(trace, step)]
     if trace.initial is not None:
         blocks.insert(0, _trace_block(trace.initial, step - 1))
-    rows: dict[str, Array | list[Array]] = {
-        name: np.concatenate([block[name] for block in blocks])
-        for name in ("step", "kind", "name", "digest", "norm")
-    }
-    rows["sketch"] = [cell for block in blocks for cell in block["sketch"]]
-    return rows
+    return _joined(blocks)
 
 
 def _trace_block(trace: TensorTrace, step: int) -> Rows:

@@ -287,11 +287,9 @@ class Mirror:
 
     def _send_changed(self) -> None:
         files, root = self._store.open()
-        # Files that name others are listed first and sent last: readers find all that they name.
-        patterns = (INFO_FILE, "findings.jsonl", "steps/*", "**/*")
-        found = dict.fromkeys(path for each in patterns for path in self._copy.glob(each))
-        for path in reversed(found):
-            name = path.relative_to(self._copy).as_posix()
+        paths = {path.relative_to(self._copy).as_posix(): path for path in self._copy.glob("**/*")}
+        for name in sorted(paths, key=_send_order):
+            path = paths[name]
             if name.startswith(".") or "/." in name or not path.is_file():
                 continue
             with contextlib.suppress(FileNotFoundError):  # another one has replaced it

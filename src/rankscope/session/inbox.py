@@ -16,6 +16,7 @@ from rankscope.agent.step_message import unpack_report, untag
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import StepReport
 from rankscope.bus.words import TRACE
+from rankscope.record.stores import Store
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import RunHandle
 from rankscope.sinks import Sinks
@@ -35,11 +36,11 @@ def announce(level: int, line: str) -> None:
         _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "%s", (line,), None))
 
 
-def place_of(run_dir: Path, store: str = "") -> str:
+def place_of(run_dir: Path, store: Store | None) -> str:
     """Return the place of a run as the user may name it, perhaps in an object store."""
     with contextlib.suppress(OSError, ValueError):  # outside the working directory, or none exists
         run_dir = run_dir.relative_to(Path.cwd())
-    return store or str(run_dir)
+    return str(store or run_dir)
 
 
 class WatchedPart(NamedTuple):

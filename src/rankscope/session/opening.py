@@ -71,6 +71,18 @@ class HeldParameters(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RootRun:
+    """The part of a run that rank 0 alone has."""
+
+    path: Path | None = None  # the run's directory; None on all ranks but 0
+    store: Store | None = None  # the same in an object store; None without
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the content of ``run.json``
+    sinks: tuple[str, ...] = ()
+    local_sinks: tuple[PlannedSink, ...] = ()  # that live in the training's process
+    problem: RankscopeError | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RunHandle:
     """A run that has begun, as one rank sees it."""
 
@@ -79,18 +91,13 @@ class RunHandle:
     hello: Mapping[str, Any]  # the content of this rank's first frame
     meeting: Rendezvous  # the rendezvous of all ranks
     first_step: int = 0
-    run_dir: Path | None = None  # the run's directory; None on all ranks but 0
+    root: RootRun = RootRun()
     address: str = ""  # the agent's address
     # whether this rank has to send the root's invitation to its agent
     awaits_invitation: bool = False
     agent: Started | None = None  # the agent, on the rank that has started it
-    # the content of ``run.json``, on rank 0
-    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # sinks that live in the training's process, on rank 0
-    local_sinks: tuple[PlannedSink, ...] = ()
     problem: str = ""  # why nothing is watched, where some rank did not come; else empty
     held: HeldParameters = HeldParameters.ALL
-    store: str = ""  # the run's address in an object store; empty without
 
     def connect(
         self,
@@ -113,11 +120,11 @@ class RunHandle:
 
     def note_end_of_agent(self) -> None:
         """Record, on rank 0, that the run ends here if the agent's process has ended."""
-        if self.agent is None or self.run_dir is None:
+        if self.agent is None or self.root.path is None:
             return
         how = self.agent.ending(_AGENT_ENDS_SECONDS)
         if how:
-            args = self.run_dir, self.agent.pid, how
+            args = self.root.path, self.agent.pid, how
             thread = threading.Thread(target=_end_lost_run, args=args, daemon=True)
             thread.start()
             thread.join(_RECORD_ENDS_SECONDS)  # the file system may hang
@@ -180,7 +187,7 @@ def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}
     hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
-    root_run = _RootRun()
+    root_run = RootRun()
     if hellos is not None:
         answer, root_run = _answer([json.loads(each) for each in hellos], info, request)
         ranks_of = answer.pop("ranks_of", {})
@@ -200,25 +207,13 @@ def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
     return _connect(meeting, answer, root_run, request)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _RootRun:
-    """The part of a run that rank 0 alone has."""
-
-    path: Path | None = None
-    store: Store | None = None
-    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sinks: tuple[str, ...] = ()
-    local_sinks: tuple[PlannedSink, ...] = ()
-    problem: RankscopeError | None = None
-
-
 def _answer(
     hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
-) -> tuple[dict[str, Any], _RootRun]:
+) -> tuple[dict[str, Any], RootRun]:
     """Begin the run on rank 0; return its answer to all ranks, and the run."""
     for hello in hellos:
         if "problem" in hello:
-            return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
+            return {"problem": hello["problem"], "kind": hello["kind"]}, RootRun()
     place = info.pop("run_dir")
     held = HeldParameters.of([hello["held"] for hello in hellos])
     if held is not HeldParameters.PART:
@@ -228,7 +223,7 @@ def _answer(
         root_run, first_step = _begin(place, hellos, info, request)
     except Exception as error:
         problem = _problem_of(error, f"rank 0 cannot begin the run in {place}")
-        return {"problem": str(problem), "kind": type(problem).__name__}, _RootRun(problem=problem)
+        return {"problem": str(problem), "kind": type(problem).__name__}, RootRun(problem=problem)
     return {
         "first_step": first_step,
         "secret": secrets.token_hex(16),
@@ -281,7 +276,7 @@ def _where_to_look(groups_R: Sequence[Sequence[str]]) -> str:
 
 def _begin(
     place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
-) -> tuple[_RootRun, int]:
+) -> tuple[RootRun, int]:
     given = info.pop("sinks")
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
     if given and not planned:  # one tracker, one port, one webhook for the job
@@ -317,7 +312,7 @@ def _begin(
             new = path if copied_to is None else copied_to.address
             goes_on = "" if start is None else _CONTINUES
             _log.warning("%s already holds a run; this one is recorded in %s%s", held, new, goes_on)
-        return _RootRun(
+        return RootRun(
             path,
             copied_to,
             to_plain(written),
@@ -359,7 +354,7 @@ def _wait_for_agent(previous: Path) -> None:
 
 
 def _connect(
-    meeting: Rendezvous, answer: Mapping[str, Any], root_run: _RootRun, request: RunRequest
+    meeting: Rendezvous, answer: Mapping[str, Any], root_run: RootRun, request: RunRequest
 ) -> RunHandle:
     rank = meeting.rank
     secret = answer["secret"]
@@ -388,16 +383,13 @@ def _connect(
         rank=rank,
         num_workers=meeting.num_workers,
         first_step=answer["first_step"],
-        run_dir=root_run.path,
+        root=root_run,
         address=address,
         hello=hello,
         meeting=meeting,
         awaits_invitation="forward" in hello,
         held=HeldParameters(answer["held"]),
         agent=agent,
-        info=root_run.info,
-        local_sinks=root_run.local_sinks,
-        store="" if root_run.store is None else str(root_run.store),
     )
 
 
@@ -411,7 +403,7 @@ def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
         return None, ""
 
 
-def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str, Any]:
+def _setup(root_run: RootRun, first_step: int, request: RunRequest) -> dict[str, Any]:
     """Return the setup of the root, as plain values."""
     options = request.options
     return {

@@ -163,7 +163,7 @@ class Scope:
     @property
     def run_dir(self) -> Path | None:
         """The run's directory; None on all ranks but 0."""
-        return self._handle.run_dir
+        return self._handle.root.path
 
     @property
     def latest(self) -> StepReport | None:
@@ -368,18 +368,18 @@ class Scope:
 
     def _watched_part(self) -> WatchedPart | None:
         """Return what was watched before the monitor switched itself off; None if it did not."""
-        if self._off_after is None or self._handle.run_dir is None:
+        if self._off_after is None or self._handle.root.path is None:
             return None
         steps = None
         with contextlib.suppress(Exception):  # the record may be unreadable
-            steps = step_range(self._handle.run_dir, Table.STEPS)
+            steps = step_range(self._handle.root.path, Table.STEPS)
         return WatchedPart(self._off_after, -1 if steps is None else steps[1])
 
     def _announce_place(self, line: Callable[[str], str] | None) -> None:
         """Print a line on the place of the run, on the rank that ends it."""
-        if line is not None and self._announces_end and self._handle.run_dir is not None:
-            place = place_of(self._handle.run_dir, self._handle.store)
-            job = self._handle.info.get("job")  # where others of its groups have runs, too
+        if line is not None and self._announces_end and self._handle.root.path is not None:
+            place = place_of(self._handle.root.path, self._handle.root.store)
+            job = self._handle.root.info.get("job")  # where others of its groups have runs, too
             where = f"{name_ranks(job['ranks'], of_job=True)}: " if job else ""
             announce(logging.INFO, f"{where}{line(place)}")
 

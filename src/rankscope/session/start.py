@@ -303,11 +303,11 @@ def _in_thread(agent: str | None) -> bool:
 
 def _local_sinks(handle: RunHandle) -> Sinks | None:
     """Start the sinks that must run in this process: objects, and the training's trackers."""
-    if not handle.local_sinks or handle.run_dir is None:
+    root = handle.root
+    if not root.local_sinks or root.path is None:
         return None
-    info = handle.info
-    run = RunInfo(handle.run_dir, handle.num_workers, info["config"], info["options"])
-    return Sinks(handle.local_sinks, run)
+    run = RunInfo(root.path, handle.num_workers, root.info["config"], root.info["options"])
+    return Sinks(root.local_sinks, run)
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:

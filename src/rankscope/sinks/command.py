@@ -11,12 +11,13 @@ import tempfile
 import weakref
 from typing import IO
 
-from rankscope.bus.finding import Finding, FindingEvent, Severity
+from rankscope.bus.finding import Finding, FindingEvent
 from rankscope.sinks.base import NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")
 
 SECONDS = 30.0
+"""A command that takes longer is killed, with its child processes."""
 
 
 class CommandSink(NewsSink):
@@ -25,20 +26,13 @@ class CommandSink(NewsSink):
     The same is in its environment, for commands of one line: ``RANKSCOPE_EVENT`` (``opened``,
     ``got worse``, ``closed``), ``RANKSCOPE_RUN_DIR``, ``RANKSCOPE_ID``, ``RANKSCOPE_CAUSE``,
     ``RANKSCOPE_SEVERITY``, ``RANKSCOPE_RANKS`` (``0,3``), ``RANKSCOPE_STEP``,
-    ``RANKSCOPE_EXPLANATION`` and ``RANKSCOPE_NEXT_CHECK``. It writes where the training writes.
-
-    Args:
-        command: The command for the shell; no part of a finding is put into it.
-        severity: Findings that were never this severe are left out.
-        seconds: A command that takes longer is killed, with its child processes.
+    ``RANKSCOPE_EXPLANATION`` and ``RANKSCOPE_NEXT_CHECK``. It writes where the training writes. No
+    part of a finding is put into the command.
     """
 
-    def __init__(
-        self, command: str, *, severity: Severity = Severity.NOTE, seconds: float = SECONDS
-    ) -> None:
-        super().__init__(severity)
+    def __init__(self, command: str) -> None:
+        super().__init__()
         self._command = command
-        self._seconds = seconds
         self._running: subprocess.Popen[bytes] | None = None
         self._warned = False
         # Registered before the scope's own exit handler, so called after it.
@@ -58,11 +52,11 @@ class CommandSink(NewsSink):
                 start_new_session=True,
             )
         try:
-            self._running.wait(self._seconds)
+            self._running.wait(SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
             self._running.wait()
-            self._warn(f"took longer than {self._seconds:g} s and was killed")
+            self._warn(f"took longer than {SECONDS:g} s and was killed")
             return
         if self._running.returncode:
             self._warn(f"ended with exit code {self._running.returncode}")

@@ -4,7 +4,6 @@ import logging
 import shlex
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import NewsSink, sentence
@@ -26,28 +25,16 @@ class DeliverySink(NewsSink):
     """Sends a message for each finding that opens, gets worse or closes.
 
     A message that fails for now is sent again, after longer and longer pauses; the next finding
-    starts anew. A message that is refused for good ends the sink.
-
-    Args:
-        name: What the sink is called in messages.
-        severity: Findings that were never this severe are left out.
-        alerts: Whether findings that close are left out, and all after the first 20 events.
-        sleep: Waits some seconds.
+    starts anew. A message that is refused for good ends the sink. Findings that were never as
+    severe as ``severity`` are left out; of ``alerts``, those that close, and all after 20 events.
     """
 
-    def __init__(
-        self,
-        name: str,
-        severity: Severity,
-        *,
-        alerts: bool = False,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, name: str, severity: Severity, *, alerts: bool) -> None:
         super().__init__(severity)
         self._name = name
         self._alerts = alerts
         self._num_alerts = 0
-        self._sleep = sleep
+        self._sleep = time.sleep
         self._warned = False
 
     def notify(self, finding: Finding, event: FindingEvent) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import StepReport
@@ -33,20 +34,12 @@ MAX_FINDINGS = 1024
 class Feeder:
     """Feeds one sink from a bounded queue, in a daemon thread."""
 
-    def __init__(
-        self,
-        name: str,
-        sink: Sink,
-        run: RunInfo,
-        *,
-        max_steps: int = MAX_STEPS,
-    ) -> None:
+    def __init__(self, name: str, sink: Sink, run: RunInfo) -> None:
         self.name = name
         self.lost_steps = 0
         self._sink = sink
         self._info = run
         self._takes_steps = bool(getattr(sink, "takes_steps", True))
-        self._max_steps = max_steps
         self._numbers = itertools.count()
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()
@@ -63,7 +56,7 @@ class Feeder:
         with self._changed:
             if self.off or self._ending:
                 return
-            full = len(self._steps) >= self._max_steps
+            full = len(self._steps) >= MAX_STEPS
             if full:
                 self._steps.popleft()
                 self.lost_steps += 1
@@ -75,7 +68,7 @@ class Feeder:
                 "sink %s is slow: %d steps wait for it, and from now on the oldest are not shown "
                 "there; training is not delayed, and the run directory holds them all",
                 self.name,
-                self._max_steps,
+                MAX_STEPS,
             )
 
     def finding(self, finding: Finding) -> None:
@@ -85,7 +78,8 @@ class Feeder:
                 return
             self._findings.append((next(self._numbers), finding))
             if len(self._findings) > MAX_FINDINGS:
-                self._leave_out_a_finding()
+                latest = {each.id: (number, each) for number, each in self._findings}
+                self._findings = deque(sorted(latest.values(), key=itemgetter(0))[-MAX_FINDINGS:])
             self._changed.notify()
 
     def finish(self) -> None:
@@ -106,20 +100,6 @@ class Feeder:
                 self.lost_steps += len(self._steps)
                 self._go_off()
         return not left
-
-    def _leave_out_a_finding(self) -> None:
-        """Drop the oldest event that a later one of the same finding replaces, or else the oldest.
-
-        The queue only fills up when the sink hangs for long.
-        """
-        later: set[str] = set()
-        drop = 0
-        for index in range(len(self._findings) - 1, -1, -1):
-            name = self._findings[index][1].id
-            if name in later:
-                drop = index
-            later.add(name)
-        del self._findings[drop]
 
     def _go_off(self) -> None:
         self.off = True

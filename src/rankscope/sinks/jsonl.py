@@ -12,10 +12,8 @@ class JsonLinesSink:
     """Writes one line per step and per event of a finding.
 
     A step is ``{"step": 3, "time": …, "rankscope/loss_std": …, …}``, a finding
-    ``{"finding": {…}}`` as in ``findings.jsonl``. Lines are appended.
-
-    Args:
-        path: The file; ``metrics.jsonl`` in the run's directory, if None.
+    ``{"finding": {…}}`` as in ``findings.jsonl``. Lines are appended. The file is by default
+    ``metrics.jsonl`` in the run's directory.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -23,11 +21,7 @@ class JsonLinesSink:
         self._file: TextIO | None = None
 
     def open(self, run: RunInfo) -> None:
-        """Open the file.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Open the file."""
         path = self._path or run.run_dir / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)

@@ -4,8 +4,7 @@ import os
 import smtplib
 import socket
 import ssl
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
@@ -24,30 +23,21 @@ class MailSink(DeliverySink):
     """Sends plain text over SMTP.
 
     The connection is encrypted where the server offers it (STARTTLS), and on port 465. With a login
-    in the environment, it must be, by a certificate that is valid.
-
-    Args:
-        recipients: The addresses.
-        host: The server.
-        port: Its port.
-        sender: The sender's address; by default ``rankscope`` at this host.
-        severity: Findings that were never this severe are left out.
-        alerts: Whether findings that close are left out, and all after the first 20 events.
-        sleep: Waits some seconds.
+    in the environment, it must be, by a certificate that is valid. The sender is by default
+    ``rankscope`` at this host.
     """
 
     def __init__(
         self,
         recipients: Sequence[str],
         *,
-        host: str = "localhost",
-        port: int = 25,
+        host: str,
+        port: int,
         sender: str | None = None,
         severity: Severity = Severity.NOTE,
         alerts: bool = False,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("mailto", severity, alerts=alerts, sleep=sleep)
+        super().__init__("mailto", severity, alerts=alerts)
         self._recipients = tuple(recipients)
         self._host = host
         self._port = port

@@ -24,8 +24,7 @@ MAX_TAG = 4000
 class MlflowSink(NewsSink):
     """Logs to the training's run that is open at its first step, else to a new one.
 
-    Args:
-        experiment: The experiment of a new run; MLflow's own choice, if None.
+    The experiment of a new run is by default MLflow's own choice.
     """
 
     takes_steps = True

@@ -46,11 +46,7 @@ class PrometheusSink:
         self._seen: set[tuple[str, Severity]] = set()
 
     def open(self, run: RunInfo) -> None:
-        """Listen.
-
-        Raises:
-            OSError: The address is not available.
-        """
+        """Listen."""
         self._run = run.run_dir.name
         for finding in run.findings:
             self.finding(finding)

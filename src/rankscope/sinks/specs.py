@@ -37,17 +37,12 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PlannedSink:
-    """A sink that can be made.
+    """A sink that can be made."""
 
-    Attributes:
-        name: Its name in messages, without secrets.
-        make: Makes it.
-        spec: The string that another process can make it from; empty for one that has to live in
-            the training's process: objects, and trackers whose open run is the training's own.
-    """
-
-    name: str
+    name: str  # in messages, without secrets
     make: Callable[[], Sink]
+    # the string that another process can make it from; empty for one that has to live in the
+    # training's process: objects, and trackers whose open run is the training's own
     spec: str = ""
 
 
@@ -62,12 +57,7 @@ _ALERT = "alert:"
 
 
 def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
-    """Return the plans of sinks, given as specs, sink objects, or one of either.
-
-    Raises:
-        UsageError: One is neither a known spec nor a sink.
-        MissingExtraError: The package of one is not installed.
-    """
+    """Return the plans of sinks, given as specs, sink objects, or one of either."""
     if isinstance(sinks, str | Sink):
         sinks = (sinks,)
     if not isinstance(sinks, Iterable):
@@ -78,8 +68,7 @@ def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
 def plan_alerts(alerts: str | Iterable[str]) -> tuple[PlannedSink, ...]:
     """Return the plans of the sinks that send alerts, from one or several places to send them to.
 
-    Raises:
-        UsageError: One is no such place; the message holds no part of it but its kind.
+    Error messages hold no part of a place but its kind.
     """
     given = (alerts,) if isinstance(alerts, str) else alerts
     if not isinstance(given, Iterable) or not all(isinstance(each, str) for each in given):
@@ -187,11 +176,7 @@ def _plan_mail(rest: str, *, alerts: bool = False) -> PlannedSink:
 
 
 def _split_url(kind: str, url: str) -> SplitResult:
-    """Split a URL.
-
-    Raises:
-        UsageError: It cannot be used; the message has no part of it, as it may be a secret.
-    """
+    """Split a URL; error messages have no part of it, as it may be a secret."""
     if re.fullmatch(r"[!-~]*", url) is None:
         raise UsageError(
             f"the sink {kind} expected {kind}:URL in printable ASCII, got a blank or another "

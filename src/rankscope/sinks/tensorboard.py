@@ -18,8 +18,7 @@ FLUSH_SECONDS = 10
 class TensorBoardSink(NewsSink):
     """Writes numbers as scalars, and events of findings as text.
 
-    Args:
-        log_dir: Directory of the event file; ``tensorboard`` in the run's directory, if None.
+    The event file is by default in ``tensorboard`` in the run's directory.
     """
 
     takes_steps = True

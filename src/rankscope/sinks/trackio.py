@@ -24,8 +24,7 @@ _LEVELS = {
 class TrackioSink(NewsSink):
     """Logs a row per step, and an alert for each finding that opens or gets worse.
 
-    Args:
-        project: The project; that of ``TRACKIO_PROJECT``, else ``rankscope``, if None.
+    The project is by default that of ``TRACKIO_PROJECT``, else ``rankscope``.
     """
 
     takes_steps = True

@@ -2,10 +2,8 @@
 
 import http.client
 import json
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from html import escape
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -55,12 +53,7 @@ _OPENER = urllib.request.build_opener(_SameHostRedirects)
 class WebhookSink(DeliverySink):
     """Posts JSON with ``text`` (one paragraph), ``event``, ``run`` and ``finding``.
 
-    Args:
-        url: The URL; never shown, as it may hold a secret.
-        slack: Whether ``text`` alone is posted, as Slack and servers like it expect.
-        severity: Findings that were never this severe are left out.
-        alerts: Whether findings that close are left out, and all after the first 20 events.
-        sleep: Waits some seconds.
+    To ``slack`` and servers like it, ``text`` alone. The URL is never shown: it may hold a secret.
     """
 
     def __init__(
@@ -70,10 +63,8 @@ class WebhookSink(DeliverySink):
         slack: bool = False,
         severity: Severity = Severity.NOTE,
         alerts: bool = False,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        name = "slack" if slack else "webhook"
-        super().__init__(name, severity, alerts=alerts, sleep=sleep)
+        super().__init__("slack" if slack else "webhook", severity, alerts=alerts)
         self._url = url
         self._slack = slack
 

@@ -55,18 +55,18 @@ _ONE_SIDED = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class SignalTrace:
+class SignalTrace(Stateful):
     """One way in which a unit is unlike the others."""
 
     signal: int
-    kind: BetKind  # high, low, spread or rare
     log_evidence: float  # logarithm of the evidence in this signal alone
     age: float  # how many steps ago it began, this one included
     # median deviation over the recent steps since then, in units of the signal; the largest one for
     # spread and rare errors
     deviation: float
     # whether it is a part of the others' median; an absolute difference otherwise
-    relative: bool = True
+    relative: bool
+    kind: BetKind = BetKind.UP  # high, low, spread or rare
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,10 @@ class ExchangeabilityTest(Stateful):
         >>> int(evidence_W.argmax()), test.evidence > 1e6
         (3, True)
     """
+
+    SETTINGS = (
+        *("num_units", "_relative_S", "_bets", "_betting", "_patient_B", "_weights_BS", "z_SU"),
+    )
 
     def __init__(
         self,
@@ -274,7 +278,7 @@ class ExchangeabilityTest(Stateful):
                 age = float(ages_BS[best_S[signal], signal])
                 kind = self._kind(signal, unit, min(age, since), log_BS[:, signal], last)
                 size = self._size(signal, unit, min(age, since), kind, last)
-                traces.append(SignalTrace(signal, kind, float(log_S[signal]), age, *size))
+                traces.append(SignalTrace(signal, float(log_S[signal]), age, *size, kind))
         return traces
 
     def measured_anew(self, unit: int, trace: SignalTrace, since: float, last: int) -> SignalTrace:
@@ -356,7 +360,7 @@ class ExchangeabilityTest(Stateful):
 
     def _from_now_on(self, unit: int) -> FollowedUnit:
         log_BS, ages_BS = self._log_evidence(unit)
-        return FollowedUnit(log_BS, ages_BS.copy(), self._patient_B)
+        return FollowedUnit.of(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
         """Return the certainty that a unit is still unlike the others, 1 to 0; 0 if not known."""
@@ -373,41 +377,12 @@ class ExchangeabilityTest(Stateful):
         self._followed.pop(unit, None)
         self._detectors.restart((slice(None), slice(None), unit))
 
-    def state(self) -> State:
-        """Return a copy of its state."""
-        return {
-            "scale": self._scale_S.copy(),
-            "scale_steps": self._scale_steps_S.copy(),
-            "detectors": self._detectors.state(),
-            "recent": self._recent.state(),
-            "flagged": [[unit, each.state()] for unit, each in self._flagged.items()],
-            "followed": [[unit, each.state()] for unit, each in self._followed.items()],
-        }
-
     def restore(self, state: State) -> None:
         """Continue from the state of another test; StateError if it does not fit."""
-        try:
-            shape = self._recent.shape
-            self._recent.restore(state["recent"])
-            if self._recent.shape != shape:
-                raise StateError("these are the states of other units or signals")
-            self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
-            self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
-            self._detectors.restore(state["detectors"])
-            self._flagged = self._restored(state["flagged"])
-            self._followed = self._restored(state.get("followed", []))  # older records have none
-        except StateError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(f"this is not the state of a test: {error!r}") from error
-
-    def _restored(self, states: Sequence[tuple[int, State]]) -> dict[int, FollowedUnit]:
-        """Return followed units by the states of them."""
-        units = {}
-        for unit, state in states:
-            units[int(unit)] = self._from_now_on(int(unit))
-            units[int(unit)].restore(state)
-        return units
+        shape = self._recent.shape
+        super().restore(state)
+        if self._recent.shape != shape:
+            raise StateError("these are the states of other units or signals")
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats, last: int | None) -> BetKind:
         """Return how a unit differs, by its deviations up to a step."""

@@ -78,29 +78,19 @@ class SampleLedger(Stateful):
     counts as the worker's own: the reading that accuses nobody.
     """
 
-    SETTINGS = ("_capacity",)
+    SETTINGS = ("capacity",)
 
     def __init__(self, capacity: int = 1 << 20) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._first_owners = SortedMap(np.int32)
         self._pairs = SortedMap(np.int8)  # of a sample and a further owner
         self._pairs_complete = True
-        self._exact = True
-
-    @property
-    def capacity(self) -> int:
-        """Different samples that it can remember."""
-        return self._capacity
+        self.exact = True  # it remembers every sample that was drawn
 
     @property
     def distinct(self) -> int:
         """Different samples drawn so far; a lower bound when not :attr:`exact`."""
         return len(self._first_owners)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the ledger remembers every sample that was drawn."""
-        return self._exact
 
     def observe(self, draws: Draws) -> list[SampleCounts]:
         """Count the draws of consecutive steps that share no sample, then remember them.
@@ -132,7 +122,7 @@ class SampleLedger(Stateful):
 
     def has_room(self, count: int) -> bool:
         """Return whether there is room for so many more samples, each of one worker."""
-        return count <= min(self._capacity - len(self._first_owners), self._room_for_pairs)
+        return count <= min(self.capacity - len(self._first_owners), self._room_for_pairs)
 
     def count_new(self, draws: Draws) -> int:
         """Return how many different samples among the draws the ledger does not remember."""
@@ -186,8 +176,8 @@ class SampleLedger(Stateful):
         return own_P, seen_P & ~own_P
 
     def _remember_first(self, new_samples: Ints, owners: Ints) -> None:
-        room = max(self._capacity - len(self._first_owners), 0)
-        self._exact = self._exact and len(new_samples) <= room
+        room = max(self.capacity - len(self._first_owners), 0)
+        self.exact = self.exact and len(new_samples) <= room
         self._first_owners.add(new_samples[:room], owners[:room])
 
     def _remember_further(self, samples: Ints, ranks: Ints) -> None:
@@ -197,7 +187,7 @@ class SampleLedger(Stateful):
 
     @property
     def _room_for_pairs(self) -> int:
-        return _FURTHER_OWNERS * self._capacity - len(self._pairs)
+        return _FURTHER_OWNERS * self.capacity - len(self._pairs)
 
 
 def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:

@@ -15,15 +15,16 @@ A class that derives from :class:`Stateful` needs no code for it::
 
 Attributes may be None, numbers, text, members of an enumeration, numpy arrays, other ``Stateful``
 objects, and tuples, lists, sets, deques and dicts of these. A ``Stateful`` dataclass is made anew;
-any other object, and an enumeration, is restored into the one that the constructor has put in its
-place; an object where there is none, into a new one, if its constructor needs no arguments. Objects
-are identified by the name of their class, wherever it is defined.
+any other object, and an enumeration, is restored into the one that the constructor (or a default of
+the dataclass) has put in its place; an object where there is none, into a new one, if its
+constructor needs no arguments. Objects are identified by the name of their class, wherever it is
+defined.
 """
 
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -146,9 +147,11 @@ def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
     if is_dataclass(kind):
-        if set(state) != {field.name for field in fields(kind)}:
+        usual = {each.name: None if each.default is MISSING else each.default
+                 for each in fields(kind)}  # fmt: skip
+        if state.keys() != usual.keys():
             raise StateError(f"this is not the state of a {kind.__name__}")
-        return kind(**{name: _decode(item) for name, item in state.items()})
+        return kind(**{name: _decode(item, usual[name]) for name, item in state.items()})
     if now is None:
         with suppress(TypeError):  # its constructor needs arguments
             now = kind()

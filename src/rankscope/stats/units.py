@@ -4,6 +4,7 @@ Legend of shapes: T steps, the latest first, S signals, U units.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -160,6 +161,7 @@ _STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.75
 
 
+@dataclass(eq=False)
 class FollowedUnit(Stateful):
     """A unit that was found unlike the others: a CUSUM for each bet and signal.
 
@@ -168,29 +170,33 @@ class FollowedUnit(Stateful):
     followed only where no other bet shows the fault as well.
     """
 
-    SETTINGS = ("_patient_B",)
+    log_BS: Floats
+    ages_BS: Floats32
+    patient_B: Bools  # which bets are on rare errors
+    bet: int  # followed, of this signal
+    signal: int
 
-    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: Bools) -> None:
-        self.log_BS = np.minimum(log_BS, CERTAIN)
-        self.ages_BS = ages_BS
-        self._patient_B = patient_B
+    @classmethod
+    def of(cls, log_BS: Floats, ages_BS: Floats32, patient_B: Bools) -> "FollowedUnit":
+        """Return a unit with this evidence, which began so many steps ago."""
         quick_BS = np.where(patient_B[:, None], 0, log_BS)
         seen = quick_BS.max() >= _SEEN_QUICKLY * log_BS.max()
-        self._bet, self._signal = _argmax(quick_BS if seen else log_BS)
+        followed = _argmax(quick_BS if seen else log_BS)
+        return cls(np.minimum(log_BS, CERTAIN), ages_BS, patient_B, *followed)
 
     @property
     def certainty(self) -> float:
         """Certainty that the unit is still unlike the others, 1 to 0."""
-        return float(self.log_BS[self._bet, self._signal]) / CERTAIN
+        return float(self.log_BS[self.bet, self.signal]) / CERTAIN
 
     def observe(self, e_BS: Floats, rows: Rows) -> None:
         """Add the e-values of a step, of the signals named by ``rows``."""
         self.ages_BS[:, rows] += 1
         self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
         if self.certainty <= HEALED:
-            quick_BS = np.where(self._patient_B[:, None], 0, self.log_BS)
+            quick_BS = np.where(self.patient_B[:, None], 0, self.log_BS)
             if quick_BS.max() >= _STILL_CERTAIN * CERTAIN:
-                self._bet, self._signal = _argmax(quick_BS)
+                self.bet, self.signal = _argmax(quick_BS)
 
 
 def _argmax(values_BS: Floats) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
-from rankscope.evidence.samples.judge import _fill_samples
+from rankscope.evidence.samples.judge import Samples
 from rankscope.stats.arrays import Ragged
 from support.stepping import findings_of
 from support.streams import gathered, sharded
@@ -16,7 +16,7 @@ from support.streams import gathered, sharded
 def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:
-        _fill_samples(one.workers, Ragged.of(one.samples))
+        Samples().combine({"samples_B": Ragged.of(one.samples)}, one.workers)
     return findings_of("data.repeated_batches", given, plan)
 
 

@@ -8,7 +8,7 @@ from rankscope.bus.probe import StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.judge import FROZEN_MOVES, OTHERS_MOVE, MovesInPasses
 from rankscope.evidence.state.probe import PassMeter
-from rankscope.evidence.state.roles import moved_in_passes
+from rankscope.evidence.state.roles import numbered
 from support.stepping import evidence_of
 
 from .test_unequal import difference, step
@@ -68,7 +68,8 @@ def test_what_moves_in_the_forward_pass_is_counted():
 
 
 def test_frozen_parameters_are_a_warning_and_others_a_note():
-    found = moved_in_passes([[("teacher.weight", 4, True), ("centre", 4, False)], []])
+    sent = [[("teacher.weight", 4, True), ("centre", 4, False)], []]
+    found = numbered(StateKind.PASSES, sent)
     assert [(d.kind, d.name, d.digests_W.tolist()) for d in found] == [
         (StateKind.PASSES, "teacher.weight", [4, 0]),
         (StateKind.PASSES, "centre", [4, 0]),

@@ -14,16 +14,16 @@ def test_the_role_of_each_parameter_is_seen():
     model = nn.ModuleDict(layers)
     optimizer = torch.optim.SGD(layers[name].weight for name in ("held", "twice", "frozen"))
     optimizer.param_groups[0]["params"].append(layers["twice"].weight)
-    found = read_roles(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
+    roles, left_out = read_roles(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
     held = Role.TRAINED | Role.OWNED
-    assert dict(zip(found.roles.names, found.roles.words, strict=True)) == {
+    assert dict(zip(roles.names, roles.words, strict=True)) == {
         "held.weight": held,
         "twice.weight": held | Role.TWICE,
         "forgotten.weight": Role.TRAINED | Role.LEFT_OUT,
         "tied.weight": role_word(held, "held.weight"),
         "frozen.weight": Role.OWNED | Role.LEFT_OUT,
     }
-    assert found.left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
+    assert left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
 
 
 def test_only_tensors_that_never_get_a_gradient_replace_parameters():

@@ -117,12 +117,7 @@ class StepMemory:
                 "say, or its peak is reset in every step"
             )
         needed = int(_MARGIN * self._needed) + sum(parameter.nbytes for parameter in parameters)
-        free = _free(self._device, leave=_LEFT)
-        if free is not None and free < needed:
-            raise CanaryDeclined(
-                f"a canary needs room for what a step takes ({needed / 2**30:.1f} GiB), and the "
-                f"device has {free / 2**30:.1f} GiB"
-            )
+        check_room(needed, self._device, "what a step takes", leave=_LEFT)
 
 
 def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -135,9 +130,11 @@ def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> N
     check_room(_ROOM * sum(parameter.nbytes for parameter in parameters), device)
 
 
-def check_room(needed: float, device: torch.device, what: str = "a second gradient") -> None:
-    """Check that an accelerator has room for so many bytes."""
-    free = None if device.type == "cpu" else _free(device)
+def check_room(
+    needed: float, device: torch.device, what: str = "a second gradient", *, leave: int = 0
+) -> None:
+    """Check that an accelerator has room for so many bytes, and ``leave`` others."""
+    free = None if device.type == "cpu" else _free(device, leave)
     if free is not None and free < needed:
         raise CanaryDeclined(
             f"a canary needs room for {what} ({needed / 2**30:.1f} GiB), and the "
@@ -154,7 +151,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
 
 
-def _free(device: torch.device, *, leave: int = 0) -> int | None:
+def _free(device: torch.device, leave: int) -> int | None:
     """Return the free bytes of a device, less ``leave``; None where they are unknown."""
     on_device: Any = torch.get_device_module(device)
     get_info = getattr(on_device, "mem_get_info", None)

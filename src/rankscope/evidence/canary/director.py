@@ -6,7 +6,7 @@ no socket and no clock.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,6 @@ from rankscope.evidence.canary.schedule import (
     all_requested,
 )
 
-Log = Callable[[int, str], None]
-"""Takes a level of :mod:`logging` and a line for the log of the training."""
-
 MAX_BATCH_BYTES = 64 * 2**20
 """Larger batches are not forwarded to all workers."""
 
@@ -54,12 +51,11 @@ class CanaryDirector(Director):
         every: int | None = None,  # None: one at the beginning, and more within a share of the time
         first_step: int = 0,
         run_dir: Path | None = None,  # where replay bundles are saved; None for nowhere
-        log: Log | None = None,  # takes lines for the log of the training
     ) -> None:
         super().__init__()
         self._num_workers = num_workers
         self._run_dir = run_dir
-        self._log: Log = logging.getLogger("rankscope").log if log is None else log
+        self._log = logging.getLogger("rankscope").log
         schedule = Schedule(every)
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, CanaryAnswer] = {}

@@ -15,19 +15,19 @@ read, and from settings below them. All of these are recorded in one run of a ba
 Equal texts are kept once: entries are numbers of ``texts``.
 """
 
-import functools
 import json
 import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rankscope.bus.probe import Awaited
 from rankscope.bus.replicas import RUNNING_STATISTICS
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import (
@@ -133,16 +133,15 @@ class ProgramRecorder:
         for tensor in _tensors((result,)):
             self._know(tensor)
 
-    def pending(self) -> "PendingProgram | None":
+    def pending(self) -> Awaited[dict[str, Any]] | None:
         """Return the record, whose digests may still be on the device; None if it has failed."""
         if self._failed:
             return None
         facts = {**self._facts, "operations": self._operations, "constants": self._constants}
-        texts = list(self._texts)
-        if not self._digests:
-            return PendingProgram({**facts, "texts": texts})
-        stacked = torch.stack([digest.to(self._device) for digest in self._digests])
-        return PendingProgram({**facts, "texts": texts}, HostCopy(stacked))
+        facts["texts"] = list(self._texts)
+        digests = [digest.to(self._device) for digest in self._digests]
+        copy = HostCopy(torch.stack(digests)) if digests else None
+        return Awaited([copy], partial(_with_digests, facts, copy))
 
     def _number(self, text: str) -> int:
         return self._texts.setdefault(text, len(self._texts))
@@ -203,22 +202,9 @@ class ProgramRecorder:
         return file
 
 
-@dataclass(frozen=True, slots=True)
-class PendingProgram:
-    """A record whose digests may still be on the device."""
-
-    facts: Mapping[str, Any]
-    digests: HostCopy | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.digests is None or self.digests.ready
-
-    def read(self) -> dict[str, Any]:
-        """Wait for the device and return it as JSON can hold it."""
-        digests = [] if self.digests is None else self.digests.numpy().tolist()
-        return {**self.facts, "digests": digests}
+def _with_digests(facts: Mapping[str, Any], digests: HostCopy | None) -> dict[str, Any]:
+    """Wait for the device; return a record as JSON can hold it."""
+    return {**facts, "digests": [] if digests is None else digests.numpy().tolist()}
 
 
 def program_digest(program: Mapping[str, Any]) -> int:
@@ -269,7 +255,7 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _code_of(function: Any) -> CodeType | None:
     """Return the code that runs first where something is called."""
-    while isinstance(function, MethodType | functools.partial):
+    while isinstance(function, MethodType | partial):
         function = function.__func__ if isinstance(function, MethodType) else function.func
     if not isinstance(function, FunctionType):
         function = vars(type(function)).get("__call__")
@@ -315,7 +301,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _name_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.bundles import PlainBatch
 from rankscope.bus.canary import SINGLE
-from rankscope.bus.probe import MessagePart
+from rankscope.bus.probe import Awaited, MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
 from rankscope.evidence.canary.combine import NAMES
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
-from rankscope.evidence.canary.program import PendingProgram, ProgramRecorder, program_digest
+from rankscope.evidence.canary.program import ProgramRecorder, program_digest
 from rankscope.evidence.canary.state import NotPutBackError, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
@@ -61,7 +61,9 @@ class PendingResult:
         projected: bool = False,
         unit: float = SINGLE,
     ) -> None:
-        self.program: PendingProgram | None = None  # what the forward pass ran, if recorded
+        self.program: Awaited[dict[str, Any]] | None = (
+            None  # what the forward pass ran, if recorded
+        )
         self._projected = projected
         self._unit = unit
         self._loss = HostCopy(loss.double())

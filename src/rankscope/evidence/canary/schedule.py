@@ -44,10 +44,9 @@ class Schedule:
     when c/share seconds have passed. After failures, the wait grows.
     """
 
-    def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
+    def __init__(self, every: int | None = None) -> None:
         self._every = every  # steps from one canary to the next; None: nobody asked for a schedule
         self.by_default = every is None  # nobody asked for it
-        self._share = share  # of the training's time, without ``every``
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
 
@@ -59,7 +58,7 @@ class Schedule:
         """Return whether a canary is due now."""
         if self._every is not None:
             return step % self._every == 0
-        return step >= self._not_before and self._share * self._since >= self._cost
+        return step >= self._not_before and SHARE * self._since >= self._cost
 
     def ended(self, step: int, cost: float, *, failed: bool) -> None:
         """Note the end of a canary, and the seconds that it took."""
@@ -175,13 +174,10 @@ class CanaryPlan:
 
     def give_up(self, cost: float = 0.0) -> bool:
         """End the canary without results, after ``cost`` seconds; return whether it is retried."""
-        planned = self.current
-        self.current = None
+        planned = self._end(cost, failed=True)
         if planned is None:
             return False
         self.lead = max(self.lead, min(2 * self.lead, _LEAD_AFTER_FAILURES))
-        if planned.reason == SCHEDULED and self._schedule is not None:
-            self._schedule.ended(self._step, cost, failed=True)
         if planned.attempt > 1 or planned.reason == SCHEDULED:
             return False
         again = replace(planned, attempt=planned.attempt + 1)
@@ -190,12 +186,17 @@ class CanaryPlan:
 
     def finish(self, cost: float = 0.0) -> None:
         """End the present canary, whose results are known, after ``cost`` seconds."""
+        self._end(cost, failed=False)
+        self.lead = max(self.lead // 2, LAG)
+
+    def _end(self, cost: float, *, failed: bool) -> Planned | None:
+        """End the present canary, if any, and return it."""
         planned = self.current
         self.current = None
-        self.lead = max(self.lead // 2, LAG)
         scheduled = planned is not None and planned.reason == SCHEDULED
         if scheduled and self._schedule is not None:
-            self._schedule.ended(self._step, cost, failed=False)
+            self._schedule.ended(self._step, cost, failed=failed)
+        return planned
 
     def _add_scheduled(self, step: int, *, by_default: bool) -> None:
         """Add a canary on schedule, with each rank as suspect in turn."""

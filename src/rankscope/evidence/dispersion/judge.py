@@ -210,7 +210,7 @@ class _Alarm(PersistentFault):
         evidence_BS = self._detectors.evidence.astype(np.float64)
         patient_B = np.zeros(len(STRENGTHS), bool)
         ages_BS = self._detectors.age.copy()
-        return FollowedUnit(np.log(np.maximum(evidence_BS, 1.0)), ages_BS, patient_B)
+        return FollowedUnit.of(np.log(np.maximum(evidence_BS, 1.0)), ages_BS, patient_B)
 
     @property
     def quiet(self) -> int:

@@ -6,23 +6,22 @@ the others are compared without it. Where the workers to blame are not a minorit
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence
-from rankscope.bus.evidence import Compares, Table
+from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import count, name_ranks
-from rankscope.evidence import find_column
 from rankscope.evidence.outliers.parts import SignalSet, WorkerSignal
 from rankscope.stats.arrays import Floats
 from rankscope.stats.bets import FAR_BELOW, BetKind, alarm_level, bound_in_words, false_alarm_bound
 from rankscope.stats.exchangeability import SignalTrace
-from rankscope.stats.state import State, StateError
+from rankscope.stats.state import Stateful
 from rankscope.stats.units import HEALED, RECENT
 
 NAMED_WORKERS = 16
@@ -41,7 +40,7 @@ Traces = Sequence[tuple[WorkerSignal, SignalTrace]]
 
 
 @dataclass(slots=True)
-class Fault:
+class Fault(Stateful):
     """One fault: workers that came to differ at the same time in the same way."""
 
     key: str  # names it inside the run
@@ -75,40 +74,6 @@ class Fault:
         self.active = sorted({*self.active, worker})
         self.traces[worker] = traces
         self.last_step = step
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the fault as plain JSON values."""
-        plain = {name: getattr(self, name) for name in _PLAIN}
-        plain["traces"] = [
-            [worker, [_trace_to_plain(*pair) for pair in traces]]
-            for worker, traces in self.traces.items()
-        ]
-        return plain
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> "Fault":
-        """Read what :meth:`to_plain` returned; KeyError, TypeError or ValueError if it is not."""
-        fault = cls(**{name: plain[name] for name in _PLAIN})
-        fault.traces = {
-            int(worker): [_trace_from_plain(*trace) for trace in traces]
-            for worker, traces in plain["traces"]
-        }
-        return fault
-
-
-_PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
-
-
-def _trace_to_plain(signal: WorkerSignal, trace: SignalTrace) -> list[Any]:
-    numbers = [trace.log_evidence, trace.age, trace.deviation, trace.relative]
-    return [signal.name, signal.group, trace.signal, trace.kind.value, *numbers]
-
-
-def _trace_from_plain(
-    name: str, group: str, place: int, kind: str, *numbers: Any
-) -> tuple[WorkerSignal, SignalTrace]:
-    declared = find_column(Table.GROUPS if group else Table.WORKERS, name)
-    return WorkerSignal(declared, group), SignalTrace(place, BetKind(kind), *numbers)
 
 
 MEANT = (
@@ -340,6 +305,8 @@ class OutlierSearch(Detector):
     KEY: ClassVar[str]
     TIE: ClassVar[str]
 
+    SETTINGS: ClassVar[tuple[str, ...]] = ("_num_workers", "_hosts")
+
     def __init__(self, num_workers: int, totals: SignalSet, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
@@ -365,23 +332,6 @@ class OutlierSearch(Detector):
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; report the last state of every open fault."""
         return [self._evidence(fault) for fault in self._faults if fault.is_open]
-
-    def state(self) -> State:
-        """Return a copy of its state."""
-        return {
-            "totals": self._totals.state(),
-            "faults": [fault.to_plain() for fault in self._faults],
-            "steps": self._steps,
-        }
-
-    def restore(self, state: State) -> None:
-        """Continue from the state of another search; StateError if it does not fit."""
-        try:
-            self._totals.restore(state["totals"])
-            self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
-            self._steps = int(state["steps"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
     def _find(self, gathered: GatheredStep) -> list[FaultEvidence]:
         """Judge a step that was compared; return changed evidence."""

@@ -39,6 +39,7 @@ from rankscope.bus.words import listed
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.alike import AlikePairs
 from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
+from rankscope.evidence.outliers.facts import TokenCounts, ZeroGroups, in_words, what_to_check
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -51,8 +52,6 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.evidence.outliers.tokens import TokenCounts
-from rankscope.evidence.outliers.zeros import ZeroGroups, in_words, what_to_check
 from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
 from rankscope.stats.bets import (
     AMOUNTS,
@@ -61,7 +60,7 @@ from rankscope.stats.bets import (
     alarm_level,
 )
 from rankscope.stats.draws import SortedMap
-from rankscope.stats.state import State, StateError, Stateful
+from rankscope.stats.state import State, Stateful
 
 FACTOR = 1.75
 """Ratio to the median, or one over it, from which an amount counts as different."""
@@ -75,6 +74,8 @@ class _OfWholeSamples(OutlierSearch):
 
     Where they have parts of the same sequences, a difference between them is a note.
     """
+
+    SETTINGS = (*OutlierSearch.SETTINGS, "_parts_of_sequences")
 
     _parts_of_sequences = ""
 
@@ -96,6 +97,7 @@ class UnequalAmounts(_OfWholeSamples):
     SHARE = 1.0
     KEY = "amount"
     TIE = "amounts-differ"
+    SETTINGS = (*_OfWholeSamples.SETTINGS, "_amounts")
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
@@ -169,6 +171,7 @@ class WorkerOutliers(_OfWholeSamples):
         signals = self._totals.signals
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
         self._values = GrossValues(num_workers)
+        self._group_names: list[str] = []
         self._left_out: list[int] = []
         self._visits = RecentVisits()
         self._tokens = TokenCounts(num_workers)
@@ -193,6 +196,7 @@ class WorkerOutliers(_OfWholeSamples):
         """Return the steps from ``start`` on with the same groups, as many as are best compared."""
         names = compared_groups(steps[start].report)
         if names and names != self._group_names:
+            self._group_names = names
             self._groups = SignalSet(self._num_workers, group_signals(names))
             for worker in self.flagged:
                 self._groups.test.flag(worker)
@@ -205,10 +209,6 @@ class WorkerOutliers(_OfWholeSamples):
                 break
             piece.append(steps[at])
         return piece
-
-    @property
-    def _group_names(self) -> list[str]:
-        return [] if self._groups is None else self._groups.group_names
 
     def _num_values(self, step: Step) -> int:
         parts = self._parts if compared_groups(step.report) else (self._totals,)
@@ -300,39 +300,12 @@ class WorkerOutliers(_OfWholeSamples):
             z_SW[:, flagged] = 0
         return z_SW
 
-    def state(self) -> State:
-        """Return a copy of its state."""
-        groups = self._groups
-        return {
-            **super().state(),
-            "groups": None if groups is None else groups.state(),
-            "group_names": self._group_names,
-            "gross": self._gross.state(),
-            "values": self._values.state(),
-            "visits": self._visits.state(),
-            "tokens": self._tokens.state(),
-            "zeros": self._zeros.state(),
-        }
-
     def restore(self, state: State) -> None:
-        """Continue from the state of another detector; StateError if it does not fit."""
+        """Continue from the state of another detector, with the groups that it compares."""
+        names = state["_group_names"]["list"]
+        if names:
+            self._groups = SignalSet(self._num_workers, group_signals(names))
         super().restore(state)
-        try:
-            if state["groups"] is not None:
-                names = state["group_names"]
-                self._groups = SignalSet(self._num_workers, group_signals(names))
-                self._groups.restore(state["groups"])
-            self._gross.restore(state["gross"])
-            # Older records have less.
-            self._values.restore({**self._values.state(), **state["values"]})
-            if "visits" in state:
-                self._visits.restore(state["visits"])
-            if "tokens" in state:
-                self._tokens.restore(state["tokens"])
-            if "zeros" in state:
-                self._zeros.restore(state["zeros"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
 
 _PLACES = (

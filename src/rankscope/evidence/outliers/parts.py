@@ -19,7 +19,7 @@ import numpy as np
 from rankscope.bus.evidence import Column, Compared, Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
-from rankscope.evidence import compared_columns
+from rankscope.evidence import compared_columns, find_column
 from rankscope.stats.arrays import Bools, Floats, Ints, median, median_of_known
 from rankscope.stats.bets import Rows, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice
@@ -34,16 +34,16 @@ _LEAST_SQUARES = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSignal:
+class WorkerSignal(Stateful):
     """A signal of the worker as a whole, or of one of its groups of parameters."""
 
-    declared: Column  # its declaration; one in which workers are compared
+    name: str  # of a column in which workers are compared
     group: str = ""  # group of parameters; empty for the worker as a whole
 
     @property
-    def name(self) -> str:
-        """Column in the record."""
-        return self.declared.name
+    def declared(self) -> Column:
+        """The declaration of its column."""
+        return find_column(Table.GROUPS if self.group else Table.WORKERS, self.name)
 
     @property
     def how(self) -> Compared:
@@ -178,13 +178,15 @@ class Levelled(SignalSet):
 def total_signals(by: Compares = Compares.RESULTS) -> list[WorkerSignal]:
     """Return the signals of a worker as a whole in which one search compares the workers."""
     declared = compared_columns(Table.WORKERS)
-    return [WorkerSignal(s) for s in declared if s.compared is not None and s.compared.by is by]
+    return [
+        WorkerSignal(s.name) for s in declared if s.compared is not None and s.compared.by is by
+    ]
 
 
 def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
     """Return the signals of groups of parameters: all norms, then all directions."""
     declared = compared_columns(Table.GROUPS)
-    return [WorkerSignal(signal, name) for signal in declared for name in groups]
+    return [WorkerSignal(signal.name, name) for signal in declared for name in groups]
 
 
 def totals_of(step: Step, signals: Sequence[WorkerSignal]) -> Floats:

@@ -23,7 +23,6 @@ from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals
 from rankscope.stats.arrays import Bools, Floats
 from rankscope.stats.bets import ROLLOUTS
-from rankscope.stats.state import State, StateError
 
 COLUMN = "rollout_gap"
 
@@ -51,6 +50,7 @@ class DifferentRollouts(OutlierSearch):
     SHARE = 1.0
     KEY = "rollout"
     TIE = "rollouts-differ"
+    SETTINGS = (*OutlierSearch.SETTINGS, "_gaps")
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._gaps = Levelled(num_workers, total_signals(Compares.ROLLOUTS))
@@ -72,23 +72,6 @@ class DifferentRollouts(OutlierSearch):
         different = bool(np.nanmax(values_W, initial=0) > np.nanmin(values_W, initial=np.inf))
         self._gaps.see(values_W[None], usable_W, step.gathered.step, different=different)
         return self._find(step.gathered)
-
-    def state(self) -> State:
-        """Return a copy of its state."""
-        reported = [[key, *words] for key, words in self._reported.items()]
-        return {**super().state(), "mean_W": self._mean_W.copy(), "reported": reported}
-
-    def restore(self, state: State) -> None:
-        """Continue from the state of another detector; StateError if it does not fit."""
-        super().restore(state)
-        try:
-            self._mean_W = np.array(state["mean_W"], np.float64).reshape(self._num_workers)
-            self._reported = {
-                str(key): ([int(rank) for rank in ranks], float(gap), float(others))
-                for key, ranks, gap, others in state["reported"]
-            }
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"this is not the state of a search of rollouts: {error}") from error
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         ranks, gap, others = words = self._words(fault)

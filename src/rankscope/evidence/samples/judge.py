@@ -229,7 +229,7 @@ class Samples(Combiner):
         self._by_rows: bool | None = None  # None before the first step that has rows
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
-        """Fill in each worker's number of samples and their digest; return the samples."""
+        """Fill in each worker's number of samples, and their digest, whatever their order."""
         samples = messages["samples_B"]
         rows = messages["rows_B"]
         if self._by_rows is not False and samples.lengths_R.any():
@@ -240,7 +240,10 @@ class Samples(Combiner):
                 columns["samples_named"][:] = 1
             elif self._by_rows:
                 self._by_rows = False
-        _fill_samples(columns, samples)
+        columns["num_samples"][:] = samples.lengths_R
+        some_W = samples.lengths_R > 0
+        sums_W = Ragged(_mix(samples.flat), samples.lengths_R).reduced(np.add, 0)
+        columns["batch_digest"][some_W] = sums_W[some_W]
         return {"samples": samples.rows}
 
 
@@ -251,14 +254,6 @@ def _all_equal(digests_W: Ints) -> bool:
 def make_combiner(layout: Layout) -> Samples:
     """Return the combiner of samples."""
     return Samples()
-
-
-def _fill_samples(columns: Columns, samples: Ragged) -> None:
-    """Fill in each worker's number of samples, and their digest, whatever their order."""
-    columns["num_samples"][:] = samples.lengths_R
-    some_W = samples.lengths_R > 0
-    sums_W = Ragged(_mix(samples.flat), samples.lengths_R).reduced(np.add, 0)
-    columns["batch_digest"][some_W] = sums_W[some_W]
 
 
 def _mix(samples: Ints) -> Ints:

@@ -19,7 +19,7 @@ from rankscope.bus.detector import (
     evidence_at,
 )
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages, held_values
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages, held_values
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.replicas import (
     TRACE_WIDTH,
@@ -39,10 +39,8 @@ from rankscope.evidence.state.roles import (
     Role,
     UnchangedParameters,
     alike_shards,
-    changed_gradients,
-    counts_of,
-    moved_in_passes,
     named_by,
+    numbered,
     owned_names,
     replaced_differences,
     role_differences,
@@ -288,17 +286,7 @@ class ShardsAlike(Detector):
         if found:
             at = step.gathered.step
             fields = {"names": shortened(found, _NAMED)}
-            yield FaultEvidence(
-                SHARDS_ALIKE,
-                Severity.WARNING,
-                (),
-                at,
-                at,
-                1,
-                fields,
-                named(found),
-                key=SHARDS_ALIKE,
-            )
+            yield evidence_at(at, SHARDS_ALIKE, Severity.WARNING, (), fields, named(found))
 
 
 FROZEN_DIFFER = "state.frozen_differ"
@@ -355,7 +343,7 @@ class ComparedState(Combiner):
         self._owned: frozenset[str] | None = None  # names of parameters that some optimizer holds
         self._roles_W: Sequence[Mapping[str, Any]] = ()  # as they were read last
 
-    def learn(self, rank: int, message: Message) -> None:
+    def learn(self, rank: int, message: Any) -> None:
         """Learn names from a message that has just arrived."""
         if rank != 0 or not len(message.names):
             return
@@ -413,13 +401,17 @@ class ComparedState(Combiner):
         """Return gradients that changed otherwise than most, and roles where all have sent them."""
         if not any(names_W):
             return ()
-        changed = changed_gradients([names.get("changed", ()) for names in names_W])
+
+        def sent(key: str) -> list[Any]:
+            return [names.get(key, ()) for names in names_W]
+
+        changed = named_by(StateKind.CHANGED, sent("changed"))
         moved = (
-            *moved_in_passes([names.get("passes", ()) for names in names_W]),
-            *counts_of([names.get("counts", ()) for names in names_W]),
-            *named_by(StateKind.RECOMPUTED, [names.get("recomputed", ()) for names in names_W]),
-            *named_by(StateKind.ADAPTED, [names.get("adapted", ()) for names in names_W]),
-            *alike_shards([names.get("shards", ()) for names in names_W]),
+            *numbered(StateKind.PASSES, sent("passes")),
+            *numbered(StateKind.COUNTS, sent("counts")),
+            *named_by(StateKind.RECOMPUTED, sent("recomputed")),
+            *named_by(StateKind.ADAPTED, sent("adapted")),
+            *alike_shards(sent("shards")),
         )
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
         if len(roles_W) < len(names_W):

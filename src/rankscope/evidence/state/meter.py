@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
-from rankscope.bus.probe import Probe, StepEnd
+from rankscope.bus.probe import Awaited, Probe, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.plan import (
     DigestSchedule,
@@ -30,13 +30,13 @@ from rankscope.evidence.state.plan import (
     survey,
 )
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
-from rankscope.evidence.state.roles import is_role_step
+from rankscope.evidence.state.roles import Roles, is_role_step
 from rankscope.evidence.state.slot import (
     NO_SLOT,
     DigestSlot,
-    PendingRoles,
     PendingState,
     StepReadings,
+    with_digests,
 )
 from rankscope.gradients.digest import digest_bits, word_of
 from rankscope.wrappers.optimizers import all_of
@@ -126,7 +126,7 @@ class StateMeter(Probe):
         self._called: list[Any] = []  # optimizers, in this step
         self._first_step: int | None = None
         self._roles_due = False
-        self._roles: PendingRoles | None = None
+        self._roles: Awaited[Roles] | None = None
         self._replaced: dict[str, Tensor] | None = None
         prepare(torch.device("cpu") if device is None else device)
 
@@ -363,17 +363,19 @@ class StateMeter(Probe):
     def _read_roles(self) -> None:
         """Read the role of each parameter, and the values of those not reduced."""
         try:
-            found = read_roles(self._module, self._optimizer, self._left_out, self._lookup)
+            roles, left_out = read_roles(
+                self._module, self._optimizer, self._left_out, self._lookup
+            )
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
             return
         reading = PendingDigests()
         replaced = self._replaced or {}
-        for tensor in (*found.left_out.values(), *replaced.values()):
+        for tensor in (*left_out.values(), *replaced.values()):
             self._add(reading, tensor, 0, None)
-        self._roles = PendingRoles(
-            found.roles, tuple(found.left_out), tuple(replaced), self._begin(reading)
-        )
+        begun = self._begin(reading)
+        names = tuple(left_out), tuple(replaced)  # without the tensors
+        self._roles = Awaited([begun], partial(with_digests, roles, *names, begun))
 
     def _make_plan(self) -> None:
         marks = signature(self._module, self._optimizer)

@@ -293,23 +293,17 @@ def _one_of(group: list[Item]) -> Item:
     )
 
 
-class ParameterRoles(NamedTuple):
-    """The roles of a model's parameters, and those that are trained and not reduced."""
-
-    roles: Roles
-    left_out: dict[str, Tensor]  # by name and shape
-
-
 def read_roles(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     left_out: Container[str] = (),
     lookup: TensorLookup | None = None,
-) -> ParameterRoles:
-    """Return the roles of a model's parameters; a shared one has a role for each of its names.
+) -> tuple[Roles, dict[str, Tensor]]:
+    """Return the roles of a model's parameters, and those that are trained and not reduced.
 
-    The wrapper does not reduce those named in ``left_out``; ``lookup`` returns the lasting tensor
-    of a parameter, None if all parameters last.
+    A shared parameter has a role for each of its names. Those that are not reduced have their name
+    and shape; the wrapper does not reduce those named in ``left_out``. ``lookup`` returns the
+    lasting tensor of a parameter, None if all parameters last.
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
@@ -323,7 +317,7 @@ def read_roles(
         words[canonical_name(name)] = role_word(role, "" if first == name else first)
         if tensor.requires_grad and name in left_out and len(alone) < MOST_NAMED:
             alone[f"{name} {known_size(tensor)[0]}"] = tensor
-    return ParameterRoles(Roles(tuple(words), tuple(words.values())), alone)
+    return Roles(tuple(words), tuple(words.values())), alone
 
 
 def replaced_parameters(

@@ -15,11 +15,10 @@ from enum import IntFlag
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.stats.arrays import Ints, digest_of
+from rankscope.stats.arrays import Bools, Ints, digest_of
 
 FIRST_ROLE_STEPS = (0, PACE.later_look)
 """Steps of a session, counted from its first, in which a worker reads the roles."""
@@ -285,13 +284,6 @@ def unchanged_differences(
     )
 
 
-def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
-    """Return the gradients, named by worker, that were scaled otherwise than most before use."""
-    names = list(dict.fromkeys(name for names in names_W for name in names))
-    digests_W = np.zeros(len(names_W), np.int64)
-    return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
-
-
 def named_by(kind: StateKind, names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
     """Return what workers name, for the record: 1 on those that do."""
     none_W = np.zeros(len(names_W), bool)
@@ -318,36 +310,14 @@ def alike_shards(starts_W: Sequence[Sequence[ShardStart]]) -> tuple[StateDiffere
     return named_by(StateKind.SHARDS, [list(divided)] * len(starts_W))
 
 
-def counts_of(
-    counts_W: Sequence[Sequence[tuple[str, int, bool]]],
+def numbered(
+    kind: StateKind, sent_W: Sequence[Sequence[tuple[str, int, bool]]]
 ) -> tuple[StateDifference, ...]:
-    """Return the counts in buffers of 16 bits, each worker's largest one, for the record.
-
-    ``unchanged_W`` is true where they begin at 0 in each forward pass.
-    """
-    largest: dict[str, Ints] = {}
-    emptied: dict[str, NDArray[np.bool_]] = {}
-    for rank, counts in enumerate(counts_W):
-        for name, number, is_emptied in counts:
-            largest.setdefault(name, np.zeros(len(counts_W), np.int64))[rank] = number
-            emptied.setdefault(name, np.zeros(len(counts_W), bool))[rank] = is_emptied
-    return tuple(
-        StateDifference(StateKind.COUNTS, name, numbers_W, emptied[name])
-        for name, numbers_W in largest.items()
-    )
-
-
-def moved_in_passes(
-    moved_W: Sequence[Sequence[tuple[str, int, bool]]],
-) -> tuple[StateDifference, ...]:
-    """Return the state that changes between the forward passes of a step, for the record."""
-    changes: dict[str, Ints] = {}
-    frozen = {}
-    for rank, moved in enumerate(moved_W):
-        for name, number, is_frozen in moved:
-            changes.setdefault(name, np.zeros(len(moved_W), np.int64))[rank] = number
-            frozen[name] = is_frozen
-    return tuple(
-        StateDifference(StateKind.PASSES, name, numbers_W, np.full(len(moved_W), frozen[name]))
-        for name, numbers_W in changes.items()
-    )
+    """Return the numbers and flags that workers send by name, for the record; else 0 and False."""
+    numbers: dict[str, Ints] = {}
+    flags: dict[str, Bools] = {}
+    for rank, sent in enumerate(sent_W):
+        for name, number, flag in sent:
+            numbers.setdefault(name, np.zeros(len(sent_W), np.int64))[rank] = number
+            flags.setdefault(name, np.zeros(len(sent_W), bool))[rank] = flag
+    return tuple(StateDifference(kind, name, numbers[name], flags[name]) for name in numbers)

@@ -6,7 +6,7 @@ an optimizer keeps for each.
 
 import math
 from array import array
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.probe import MessagePart
+from rankscope.bus.probe import Awaited, MessagePart
 from rankscope.bus.replicas import StateDigests, StateKind, digest_of_digests
 from rankscope.evidence.state.plan import Item, Slice
 from rankscope.evidence.state.readings import CachedReading, PendingReading
@@ -170,21 +170,16 @@ class StepReadings:
     buffers: PendingReading | None = None  # as the step's first forward pass finds them
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRoles:
-    """The roles of a worker's parameters, and digests of some of these, on their way."""
-
-    roles: Roles
-    left_out: tuple[str, ...]  # names and shapes of the parameters that are not reduced
-    replaced: tuple[str, ...]  # names of those in whose place the optimizer holds others
-    reading: PendingReading
-
-    def read(self) -> Roles:
-        """Wait for the device; return the roles with the digests."""
-        digests = [digest >> 1 for digest in self.reading.read()[0]]
-        left_out = dict(zip(self.left_out, digests, strict=False))
-        replaced = dict(zip(self.replaced, digests[len(left_out) :], strict=True))
-        return replace(self.roles, left_out=left_out, replaced=replaced)
+def with_digests(
+    roles: Roles, left_out: Iterable[str], replaced: Iterable[str], reading: PendingReading
+) -> Roles:
+    """Wait for the device; return roles with the digests of some parameters, in this order."""
+    digests = iter([digest >> 1 for digest in reading.read()[0]])
+    return replace(
+        roles,
+        left_out=dict(zip(left_out, digests, strict=False)),
+        replaced=dict(zip(replaced, digests, strict=False)),
+    )
 
 
 @dataclass(slots=True)
@@ -194,7 +189,7 @@ class PendingState:
     slot: DigestSlot
     seen: StepReadings
     layout: int | None  # digest of the plan; None without one
-    roles: PendingRoles | None  # None in most steps
+    roles: Awaited[Roles] | None  # of the worker's parameters; None in most steps
     sent: bool  # DDP broadcasts running statistics; else they are buffers like others
     finds_changed: bool  # look for gradients that were changed after the reduction
     replicated: bool  # else digests of gradients would only differ, and are left out
@@ -211,8 +206,8 @@ class PendingState:
         readings = [*seen.gradients.values(), *seen.local.values()]
         others = (seen.state, seen.broadcast, seen.buffers)
         readings += [one for one in others if one is not None]
-        readings += [] if self.roles is None else [self.roles.reading]
-        return all(reading.ready for reading in readings)
+        roles = self.roles is None or self.roles.ready
+        return roles and all(reading.ready for reading in readings)
 
     def read(self) -> MessagePart:
         """Wait for the device."""

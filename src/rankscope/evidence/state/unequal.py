@@ -167,7 +167,7 @@ class UnequalState(Detector):
             yield from _layouts(step)
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
         differ = [d for d in roles if any(_role_words(d.digests_W))]
-        words = role_words(differ)
+        words = "; ".join(dict.fromkeys(w for d in differ for w in _role_words(d.digests_W)))
         if words:
             yield _Seen("state.parameters_differ", _odd_of(differ), _names(differ), words, _ROLES)
         if self._local_steps:
@@ -535,11 +535,6 @@ def _own_scale(scales_W: NDArray[np.float64], ranks: Sequence[int]) -> float | N
     typical = float(np.median(np.delete(scales_W, list(ranks))))
     apart = np.abs(own - typical) > _SCALED * max(abs(typical), 1e-30)
     return float(np.median(own)) if apart.all() else None
-
-
-def role_words(differ: Sequence[StateDifference]) -> str:
-    """Return the differences of parameters' roles between workers, in words."""
-    return "; ".join(dict.fromkeys(word for d in differ for word in _role_words(d.digests_W)))
 
 
 def _role_words(words_W: Ints) -> Iterable[str]:
