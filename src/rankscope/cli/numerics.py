@@ -15,11 +15,11 @@ from rich.text import Text
 from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.files import replace
-from rankscope.lab.numerics import write_numerics_page
 from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure, usual_workers
 from rankscope.lab.numerics.spread import types as types_in_words
 from rankscope.lab.numerics.summation import TYPES
+from rankscope.report import needs_extra
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
 DEFAULT_TRAINING_STEPS = 10
@@ -186,7 +186,9 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> lis
         ) from error
     lines = [plain(f"  Numbers: {directory / RESULT_FILE}")]
     try:
-        lines.append(plain(f"  Page:    {write_numerics_page(directory, sums, growth)}"))
+        with needs_extra("numerics.html", "web"):
+            from rankscope.lab.numerics.page import write_page
+        lines.append(plain(f"  Page:    {write_page(directory, sums, growth)}"))
     except MissingExtraError as error:
         lines.append(Text(str(error)))
     return lines
