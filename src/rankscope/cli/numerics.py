@@ -1,20 +1,21 @@
 """``rankscope numerics``: effects of the order of a sum on gradients, and on a training."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.files import replace
+from rankscope.lab.numerics import Progress
 from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure, usual_workers
 from rankscope.lab.numerics.spread import types as types_in_words
@@ -31,7 +32,6 @@ MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
 Values = dict[str, Any]
-OnProgress = Callable[[str, int, int], None]
 
 
 def numerics(
@@ -195,12 +195,16 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> lis
 
 
 @contextmanager
-def _progress(*, enabled: bool) -> Iterator[OnProgress]:
+def _progress(*, enabled: bool) -> Iterator[Progress]:
     """Show the present part while it is computed, in a terminal only."""
-    columns: Sequence[Any] = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
     console = terminal(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not (enabled and console.is_terminal)
+    with bars.Progress(
+        bars.TextColumn("  {task.description}"),
+        bars.BarColumn(),
+        bars.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not (enabled and console.is_terminal),
     ) as progress:
         task = progress.add_task("starting", total=None)
 

@@ -17,7 +17,7 @@ tree each of them has); for ``arrival`` it is one permutation for each bucket.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rankscope.bus.groups import group_parameters
 from rankscope.errors import UsageError
 from rankscope.files import to_plain
+from rankscope.lab.numerics import Progress, no_progress
 from rankscope.lab.numerics.gradients import LocalGradients, for_workers
 from rankscope.lab.numerics.summation import (
     TYPES,
@@ -328,7 +329,7 @@ FAR_BEYOND = 3
 def measure(
     gradients: LocalGradients,
     options: SumOptions | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Add the gradients up in many ways, and compare the results."""
     options = options or SumOptions()
@@ -339,8 +340,7 @@ def measure(
     arithmetics = list(options.arithmetics)
     todo = [(W, kind) for W in options.workers for kind in arithmetics]
     for done, (num_workers, arithmetic) in enumerate(todo):
-        if progress:
-            progress(f"sums over {num_workers} workers", done, len(todo))
+        progress(f"sums over {num_workers} workers", done, len(todo))
         if arithmetic is arithmetics[0]:
             values_WN, made_up = for_workers(
                 sample.values_WN, num_workers, np.random.default_rng([options.seed, num_workers])
@@ -351,8 +351,7 @@ def measure(
             cells.append(case.cell(scheme))
             if num_workers == options.workers[-1]:
                 layers += case.layers(scheme)
-    if progress:
-        progress("sums", len(todo), len(todo))
+    progress("sums", len(todo), len(todo))
     sums: dict[str, Any] = to_plain(
         {
             "kind": "sums",

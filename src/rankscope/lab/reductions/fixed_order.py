@@ -19,7 +19,7 @@ Legend of shapes: W workers of a process group, N elements of a shard.
 import datetime
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -30,11 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import UnsupportedError
-from rankscope.lab.reductions.reduction import (
-    Exchange,
-    OrderedMean,
-    add_up,
-)
+from rankscope.lab.reductions.reduction import Exchange, OrderedMean, add_up
 from rankscope.wrappers.fsdp2_model import ParameterGroup, is_fsdp2, parameter_groups
 from rankscope.wrappers.passes import in_backward
 
@@ -79,7 +75,7 @@ def fixed_order(model: nn.Module) -> None:
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
-        BucketMeans.put_into(inner, _refuse)
+        BucketMeans.put_into(inner)
     elif is_fsdp2(inner):
         _fix_fsdp2(inner)
     else:
@@ -313,8 +309,7 @@ class BucketMeans(BucketReduction):
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._mean = OrderedMean(model.process_group, model.device)
-        super().__init__(model, self._mean)
+        super().__init__(model, OrderedMean(model.process_group, model.device))
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -323,25 +318,25 @@ class BucketMeans(BucketReduction):
         return next((state for hook, state in hooks if isinstance(state, cls)), None)
 
     @classmethod
-    def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> None:
+    def put_into(cls, model: DistributedDataParallel) -> None:
         """Average a model's buckets from now on, unless that is so already.
 
-        Every worker calls it at the same point of the program. ``refuse`` raises, given the
-        expectation and the fact; see :func:`obstacle`.
+        Every worker calls it at the same point of the program.
         """
         if cls.of(model) is not None:
             return
         wrong = obstacle(model) or try_all_to_all(model.process_group, model.device)
         if wrong is not None:
-            refuse(wrong)
+            _refuse(wrong)
         model._comm_hooks[:] = _hooks(model)  # without what copying has left of another model's
         model.register_comm_hook(cls(model), reduce_bucket)
 
     def _begin(self) -> None:
-        self._mean.divisor = self._count_workers()
+        self._reduction.divisor = self._count_workers()
 
     def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
-        return self._mean.start(bucket.buffer())
+        exchange: Exchange = self._reduction.start(bucket.buffer())
+        return exchange
 
 
 def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

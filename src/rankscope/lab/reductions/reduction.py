@@ -39,9 +39,6 @@ from rankscope.lab.reductions.accumulator import Accumulator, add_bounds, conver
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 17}
-"""Values that are added up at a time, by device type: on a CPU what its cache holds."""
-_BLOCK_ELEMENTS_ELSEWHERE = 1 << 22
 _MIN_BLOCK_COLUMNS = 8192
 
 
@@ -58,7 +55,7 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float) -> None:
     """
     num_workers, num_columns = values_WN.shape
     dtype = torch.promote_types(values_WN.dtype, torch.float32)
-    elements = _BLOCK_ELEMENTS.get(into.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    elements = 1 << (17 if into.device.type == "cpu" else 22)  # on a CPU what its cache holds
     width = max(elements // num_workers, _MIN_BLOCK_COLUMNS)
     for first in range(0, num_columns, width):
         block = values_WN[:, first : first + width]

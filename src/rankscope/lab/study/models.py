@@ -48,8 +48,6 @@ def load_model(
     The built-in tokenizer learns from ``tokenizer_records``, which are held out, and the tiny
     model's base training runs on them.
     """
-    if weights is not None and spec != PANGU:
-        raise UsageError(f"published weights can be given for {PANGU} only, the model is {spec!r}")
     with quiet_transformers():
         if spec == TINY:
             model, tokenizer = load_base(
