@@ -330,6 +330,8 @@ _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages",
 MAX_MESSAGE = 160
 """Characters of an error's message."""
 
+ALONE = CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
+
 FUNCTION_ADVICE = (
     "The function must work on each rank as in the training. The process group exists already: "
     "leave init_process_group out of it."
