@@ -1,17 +1,10 @@
 """A reduction whose order of summation is fixed, for a model under DDP or FSDP2.
 
-An all-reduce adds up gradients in an order that depends on its algorithm, on the size of the
-buffer and on where in it an element lies. So other bits come from another bucket size, another
-network or another release of the library. With a fixed order they do not.
-
 FSDP2 reduces the gradients of a module with one reduce-scatter, and lets another take its place:
-:class:`OrderedReduceScatter`. Each worker gets its shard of *every* worker's gradient, which are
-the bytes of a reduce-scatter, and adds them up in rank order, as
-:class:`~rankscope.lab.reductions.reduction.OrderedMean` does for DDP.
-
-Under DDP that mean takes the place of the all-reduce, in a communication hook. A hook cannot be
-taken out of a DDP model again, so a model gets this one at most once, and whoever comes later finds
-it there.
+:class:`OrderedReduceScatter`. Under DDP an
+:class:`~rankscope.lab.reductions.reduction.OrderedMean` takes the place of the all-reduce, in a
+communication hook. A hook cannot be taken out of a DDP model again, so a model gets this one at
+most once, and whoever comes later finds it there.
 
 Legend of shapes: W workers of a process group, N elements of a shard.
 """

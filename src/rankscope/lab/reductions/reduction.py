@@ -1,24 +1,19 @@
 """Sums over workers with the same bits in every run: in a fixed order, or of integers.
 
-A mean in a fixed order takes an all-to-all, a local sum, and an all-gather.
-
-An all-reduce is a reduce-scatter and an all-gather: each sends all but one W-th of the buffer.
-Here an all-to-all of the same size takes the place of the first. After it each worker holds one
-W-th of *every* worker's values, and adds them up itself: in rank order, in fp32 (float64 for
-float64 values), divided by W, rounded once to the buffer's dtype. So the result has the same bits
-on every worker and in every run, for any network and any order of arrival. The price: nothing is
-summed on the way, so that between nodes of several accelerators more bytes travel than in a
-hierarchical all-reduce.
+:class:`OrderedMean`: an all-reduce is a reduce-scatter and an all-gather. Here an all-to-all of the
+same size takes the place of the first. After it each worker holds one W-th of *every* worker's
+values, and adds them up itself: in rank order, in fp32 (float64 for float64 values), divided by W,
+rounded once to the buffer's dtype. The price: nothing is summed on the way, so that between nodes
+of several accelerators more bytes travel than in a hierarchical all-reduce.
 
 Legend of shapes: W workers, n elements of a buffer, N = n // W elements of a piece.
 
 The n mod W elements at the end of a buffer are no piece of anyone: every worker gets all of them
 in a second, tiny all-gather.
 
-:class:`DigitSums` adds accumulators instead: digits, which have no order. On CPUs an all-to-all
-gives each worker one W-th of every worker's digits, which it adds up itself; elsewhere a
-reduce-scatter adds them on the way, as it likes: integers have the same sum in any order. Each
-worker then rounds its W-th, and an all-gather sends it to all. Three numbers for each of the P
+:class:`DigitSums` adds accumulators instead. On CPUs an all-to-all gives each worker one W-th of
+every worker's digits, which it adds up itself; elsewhere a reduce-scatter adds them on the way.
+Each worker then rounds its W-th, and an all-gather sends it to all. Three numbers for each of the P
 parameters of a bucket travel beside the digits: how many summands there are, and their range.
 Pieces then have N = ceil(n / W) elements, the last one fewer.
 """
