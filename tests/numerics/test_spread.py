@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from numerics.reductions import reduce_mean
+from numerics.reductions import exact_sums, reduce_mean
 from rankscope.errors import UsageError
 from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure
-from rankscope.lab.numerics.summation import Scheme, exact_sums
+from rankscope.lab.numerics.summation import Scheme
 from rankscope.stats.rounding import ulp_distance
 
 

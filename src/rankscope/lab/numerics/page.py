@@ -193,16 +193,10 @@ def _rows(growth: Values) -> Iterator[list[str]]:
 def _facts(sums: Values, growth: Values | None) -> Iterator[tuple[str, str]]:
     source = sums["source"]
     options = sums["options"]
-    reference = sums["reference"]
     yield "Gradients", f"{source['name']} ({source['kind']})"
     yield "Elements", f"{source['num_measured']:,} measured of {source['num_elements']:,}"
     yield "Orders", f"{options['orders']} per sum, or all where there are fewer"
     yield "Divided by W", "before the sum"
-    yield (
-        "Reference",
-        f"float64, {size(reference['relative'])} from exact sums of {reference['num_exact']:,} "
-        "elements",
-    )
     if growth is not None:
         known: Mapping[str, Any] = growth["facts"]
         options = growth["options"]

@@ -33,7 +33,6 @@ from rankscope.lab.numerics.summation import (
     TYPES,
     Arithmetic,
     Scheme,
-    check_reference,
     num_buckets,
     reduce_buffers,
     sums_in_float64,
@@ -364,7 +363,6 @@ def measure(
             },
             "options": {**asdict(options), "divide": "before"},  # by W, before the sum
             "notes": [*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)],
-            "reference": check_reference(values_WN),
             "worlds": worlds,
             "cells": cells,
             "layers": layers,

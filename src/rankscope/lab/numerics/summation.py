@@ -20,15 +20,11 @@ from rankscope.stats.rounding import (
     UNIT_ROUNDOFF,
     Algorithm,
     round_to_bfloat16,
-    ulp_distance,
     worst_error,
 )
 
 BUCKET_ELEMENTS = 262_144
 """Elements of a bucket whose arrival order is its own: 1 MiB of float32, as DDP's first bucket."""
-
-MAX_EXACT = 4096
-"""Elements whose sums float64 is held against."""
 
 TYPES = ("float32", "bfloat16", "float16")
 
@@ -164,37 +160,6 @@ def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
 def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the sums over workers ``[N]``, added one after the other in float64."""
     return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
-
-
-def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the correctly rounded sums over workers ``[N]``: as if added without any error.
-
-    Source: Shewchuk, "Adaptive precision floating-point arithmetic and fast robust geometric
-    predicates" (1997), which :func:`math.fsum` implements.
-    """
-    columns = gradients_WN.T.astype(np.float64).tolist()
-    return np.array([math.fsum(column) for column in columns], dtype=np.float64)
-
-
-def check_reference(gradients_WN: NDArray[np.float32]) -> dict[str, float]:
-    """Compare float64 with exact sums on elements spread evenly over the buffer.
-
-    Returns ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64
-    in Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
-    last place of float64.
-    """
-    num_elements = gradients_WN.shape[1]
-    chosen = np.unique(np.linspace(0, num_elements - 1, min(MAX_EXACT, num_elements)).astype(int))
-    sample = gradients_WN[:, chosen]
-    exact = exact_sums(sample)
-    approximate = sums_in_float64(sample)
-    size = float(np.linalg.norm(exact))
-    error = float(np.linalg.norm(approximate - exact))
-    return {
-        "num_exact": len(chosen),
-        "relative": error / size if size else (0.0 if error == 0 else math.inf),
-        "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
-    }
 
 
 def _add_chain(terms: Iterator[Array], dtype: str) -> Array:

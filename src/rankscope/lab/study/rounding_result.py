@@ -116,7 +116,7 @@ class Growth:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**asdict(self), "laws": [asdict(law) for law in self.laws], "words": self.words}
+        return {**asdict(self), "words": self.words}
 
 
 def fit_growth(distances_T: Sequence[float]) -> Growth | None:
