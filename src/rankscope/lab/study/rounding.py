@@ -346,15 +346,15 @@ class _Comparison:
     def __init__(self, pair: str, training: _Training) -> None:
         self.training = training
         self.result = PairResult(pair)
-        self._first_steps: dict[str, int] = {}
-        self._apart: dict[str, float] = {}
+        self._layers: dict[str, dict[str, Any]] = {}
 
     def compare(self, first: _Training, groups: dict[str, Tensor], step: int) -> None:
         own = self.training.parameters_by_group()
         for name, values in groups.items():
-            self._apart[name] = relative_distance(values, own[name])
-            if name not in self._first_steps and not torch.equal(values, own[name]):
-                self._first_steps[name] = step
+            layer = self._layers.setdefault(name, {"group": name, "first_step": None})
+            layer["distance"] = relative_distance(values, own[name])
+            if layer["first_step"] is None and not torch.equal(values, own[name]):
+                layer["first_step"] = step
         a = torch.cat(list(groups.values()))
         b = torch.cat(list(own.values()))
         ulps = ulp_distance(a.numpy(), b.numpy())
@@ -370,13 +370,9 @@ class _Comparison:
         result.loss_difference.append(self.training.loss - first.loss)
 
     def finish(self) -> PairResult:
-        layers = [
-            {"group": name, "first_step": self._first_steps.get(name), "distance": distance}
-            for name, distance in self._apart.items()
-        ]
         return replace(
             self.result,
-            layers=layers,
+            layers=list(self._layers.values()),
             growth=fit_growth(self.result.distance),
             skipped=self.training.reducer.num_skipped,
         )
