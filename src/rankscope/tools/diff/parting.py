@@ -162,17 +162,6 @@ class Pair:
             self._distances[pair, kind, back] = apart
         return self._distances[pair, kind, back]
 
-    def traced(self, kind: str) -> tuple[Bools, Floats]:
-        """Return whether traced tensors of one kind differ, and how far ``[P]``; NaN: no traces."""
-        differs_P = np.zeros(len(self), bool)
-        relative_P = np.full(len(self), np.nan)
-        for pair in range(len(self)):
-            apart = self.distance(pair, kind)
-            if apart is not None:
-                differs_P[pair] = apart.differs_N.any()
-                relative_P[pair] = apart.total if differs_P[pair] else 0.0
-        return differs_P, relative_P
-
     def update(self, pair: int) -> float:
         """Return the norm of a step's change of A's traced parameters; 0 if unknown."""
         step = int(self.alignment.steps_a[pair])
@@ -297,10 +286,14 @@ class Pair:
         return ComparedColumn(signal.stage, signal.name, differs_PW, signal.relative_PW)
 
     def _traced(self, stage: Stage, kind: str) -> ComparedColumn:
-        differs_P, relative_P = self.traced(kind)
-        return ComparedColumn(
-            stage, f"traces ({kind})", differs_P[:, None], relative_P[:, None], per_worker=False
-        )
+        differs_P1 = np.zeros((len(self), 1), bool)
+        relative_P1 = np.full((len(self), 1), np.nan)
+        for pair in range(len(self)):
+            apart = self.distance(pair, kind)
+            if apart is not None:
+                differs_P1[pair] = apart.differs_N.any()
+                relative_P1[pair] = apart.total if differs_P1[pair] else 0.0
+        return ComparedColumn(stage, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
 
     def _floats(self, stage: Stage, name: str, one: Floats, other: Floats) -> ComparedColumn:
         known = np.isfinite(one) & np.isfinite(other)
@@ -354,16 +347,15 @@ CURVES = ("parameters", "gradient", "loss")
 
 def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:
     """Return the first step in which two runs part, and its first stage; ULP are of ``dtype``."""
-    stages = list(Stage)
-    firsts = [
-        (int(rows[0]), stages.index(signal.stage))
+    firsts = {
+        (int(rows[0]), list(Stage).index(signal.stage)): None
         for signal in signals
         if len(rows := np.flatnonzero(signal.differs_PW.any(axis=1)))
-    ]
+    }
     if not firsts:
         return None
     at, order = min(firsts)
-    stage = stages[order]
+    stage = list(Stage)[order]
     showing = [s for s in signals if s.stage is stage and s.differs_PW[at].any()]
     best = showing[0]
     apart_W = best.relative_PW[at][best.differs_PW[at]]
@@ -521,20 +513,12 @@ def curves_of(pair: Pair) -> tuple[Curve, ...]:
         loss = np.where(apart == 0, 0.0, apart / np.abs(one).mean(axis=1))
         norm_a, norm_b = pair.steps_column("grad_norm_reduced")
         norms = np.where(norm_a == norm_b, 0.0, np.abs(norm_a - norm_b) / np.abs(norm_a))
-    gradient, parameters = (_curve_of(pair, kind) for kind in ("reduced", "parameter"))
+    gradient = _traced(pair, "reduced")
     if np.isnan(gradient).all():
         gradient = norms
-    found = [
-        Curve("loss", steps, loss),
-        Curve("gradient", steps, gradient),
-        Curve("parameters", steps, parameters),
-    ]
+    found = [Curve("loss", steps, loss), Curve("gradient", steps, gradient)]
+    found.append(Curve("parameters", steps, _traced(pair, "parameter")))
     return tuple(curve for curve in found if np.isfinite(curve.values).any())
-
-
-def _curve_of(pair: Pair, kind: str) -> Floats:
-    differs_P, relative_P = pair.traced(kind)
-    return np.where(differs_P & np.isnan(relative_P), np.inf, relative_P)
 
 
 def growth_of(curve: Curve) -> DifferenceGrowth | None:
@@ -627,6 +611,16 @@ def _divergence_in(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
 def _jump(pair: Pair, at: int, curve: str, before: float, after: float, tensor: str) -> Jump:
     steps = pair.alignment
     return Jump(int(steps.steps_a[at]), int(steps.steps_b[at]), curve, before, after, tensor)
+
+
+def _traced(pair: Pair, kind: str) -> Floats:
+    values = np.full(len(pair), np.nan)
+    for at in range(len(pair)):
+        apart = pair.distance(at, kind)
+        if apart is not None:
+            total = apart.total if apart.differs_N.any() else 0.0
+            values[at] = math.inf if math.isnan(total) else total
+    return values
 
 
 def _slope(x: Floats, y: Floats) -> tuple[float, float]:
