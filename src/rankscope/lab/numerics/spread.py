@@ -206,8 +206,8 @@ class Case:
             share_not_finite=float(np.average(~finite_N, weights=self._sample.weights_N)),
             spread_ulp=_ulps(spread_N[finite_N]),
             spread_relative=self._relative(np.ptp(kept_KN, axis=0) ** 2, finite_N),
-            difference_relative=self._relative(2 * variance_N, finite_N),
-            error_relative=self._relative(error_N, finite_N),
+            difference_relative=self._relative(2 * variance_N, finite_N),  # of pairs of orders
+            error_relative=self._relative(error_N, finite_N),  # root mean square over orders
             **self._errors(scheme, every),
         )
 
