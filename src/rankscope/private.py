@@ -81,12 +81,11 @@ def find(path: str) -> Any:
 
 
 class Use(NamedTuple):
-    """Private names that one part of rankscope uses.
+    """Private names that are used for one purpose.
 
     Attributes:
         owner: Dotted path of the module or class that has them; of a class, its objects may.
         names: The names, separated by spaces.
-        where: Modules of rankscope that use them, likewise.
         why: Their purpose.
         without: The effect where one is missing.
         need: The key of :func:`lacking`; empty if their users look themselves.
@@ -95,7 +94,6 @@ class Use(NamedTuple):
 
     owner: str
     names: str
-    where: str
     why: str
     without: str
     need: str = ""
@@ -149,7 +147,6 @@ USES = (
     Use(
         "torch._C",
         "_current_graph_task_id",
-        "wrappers.passes",
         "whether this thread runs a backward pass, and which",
         _REFUSES,
         need="backward",
@@ -157,7 +154,6 @@ USES = (
     Use(
         "torch.autograd.Variable",
         "_execution_engine",
-        "wrappers.passes wrappers.hooked wrappers.reduced_product evidence.canary.alone",
         "what is to run at the end of a backward pass; canaries must not accumulate gradients",
         _REFUSES,
         need="backward",
@@ -165,14 +161,12 @@ USES = (
     Use(
         "torch.Tensor",
         "_post_accumulate_grad_hooks",
-        "wrappers.hooked",
         "the local gradient of a model without wrapper, before hooks of the training's reduce it",
         "such hooks run before the local gradient is read",
     ),
     Use(
         "torch.autograd",
         "_make_grads",
-        "wrappers.backward_calls",
         "the roots of a backward pass, which are the losses that no model's output holds",
         "losses outside of the model's output are not recorded",
         need="roots",
@@ -180,14 +174,12 @@ USES = (
     Use(
         "torch.Tensor",
         "_backward_hooks",
-        "wrappers.passes",
         "a hook on what the model returns, without the handle that register_hook makes",
         "register_hook is called",
     ),
     Use(
         "torch.autograd.graph.Node",
         "_register_hook_dict",
-        "wrappers.passes",
         "likewise",
         "register_hook is called",
     ),
@@ -196,22 +188,15 @@ USES = (
         "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
         " _saved_target _saved_ignore_index _saved_self_sym_numel _saved_self_sym_sizes"
         " _input_metadata",
-        "wrappers.loss_form wrappers.backward_loss",
-        "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
-        "the loss counts as it is, with an unknown weight",
-    ),
-    Use(
-        "torch.autograd.graph.Node",
-        "_saved_target _saved_ignore_index _raw_saved_target",
-        "evidence.parity.figures",
-        "the targets of a cross entropy, unless a hook of the training's has packed them",
-        "label tokens are those that the model is given, if any",
+        "what a loss was divided by or multiplied with, its targets, and over how many tokens it is"
+        " a mean",
+        "the loss counts as it is, with an unknown weight; parity counts the label tokens that the"
+        " model is given, if any",
     ),
     Use(
         "torch.autograd.graph.Node",
         "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight"
         " _raw_saved_target",
-        "wrappers.loss_form",
         "whether a hook of the training's has packed what would be read",
         "it is unpacked, as a backward pass does",
     ),
@@ -219,25 +204,18 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "wrappers.accumulation wrappers.ddp wrappers.ddp_reading wrappers.fsdp2 wrappers.loop"
-        " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
-        " wrappers.megatron"
-        " lab.reductions.order_free evidence.copies.probe evidence.state.rare"
-        " evidence.reference.loss_tape",
         "whether a gradient, a buffer or a copy was written since it was read",
         _SWITCHES_OFF,
     ),
     Use(
         "torch._dynamo.eval_frame",
         "cached_backends",
-        "evidence.reference.loss_tape",
         "whether anything is compiled, which would run otherwise while a loss is recorded",
         "losses that exchange tensors are not run again where torch's compiler is loaded",
     ),
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode _get_current_dispatch_mode_stack _pop_mode _push_mode",
-        "evidence.reference.loss_tape",
         "to record what a loss computes, from the model's outputs to ``backward``",
         "losses that exchange tensors are not run again",
         need="tape",
@@ -245,15 +223,12 @@ USES = (
     Use(
         "torch.Tensor",
         "_indices _values",
-        "evidence.canary.state gradients.kernels.flat gradients.sketch gradients.digest"
-        " evidence.state.readings",
         "sparse gradients and state that is not coalesced",
         _SWITCHES_OFF,
     ),
     Use(
         "torch.Tensor",
         "_is_view",
-        "evidence.canary.state",
         "to put back what a canary's forward pass changes",
         "no canaries",
         need="canary",
@@ -261,7 +236,6 @@ USES = (
     Use(
         "torch.UntypedStorage",
         "_cdata",
-        "evidence.canary.state",
         "whether two tensors share their memory",
         "no canaries",
         need="canary",
@@ -269,7 +243,6 @@ USES = (
     Use(
         "torch.Generator",
         "_cdata",
-        "evidence.canary.state",
         "which generator an operation draws from",
         "no canaries",
         need="canary",
@@ -277,7 +250,6 @@ USES = (
     Use(
         "torch._C._autograd",
         "_unsafe_set_version_counter",
-        "evidence.canary.state",
         "to put back how often a tensor was written",
         "no canaries",
         need="canary",
@@ -286,21 +258,18 @@ USES = (
     Use(
         "torch.distributed.ProcessGroup",
         "_allgather_base",
-        "evidence.outliers.probe",
         "tensors that the model's forward pass gathers from other workers",
         "workers that differ as they have parts of the same sequences may be a warning",
     ),
     Use(
         "torch.distributed._functional_collectives",
         "permute_tensor",
-        "evidence.outliers.probe",
         "likewise, by torch's functional collectives",
         "likewise",
     ),
     Use(
         "torch.distributed._functional_collectives",
         "AsyncCollectiveTensor wait_tensor",
-        "evidence.reference.loss_tape",
         "what such a collective of a loss returns, and its end",
         "reference steps cannot be made",
     ),
@@ -308,14 +277,12 @@ USES = (
     Use(
         "torch._C._distributed_c10d",
         "_dump_fr_trace_json",
-        "session.opening",
         "the collectives that torch's Flight Recorder holds",
         "hangs are reported without the collective",
     ),
     Use(
         "torch._C._distributed_c10d",
         "_dump_nccl_trace_json",
-        "session.opening",
         "likewise of NCCL",
         "hangs are reported without the collective, unless the backend is gloo",
         releases="those that are built with NCCL",
@@ -326,7 +293,6 @@ USES = (
         "_top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks"
         " _push_saved_tensors_default_hooks _saved_tensors_hooks_get_disabled_error_message"
         " _saved_tensors_hooks_enable _saved_tensors_hooks_disable",
-        "wrappers.surroundings",
         "to leave checkpoints and offloading for as long as the monitor works",
         "they see the monitor's work; no canaries",
         need="canary",
@@ -334,7 +300,6 @@ USES = (
     Use(
         "torch._C._autograd",
         "_profiler_enabled _enable_record_function",
-        "wrappers.surroundings",
         "to show a profiler the training alone",
         "no canaries",
         need="canary",
@@ -342,7 +307,6 @@ USES = (
     Use(
         "torch._C",
         "_InferenceMode",
-        "wrappers.surroundings",
         "to leave inference mode, whose tensors cannot be written outside of it",
         "no canaries",
         need="canary",
@@ -350,7 +314,6 @@ USES = (
     Use(
         "torch._C._profiler",
         "_RecordFunctionFast",
-        "wrappers.surroundings",
         "the one range that a profiler sees of the monitor",
         "no canaries",
         need="canary",
@@ -358,7 +321,6 @@ USES = (
     Use(
         "torch._C",
         "DisableTorchFunctionSubclass",
-        "wrappers.backward_loss",
         "to read a loss of the training's own class of tensors without its functions",
         "rankscope run sees no losses that the model does not return, with one warning",
     ),
@@ -367,7 +329,6 @@ USES = (
         "_len_torch_dispatch_stack _get_dispatch_stack_at _pop_torch_dispatch_stack"
         " _push_on_torch_dispatch_stack _len_torch_function_stack _get_function_stack_at"
         " _pop_torch_function_stack _push_on_torch_function_stack",
-        "wrappers.surroundings",
         "to leave the training's modes for as long as the monitor works",
         "they see the monitor's work; no canaries",
         need="canary",
@@ -376,7 +337,6 @@ USES = (
         "torch._C",
         "_are_functorch_transforms_active _get_tracing_state _get_dispatch_mode"
         " _TorchDispatchModeKey",
-        "wrappers.surroundings",
         "whether a forward pass is transformed or traced, and none of the training's",
         "it counts as one of the training's; no canaries",
         need="canary",
@@ -384,7 +344,6 @@ USES = (
     Use(
         "torch.utils._device",
         "DeviceContext",
-        "wrappers.surroundings",
         "the default device of the training's forward pass",
         "no canaries",
         need="canary",
@@ -392,7 +351,6 @@ USES = (
     Use(
         "torch.autograd.forward_ad",
         "_current_level",
-        "wrappers.surroundings",
         "whether tensors carry tangents, which a canary's would not",
         "no canaries",
         need="canary",
@@ -401,7 +359,6 @@ USES = (
         "torch.nn.modules.module",
         "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks"
         " _global_backward_hooks",
-        "wrappers.surroundings",
         "to run a model without the hooks that the training has on all modules",
         "no canaries",
         need="canary",
@@ -410,7 +367,6 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "_get_current_dispatch_mode_stack",
-        "evidence.canary.alone",
         "whether a backward pass is one inside of a canary",
         "no canaries",
         need="canary",
@@ -418,8 +374,6 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "evidence.canary.alone evidence.canary.state evidence.reference.decisions"
-        " evidence.update.again gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
     ),
@@ -427,7 +381,6 @@ USES = (
         "torch._C",
         "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _len_torch_dispatch_stack"
         " _get_dispatch_stack_at",
-        "wrappers.reduced_product",
         "to see DDP copy reduced gradients back, in the tier scalars",
         "no directions of more than two workers in the tier scalars",
         need="copies",
@@ -435,7 +388,6 @@ USES = (
     Use(
         "torch.ops.aten",
         "_foreach_copy_",
-        "wrappers.reduced_product",
         "likewise",
         "no directions of more than two workers in the tier scalars",
         need="copies",
@@ -443,22 +395,18 @@ USES = (
     Use(
         "torch.ops.aten",
         "_to_copy",
-        "evidence.reference.decisions",
         "which detached tensors are copies of each other, in another type",
         "a reference step follows a detached tensor no further than to its conversion",
     ),
     Use(
         "torch._ops.OpOverload",
         "_schema",
-        "evidence.canary.alone evidence.reference.decisions evidence.reference.loss_tape"
-        " tools.doctor.determinism",
         "which arguments an operator writes into, and along which axis it chooses",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
     Use(
         "torch.utils._pytree",
         "tree_flatten tree_map",
-        "tools.doctor.determinism",
         "the tensors among an operator's arguments",
         "the preflight does not look for operators that are not deterministic",
         need="operators",
@@ -467,23 +415,18 @@ USES = (
     Use(
         "torch._C._dynamo.eval_frame",
         "get_eval_frame_callback",
-        "wrappers.calls",
         "whether a hook is about to be traced",
         "hooks are always called past the compiler, which takes longer",
     ),
     Use(
         "torch._C._dynamo.eval_frame",
         "set_code_exec_strategy _FrameExecStrategy _FrameAction",
-        "wrappers.untraced",
         "that the compiler leaves hooks alone which autograd calls in a compiled step",
         "such a step compiles the monitor's hooks, which takes minutes",
     ),
     Use(
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
-        "wrappers.labels gradients.names integrations.catch lab.reductions.fixed_order"
-        " wrappers.find wrappers.calls evidence.canary.alone lab.study.demo"
-        " lab.study.preloaded integrations.parity",
         "the model inside of a compiled one, and its calls; what the compiler logs is kept out of"
         " the output",
         "a compiled model is not recognised, and watch refuses it",
@@ -491,7 +434,6 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find wrappers.calls evidence.canary.program wrappers.facts evidence.parity.probe",
         "whether Module.compile was called, for hooks would break the graph of such a module: they"
         " run around the compiled call",
         "it counts as one that is not compiled",
@@ -499,21 +441,18 @@ USES = (
     Use(
         "torch.nn.Module",
         "_call_impl _forward_pre_hooks _forward_hooks",
-        "evidence.canary.program",
         "which module runs an operation of a canary, and whether a hook of it does",
         "operations of a canary are named without their module",
     ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "_checkpoint_wrapped_module",
-        "gradients.names",
         "one name for a parameter, with and without activation checkpointing",
         "parameters have longer names",
     ),
     Use(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "_fsdp_wrapped_module",
-        "gradients.names",
         "likewise under FSDP1",
         "parameters have longer names",
     ),
@@ -521,7 +460,6 @@ USES = (
         "torch.utils.data.dataloader._MultiProcessingDataLoaderIter",
         "_BaseDataLoaderIter _dataset _workers _num_yielded _IterableDataset_len_called"
         " _next_index _index_sampler _send_idx _rcvd_idx _in_order",
-        "wrappers.loading",
         "what a data loader yields, as it is, where it ends, which rows of its data set that are,"
         " and whether it has processes",
         "samples are compared by the inputs of the model alone",
@@ -529,7 +467,6 @@ USES = (
     Use(
         "torch.distributed.tensor.DTensor",
         "_local_tensor",
-        "evidence.state.probe evidence.reference.loss_tape",
         "this rank's part of a parameter, without an operation that a mode of the training's sees",
         _SWITCHES_OFF,
     ),
@@ -537,38 +474,30 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "evidence.canary.program evidence.canary.state evidence.state.plan"
-        " evidence.state.probe evidence.optimizer.probe"
-        " evidence.state.rare"
-        " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
     ),
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.probe evidence.state.rare tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
     Use(
         "torch.nn.Module",
         "_non_persistent_buffers_set",
-        "wrappers.facts",
         "which buffers no checkpoint holds",
         "such a buffer that differs between workers is an error as any other",
     ),
     Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "wrappers.optimizers integrations.torchtitan evidence.update.audit",
         "which of several wrapped optimizers takes hooks, and which hooks change an update",
         "no settings and no time of the optimizer are recorded",
     ),
     Use(
         "torch.nn.utils.clip_grad",
         "_get_total_norm _clip_grads_with_norm_",
-        "wrappers.clipping",
         "to which norm gradients are clipped, and from which",
         "clipping is judged by its effect alone, unless the plan has max_norm",
     ),
@@ -576,56 +505,48 @@ USES = (
     Use(
         _DDP,
         "_comm_hooks _get_ddp_logging_data",
-        "wrappers.facts wrappers.ddp lab.reductions.fixed_order lab.reductions.order_free",
         "whether, and in which hook, something else reduces",
         "the run's facts name no hook; fixed_order and order_free refuse",
     ),
     Use(
         _DDP,
         "_join_config _divide_by_initial_world_size",
-        "wrappers.ddp lab.reductions.fixed_order",
         "over how many workers a mean is taken in model.join()",
         "fixed_order and order_free refuse, or divide by the initial number",
     ),
     Use(
         _DDP,
         "_module_parameters",
-        "wrappers.find lab.reductions.fixed_order",
         "which parameters DDP reduces",
         "it counts as reducing all",
     ),
     Use(
         _DDP,
         "_use_python_reducer _delay_all_reduce_params",
-        "wrappers.find lab.reductions.fixed_order",
         "ways of reducing in which hooks do not see local gradients",
         "they count as not being used",
     ),
     Use(
         _DDP,
         "_sync_buffers _match_all_reduce_for_bwd_pass",
-        "wrappers.ddp",
         "when DDP broadcasts buffers, and which steps a worker without data only shadows",
         "the wait for a broadcast is part of the forward pass; shadowed steps are not observed",
     ),
     Use(
         _DDP,
         "_active_ddp_module",
-        "wrappers.find",
         "whether a model was wrapped anew",
         "the run goes on with the old wrapper",
     ),
     Use(
         _DDP,
         "_ddp_ignored",
-        "evidence.canary.cost",
         "which buffers DDP does not broadcast",
         "none is taken for one of these",
     ),
     Use(
         "torch.distributed.Reducer",
         "_get_zeros_like_grad_buckets",
-        "lab.reductions.order_free",
         "which parameters are in DDP's buckets",
         "order_free refuses",
     ),
@@ -633,21 +554,18 @@ USES = (
     Use(
         "torch.distributed._composable.contract",
         "_get_registry",
-        "wrappers.find",
         "whether replicate was applied to a model",
         "a model under replicate is refused",
     ),
     Use(
         "torch.distributed._composable.replicate",
         "replicate _ddp",
-        "wrappers.find integrations.catch",
         "the DDP that reduces for it",
         "a model under replicate is refused",
     ),
     Use(
         "torch.distributed",
         "_composable",
-        "evidence.reference.models",
         "which classes replicate puts in the place of a module's own",
         "no reference step under replicate",
     ),
@@ -656,14 +574,12 @@ USES = (
         f"{_FSDP}._fsdp_state",
         "_register_root_post_backward_final_callback _root_post_backward_final_callback"
         " _state_ctx _mp_policy",
-        "wrappers.fsdp2_model wrappers.facts",
         "when a backward pass begins and ends; in which precision it reduces",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fsdp_state",
         "_end_backward_iteration",
-        "wrappers.fsdp2_model",
         "when the reductions of a backward pass are over",
         "the end of the backward pass counts",
         releases="torch 2.15",
@@ -671,7 +587,6 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_state",
         "_fsdp_param_group _fsdp_param_groups",
-        "wrappers.fsdp2_model",
         "what is reduced together; one name is that of older releases",
         _REFUSES,
         releases="each has one of them",
@@ -679,35 +594,30 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param_group",
         "_all_reduce_hook _partial_reduce_output _reduce_scatter_comm",
-        "wrappers.fsdp2_model",
         "whether, over which workers, and by whom it was reduced",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "wrappers.fsdp2_model",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fully_shard.FSDPModule",
         "_get_fsdp_state",
-        "wrappers.fsdp2_model wrappers.facts integrations.catch",
         "FSDP2's own objects",
         _REFUSES,
     ),
     Use(
         "torch.distributed.device_mesh.DeviceMesh",
         "_get_root_mesh",
-        "wrappers.fsdp2_mesh",
         "the other axes of the mesh from which FSDP2's own was cut",
         "only the axes that placements of parameters name are known",
     ),
     Use(
         "torch.distributed.pipelining.schedules._PipelineSchedule",
         "_loss_fn",
-        "integrations.torchtitan",
         "the losses of a pipeline's last stage",
         "they are not recorded",
     ),
@@ -715,35 +625,25 @@ USES = (
     Use(
         "torch.distributed.distributed_c10d",
         "_get_default_store",
-        "wrappers.rendezvous",
         "the store through which ranks find each other's monitor",
         _REFUSES,
     ),
     Use(
         "torch.distributed.distributed_c10d",
         "_world",
-        "integrations.beginning",
-        "the process groups of a training, whose model without wrapper has workers in one of them",
-        "all ranks are its workers, or it is not watched",
-    ),
-    Use(
-        "torch.distributed.distributed_c10d",
-        "_world",
-        "session.opening",
-        "the ranks of each process group, which gloo's recorder of collectives does not hold",
-        "a hang is reported without ranks that have entered no collective of a group",
+        "the process groups of a training, and the ranks of each",
+        "all ranks are workers of a model without wrapper, or it is not watched; a hang is reported"
+        " without ranks that have entered no collective of a group",
     ),
     Use(
         "torch.distributed.ProcessGroup",
         "_device_types _get_backend",
-        "wrappers.rendezvous",
         "after how many seconds a collective fails",
         "ranks wait for each other for the time that the caller sets",
     ),
     Use(
         "torch._C._distributed_c10d.Backend.Options",
         "_timeout",
-        "wrappers.rendezvous",
         "likewise",
         "ranks wait for each other for the time that the caller sets",
     ),
@@ -751,42 +651,36 @@ USES = (
     Use(
         "datasets.iterable_dataset.IterableDataset",
         "_distributed",
-        "wrappers.facts",
         "over how many ranks a streamed data set is split",
         "a data set that is split twice is not named",
     ),
     Use(
         _ENGINE,
         "_backward_prologue _backward_epilogue _take_model_step",
-        "wrappers.deepspeed",
         "when a backward pass begins and ends, and when the engine steps",
         _REFUSES,
     ),
     Use(
         _ENGINE,
         "_unmanaged_backward_count _is_gradient_accumulation_boundary",
-        "wrappers.deepspeed_reading",
         "whether watching begins in the middle of a step",
         "it counts as beginning with one",
     ),
     Use(
         "deepspeed.runtime.bf16_optimizer",
         "_hp_grad",
-        "wrappers.deepspeed_reading",
         "gradients in float32 of bf16 parameters",
         "the step is not observed",
     ),
     Use(
         "deepspeed.utils.tensor_fragment",
         "_hp_mapping",
-        "evidence.parity.held wrappers.optimizers",
         "which elements of a parameter DeepSpeed's ZeRO 1 or 2 keeps in a rank's flat tensor",
         "parity has no step to compare, and says so",
     ),
     Use(
         "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3",
         "_z3_optimizer",
-        "evidence.parity.held wrappers.optimizers",
         "likewise under ZeRO 3",
         "parity has no step to compare, and says so",
         releases="0.19; parameters have it",
@@ -794,14 +688,12 @@ USES = (
     Use(
         "torch.distributed.pipelining.schedules.PipelineScheduleMulti",
         "_stages",
-        "integrations.parity",
         "the stages of a pipeline on one rank",
         "parity sees the first one alone, and says that the parameters of both sides differ",
     ),
     Use(
         "torch.distributed.pipelining.stage._PipelineStageBase",
         "_forward_metadata_inference",
-        "integrations.parity",
         "a pass in which a pipeline's schedule looks for shapes, and which trains nothing",
         "parity counts the samples of the first step twice",
         releases="torch 2.13; earlier ones use empty tensors",
@@ -809,35 +701,30 @@ USES = (
     Use(
         "deepspeed.runtime.zero.stage_1_and_2",
         "_zero_padding",
-        "wrappers.deepspeed_reading",
         "which shards are padding",
         "they count as shards",
     ),
     Use(
         "transformers.trainer",
         "_run_epoch _finalize_training",
-        "integrations.transformers",
         "to close the run as incomplete when a training raises",
         "other methods are looked at; the run ends with its process",
     ),
     Use(
         "trl.trainer.grpo_trainer.GRPOTrainer",
         "_get_per_token_logps_and_entropies",
-        "integrations.rollouts",
         "the trainer's log-probabilities where the inputs of its loss hold the rollout's alone",
         "rollout_gap is recorded only where they hold both, as with vLLM",
     ),
     Use(
         "ray.train.v2._internal.execution.context",
         "get_train_context",
-        "integrations.ray",
         "to keep a worker until its run is written",
         "the run is closed as a complete one also after an error, maybe without its last step",
     ),
     Use(
         "mlflow.tracking.fluent",
         "_get_latest_active_run",
-        "sinks.mlflow",
         "the run that the training opened in another thread",
         "a run of its own is opened",
     ),

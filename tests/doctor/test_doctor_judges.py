@@ -18,7 +18,6 @@ def worker(**changes):
         "host": "a",
         "launched": True,
         "world_size": 4,
-        "num_local": 4,
         "device": "cpu",
         "device_kind": "cpu",
         "device_name": "CPU",
@@ -41,7 +40,7 @@ def gpus(ids, **changes):
         (gpus([0, 1, 1, 3]), Status.ERROR, "ranks 1 and 2 share one device (cuda:1 of a)"),
         ([*gpus([0, 1, 2]), worker()], Status.ERROR, "different kinds of device: cpu and cuda"),
         (
-            [worker(num_local=3)] * 3 + [worker(host="b", num_local=1)],
+            [worker()] * 3 + [worker(host="b")],
             Status.WARNING,
             "hosts have different numbers of ranks, b only 1",
         ),

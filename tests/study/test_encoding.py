@@ -33,13 +33,12 @@ def _ids(text: str) -> list[int]:
 
 def test_prompt_response_and_end_token() -> None:
     encoded = encode(RECORDS, Bytes(), 1000)
-    assert len(encoded) == 2
-    for sample, record in zip(encoded, RECORDS, strict=True):
-        assert sample.index == record.index
-        assert sample.prompt_length == len(prompt(record))
-        assert sample.input_ids.tolist() == [*_ids(prompt(record) + record.output), 2]
+    texts = [[*_ids(prompt(record) + record.output), 2] for record in RECORDS]
+    assert encoded.indices.tolist() == [record.index for record in RECORDS]
+    assert encoded.prompt_lengths.tolist() == [len(prompt(record)) for record in RECORDS]
+    assert encoded.tokens.tolist() == [*texts[0], *texts[1]]
+    assert encoded.lengths.tolist() == [len(text) for text in texts]
     assert encoded.truncated == encoded.skipped_truncated == 0
-    assert encoded.lengths.tolist() == [len(sample.input_ids) for sample in encoded]
 
 
 def test_maximum_length() -> None:

@@ -167,6 +167,6 @@ def test_sentencepiece_tokenizer(published: tuple[Path, Any], tmp_path: Path) ->
         ids = tokenizer([record.output], add_special_tokens=False)["input_ids"][0]
         assert ids == processor.encode(record.output)
     encoded = encode(RECORDS, tokenizer, 512)
-    assert all(sample.input_ids[-1] == tokenizer.eos_token_id for sample in encoded)
+    assert (encoded.tokens[encoded.starts[1:] - 1] == tokenizer.eos_token_id).all()
     tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "tokenizer.model").is_file()

@@ -70,12 +70,13 @@ def doctor(
 
     def report(results: Sequence["CheckResult"]) -> int:
         taken = time.monotonic() - began
+        status = worst(results)
         if as_json:
-            print_json(to_document(results, taken))
+            print_json(to_document(results, status, taken))
         else:
-            render_checkup(results, taken, terminal())
+            render_checkup(results, status, taken, terminal())
         sys.stdout.flush()
-        return int(worst(results).level >= Status(fail_on.value).level)
+        return int(status.level >= Status(fail_on.value).level)
 
     options = Options(model, optimizer, loader, batches, seconds)
     code = run_preflight(options, report)
@@ -93,7 +94,9 @@ _LOOK = {
 _WORTH_ADVICE = ("error", "warning", "note")
 
 
-def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Console) -> None:
+def render_checkup(
+    results: Sequence["CheckResult"], status: str, seconds: float, console: Console
+) -> None:
     """Print all results, advice for those that are not well, and the verdict."""
     console.print()
     grid = Grid.grid(padding=(0, 2, 0, 0))
@@ -111,9 +114,9 @@ def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Co
     show(console, grid)
     troubled = [
         result
-        for status in _WORTH_ADVICE
+        for severity in _WORTH_ADVICE
         for result in results
-        if result.status == status and result.advice
+        if result.status == severity and result.advice
     ]
     if troubled:
         console.print()
@@ -129,30 +132,25 @@ def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Co
             ),
         )
     console.print()
-    from rankscope.tools.doctor import worst
-
-    sign, colour = _LOOK[worst(results)]
+    sign, colour = _LOOK[status]
     show(
         console,
         Text.assemble(
             (f"{sign} ", f"bold {colour}"),
-            plain(verdict_in_words(results), "bold"),
+            plain(verdict_in_words(results, status), "bold"),
             (f"\nChecked in {seconds:.1f} s", "dim"),
         ),
     )
     console.print()
 
 
-def to_document(results: Sequence["CheckResult"], seconds: float) -> dict[str, Any]:
+def to_document(results: Sequence["CheckResult"], status: str, seconds: float) -> dict[str, Any]:
     """Return the preflight as one JSON document."""
-    from rankscope.tools.doctor import worst
-
-    status = worst(results)
     document: dict[str, Any] = to_plain(
         {
             "kind": "doctor",
-            "status": str(status),
-            "verdict": verdict_in_words(results),
+            "status": status,
+            "verdict": verdict_in_words(results, status),
             "seconds": seconds,
             "checks": [result.to_json() for result in results],
         }
@@ -160,11 +158,8 @@ def to_document(results: Sequence["CheckResult"], seconds: float) -> dict[str, A
     return document
 
 
-def verdict_in_words(results: Sequence["CheckResult"]) -> str:
-    """Return the verdict in a sentence."""
-    from rankscope.tools.doctor import worst
-
-    status = worst(results)
+def verdict_in_words(results: Sequence["CheckResult"], status: str) -> str:
+    """Return the verdict in a sentence; ``status`` is the gravest of the results."""
     titles = [result.title for result in results if result.status == status]
     listed = ", ".join(title[0].lower() + title[1:] for title in titles)
     if status == "error":

@@ -1,25 +1,26 @@
 """``rankscope numerics``: effects of the order of a sum on gradients, and on a training."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.files import replace
-from rankscope.lab.numerics import write_numerics_page
+from rankscope.lab.numerics import Progress
 from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure, usual_workers
 from rankscope.lab.numerics.spread import types as types_in_words
 from rankscope.lab.numerics.summation import TYPES
+from rankscope.report import needs_extra
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
 DEFAULT_TRAINING_STEPS = 10
@@ -31,7 +32,6 @@ MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
 Values = dict[str, Any]
-OnProgress = Callable[[str, int, int], None]
 
 
 def numerics(
@@ -186,19 +186,25 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> lis
         ) from error
     lines = [plain(f"  Numbers: {directory / RESULT_FILE}")]
     try:
-        lines.append(plain(f"  Page:    {write_numerics_page(directory, sums, growth)}"))
+        with needs_extra("numerics.html", "web"):
+            from rankscope.lab.numerics.page import write_page
+        lines.append(plain(f"  Page:    {write_page(directory, sums, growth)}"))
     except MissingExtraError as error:
         lines.append(Text(str(error)))
     return lines
 
 
 @contextmanager
-def _progress(*, enabled: bool) -> Iterator[OnProgress]:
+def _progress(*, enabled: bool) -> Iterator[Progress]:
     """Show the present part while it is computed, in a terminal only."""
-    columns: Sequence[Any] = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
     console = terminal(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not (enabled and console.is_terminal)
+    with bars.Progress(
+        bars.TextColumn("  {task.description}"),
+        bars.BarColumn(),
+        bars.TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not (enabled and console.is_terminal),
     ) as progress:
         task = progress.add_task("starting", total=None)
 

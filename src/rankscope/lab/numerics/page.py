@@ -11,8 +11,6 @@ from rankscope.lab.numerics.spread import size, usual_workers
 from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import Spec, Tables, headed, sized, titled
 
-PAGE = "numerics.html"
-
 
 def write_page(directory: Path, sums: Values, growth: Values | None = None) -> Path:
     """Write ``numerics.html`` and its figures as ``numerics-*.png`` into a directory."""
@@ -36,7 +34,7 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
         "facts": list(_facts(sums, growth)),
     }
     page = write_bytes(
-        Path(directory) / PAGE, render("numerics.html", context, specs, tables).encode()
+        directory / "numerics.html", render("numerics.html", context, specs, tables).encode()
     )
     sheets = {
         "error": _error_sheet(tables, sums),
@@ -49,7 +47,7 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
     }
     if growth is not None:
         sheets["growth"] = growth_sheet(tables, growth)
-    write_sheets(Path(directory), sheets, tables)
+    write_sheets(directory, sheets, tables)
     return page
 
 
@@ -195,16 +193,10 @@ def _rows(growth: Values) -> Iterator[list[str]]:
 def _facts(sums: Values, growth: Values | None) -> Iterator[tuple[str, str]]:
     source = sums["source"]
     options = sums["options"]
-    reference = sums["reference"]
     yield "Gradients", f"{source['name']} ({source['kind']})"
     yield "Elements", f"{source['num_measured']:,} measured of {source['num_elements']:,}"
     yield "Orders", f"{options['orders']} per sum, or all where there are fewer"
-    yield "Divided by W", f"{options['divide']} the sum"
-    yield (
-        "Reference",
-        f"float64, {size(reference['relative'])} from exact sums of {reference['num_exact']:,} "
-        "elements",
-    )
+    yield "Divided by W", "before the sum"
     if growth is not None:
         known: Mapping[str, Any] = growth["facts"]
         options = growth["options"]

@@ -1,71 +1,15 @@
 """How much sums of gradients differ between orders, types and world sizes, and from the truth.
 
 :func:`measure` takes the local gradients of W workers and returns plain JSON values, which the
-figures and the command read (numbers that are undefined or not finite are None; W workers,
-"relative" always in Euclidean norm over all elements)::
+figures and the command read: the source, the options, notes, ``worlds`` (one for each world size),
+``cells`` (one for each world size, combination of types and algorithm), ``layers`` (one for each
+layer, combination of types and algorithm, at the largest world size) and three sentences: why two
+runs differ, whether it matters, and what to do. Numbers that are undefined or not finite are None.
 
-    {
-      "kind": "sums",
-      "source": {                     where the gradients are from
-        "kind": "recorded" | "synthetic" | "file",
-        "name": str,                  such as "built-in model, step 0", "normal", "gradients.npz"
-        "num_gradients": int,         gradients that were given (before more were made)
-        "num_elements": int,          elements of one gradient
-        "num_measured": int           elements that took part (all, or a sample by layer)
-      },
-      "options": {
-        "workers": [int], "orders": int, "types": [str], "seed": int,
-        "divide": "before" | "after"  by W before the sum (as DDP does) or after it
-      },
-      "notes": [str],                 sentences: what was sampled, what was made up
-      "reference": {                  how far float64, the reference, is from correctly rounded
-        "num_exact": int,             elements that were summed exactly
-        "relative": float,            error of float64 there, relative
-        "ulp": float                  the largest, in units in the last place of float64
-      },
-      "worlds": [{                    one per world size, rising
-        "workers": int,
-        "made_up": int,               how many of the W gradients were made up from the given ones
-        "cosine": float,              mean over pairs of workers
-        "cancellation": float,        median over elements of sum |x| / |sum x|
-        "noise_relative": float       standard error of the mean over workers, relative: how far
-                                      other samples of the same data would move it
-      }],
-      "cells": [{                     one per world size, type and algorithm
-        "workers": int,
-        "inputs": "float32" | "bfloat16" | "float16",   type of the buffer
-        "sums": "float32" | "bfloat16" | "float16",     type of partial sums
-        "result": str,                type of the mean that comes back: that of the buffer
-        "algorithm": "sequential" | "ring" | "tree" | "halving" | "arrival",
-        "num_orders": int,            orders that were tried
-        "all_orders": bool,           whether these are all that there are
-        "distinct_results": int,      different buffers that came back, of num_orders
-        "distinct_per_element": {"mean": float, "largest": int},
-        "share_differing": float,     share of elements whose bits depend on the order
-        "share_not_finite": float,    share of elements that overflowed in some order (float16);
-                                      they are left out of what follows
-        "spread_ulp": ULPS,           highest minus lowest result, in units
-                                      in the last place of the result's type, over elements
-        "spread_relative": float,     norm of (highest - lowest), over the norm of the mean
-        "difference_relative": float, typical distance of two orders' results, relative (root mean
-                                      square over pairs of orders)
-        "error_relative": float,      distance from float64, relative; root mean square over orders
-        "error_ulp": ULPS,            over elements, first order tried, in units in the last place
-                                      of the result's type
-        "predicted_relative": float,  what rounding is expected to give
-        "bound_relative": float       what rounding can give at worst (first order)
-      }],
-      "layers": [{                    one per layer, type and algorithm, at the largest world size
-        "layer": str, "num_elements": int, "workers": int,
-        "inputs": str, "sums": str, "result": str, "algorithm": str,
-        "error_relative": float, "error_ulp": ULPS,
-        "predicted_relative": float, "bound_relative": float, "cosine": float
-      }],
-      "sentences": [str]              three: why two runs differ, whether it matters, what to do
-    }
-
-ULPS is ``{"median": float, "p99": float, "largest": float}`` over elements (99 % of them have at
-most ``p99``; the largest is that of an element whose gradients cancel almost entirely).
+"Relative" is in Euclidean norm over all elements, over that of the true mean. Distributions over
+elements are ``{"median", "p99", "largest"}``, in units in the last place of the buffer's type: 99 %
+of the elements have at most ``p99``; the largest is that of an element whose gradients cancel
+almost entirely.
 
 The order of a cell's algorithm is a permutation of the workers (which place in the chain, ring or
 tree each of them has); for ``arrival`` it is one permutation for each bucket.
@@ -73,7 +17,7 @@ tree each of them has); for ``arrival`` it is one permutation for each bucket.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,13 +27,12 @@ from numpy.typing import NDArray
 from rankscope.bus.groups import group_parameters
 from rankscope.errors import UsageError
 from rankscope.files import to_plain
+from rankscope.lab.numerics import Progress, no_progress
 from rankscope.lab.numerics.gradients import LocalGradients, for_workers
 from rankscope.lab.numerics.summation import (
     TYPES,
     Arithmetic,
-    Divide,
     Scheme,
-    check_reference,
     num_buckets,
     reduce_buffers,
     sums_in_float64,
@@ -102,6 +45,7 @@ from rankscope.stats.rounding import predicted_error, ulp_distance
 MAX_WORKERS = 1024
 MAX_ORDERS = 1000
 MAX_ELEMENTS = 8192
+"""Elements that take part, at most; more are sampled by layer."""
 
 ALL_ORDERS_UP_TO = 5
 """Workers up to which all orders are tried."""
@@ -119,8 +63,6 @@ class SumOptions:
     # types of the buffer; 16-bit ones are summed in 32 bits and in 16 bits
     types: tuple[str, ...] = TYPES
     seed: int = 0  # decides the orders, and gradients that are made up
-    divide: Divide = Divide.BEFORE  # when the sum is divided by W
-    max_elements: int = MAX_ELEMENTS  # elements that take part, at most; more are sampled by layer
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "workers", tuple(sorted(set(self.workers))))
@@ -136,19 +78,17 @@ class SumOptions:
             raise UsageError(
                 f"expected some of the types {', '.join(TYPES)}, got {', '.join(unknown) or 'none'}"
             )
-        if self.max_elements < 1:
-            raise UsageError(f"expected at least one element, got {self.max_elements}")
 
     @property
     def arithmetics(self) -> Iterator[Arithmetic]:
         """All combinations of types."""
         for inputs in self.types:
             for sums in dict.fromkeys(("float32", inputs)):
-                yield Arithmetic(inputs, sums, self.divide)
+                yield Arithmetic(inputs, sums)
 
 
 Values = dict[str, Any]
-"""A part of the JSON form of measured sums, which ``numerics.spread`` describes."""
+"""A part of the JSON form of measured sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +107,16 @@ class Sample:
     num_total: int
 
 
-def draw_sample(gradients: LocalGradients, options: SumOptions) -> Sample:
+def draw_sample(gradients: LocalGradients, seed: int) -> Sample:
     """Choose the elements that take part: evenly within each layer, all where there are few."""
-    rng = np.random.default_rng([options.seed, 0])
+    rng = np.random.default_rng([seed, 0])
     groups = group_parameters(gradients.arrays)
     index_of = groups.index_of
     total = gradients.num_elements
     sizes = [0] * len(groups)
     for name, array in gradients.arrays.items():
         sizes[index_of[name]] += array.shape[1]
-    shares = [
-        min(1.0, max(options.max_elements / total, min(LEAST_PER_LAYER, options.max_elements) / n))
-        for n in sizes
-    ]
+    shares = [min(1.0, max(MAX_ELEMENTS / total, LEAST_PER_LAYER / n)) for n in sizes]
     rows = []
     positions = []
     weights = []
@@ -258,6 +195,7 @@ class Case:
         variance_N = kept_KN.var(axis=0, ddof=1)
         error_N = ((kept_KN - self._truth_N[finite_N]) ** 2).mean(axis=0)
         every = np.arange(len(finite_N))
+        # Elements that overflow in some order, as in float16, are left out of spread and error.
         return dict(
             **self._kind(scheme),
             num_orders=len(orders),
@@ -268,8 +206,8 @@ class Case:
             share_not_finite=float(np.average(~finite_N, weights=self._sample.weights_N)),
             spread_ulp=_ulps(spread_N[finite_N]),
             spread_relative=self._relative(np.ptp(kept_KN, axis=0) ** 2, finite_N),
-            difference_relative=self._relative(2 * variance_N, finite_N),
-            error_relative=self._relative(error_N, finite_N),
+            difference_relative=self._relative(2 * variance_N, finite_N),  # of pairs of orders
+            error_relative=self._relative(error_N, finite_N),  # root mean square over orders
             **self._errors(scheme, every),
         )
 
@@ -345,7 +283,12 @@ class Case:
 
 
 def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample) -> Values:
-    """Measure the gradients of a world size: cosine, cancellation, noise."""
+    """Measure the gradients of a world size.
+
+    ``cosine`` is the mean over pairs of workers, ``cancellation`` the median over elements of
+    ``sum |x| / |sum x|``, and ``noise_relative`` the standard error of the mean over workers: how
+    far other samples of the same data would move it.
+    """
     num_workers = len(values_WN)
     wide_WN = values_WN.astype(np.float64)
     mean_N = wide_WN.mean(axis=0)
@@ -385,19 +328,18 @@ FAR_BEYOND = 3
 def measure(
     gradients: LocalGradients,
     options: SumOptions | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Add the gradients up in many ways, and compare the results."""
     options = options or SumOptions()
-    sample = draw_sample(gradients, options)
+    sample = draw_sample(gradients, options.seed)
     worlds: list[Values] = []
     cells: list[Values] = []
     layers: list[Values] = []
     arithmetics = list(options.arithmetics)
     todo = [(W, kind) for W in options.workers for kind in arithmetics]
     for done, (num_workers, arithmetic) in enumerate(todo):
-        if progress:
-            progress(f"sums over {num_workers} workers", done, len(todo))
+        progress(f"sums over {num_workers} workers", done, len(todo))
         if arithmetic is arithmetics[0]:
             values_WN, made_up = for_workers(
                 sample.values_WN, num_workers, np.random.default_rng([options.seed, num_workers])
@@ -408,10 +350,7 @@ def measure(
             cells.append(case.cell(scheme))
             if num_workers == options.workers[-1]:
                 layers += case.layers(scheme)
-    if progress:
-        progress("sums", len(todo), len(todo))
-    chosen = asdict(options)
-    del chosen["max_elements"]
+    progress("sums", len(todo), len(todo))
     sums: dict[str, Any] = to_plain(
         {
             "kind": "sums",
@@ -422,9 +361,8 @@ def measure(
                 "num_elements": gradients.num_elements,
                 "num_measured": sample.values_WN.shape[1],
             },
-            "options": chosen,
+            "options": {**asdict(options), "divide": "before"},  # by W, before the sum
             "notes": [*_notes(gradients, sample, worlds), *_limits_of_float16(cells, layers)],
-            "reference": check_reference(values_WN),
             "worlds": worlds,
             "cells": cells,
             "layers": layers,

@@ -1,11 +1,11 @@
 """Sums over workers as reductions compute them: in a given order, type and scheme.
 
-Shapes: W workers, N elements, B buckets. A sum has three types. The gradients are rounded to the
-type of the buffer (``inputs``), partial sums are rounded to ``sums`` after each addition, and the
-mean comes back in ``result``. Values are float32 arrays throughout, which hold numbers of the
-16-bit types exactly. An addition of two bfloat16 or float16 numbers in float32, rounded to 16 bits
-afterwards, is the correctly rounded one, because float32 has more than twice as many digits
-(Figueroa, "When is double rounding innocuous?", 1995).
+Shapes: W workers, N elements, B buckets. The gradients are rounded to the type of the buffer
+(``inputs``) and divided by W, as DDP does; partial sums are rounded to ``sums`` after each
+addition, and the mean comes back in the buffer's type. Values are float32 arrays throughout, which
+hold numbers of the 16-bit types exactly. An addition of two bfloat16 or float16 numbers in float32,
+rounded to 16 bits afterwards, is the correctly rounded one, because float32 has more than twice as
+many digits (Figueroa, "When is double rounding innocuous?", 1995).
 """
 
 import math
@@ -16,20 +16,15 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import UsageError
 from rankscope.stats.rounding import (
     UNIT_ROUNDOFF,
     Algorithm,
     round_to_bfloat16,
-    ulp_distance,
     worst_error,
 )
 
 BUCKET_ELEMENTS = 262_144
 """Elements of a bucket whose arrival order is its own: 1 MiB of float32, as DDP's first bucket."""
-
-MAX_EXACT = 4096
-"""Elements whose sums float64 is held against."""
 
 TYPES = ("float32", "bfloat16", "float16")
 
@@ -58,27 +53,12 @@ class Scheme(StrEnum):
         return Algorithm.RING if self is Scheme.RING else Algorithm.SEQUENTIAL
 
 
-class Divide(StrEnum):
-    """When the sum is divided by W."""
-
-    BEFORE = "before"
-    """Each gradient is, before the sum, as DDP does."""
-    AFTER = "after"
-    """The sum is."""
-
-
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The types of a reduction, and when it divides; the mean comes back in the buffer's type."""
+    """The types of a reduction, of :data:`TYPES`: of the buffer, and of partial sums."""
 
-    inputs: str = "float32"  # type of the buffer: ``float32``, ``bfloat16`` or ``float16``
-    sums: str = "float32"  # type of partial sums
-    divide: Divide = Divide.BEFORE  # when the sum is divided by W
-
-    def __post_init__(self) -> None:
-        for name in (self.inputs, self.sums):
-            if name not in TYPES:
-                raise UsageError(f"expected one of the types {', '.join(TYPES)}, got {name!r}")
+    inputs: str = "float32"
+    sums: str = "float32"
 
 
 def round_to(values: Array, dtype: str) -> Array:
@@ -92,11 +72,9 @@ def round_to(values: Array, dtype: str) -> Array:
 
 
 def to_buffers(gradients_WN: Array, arithmetic: Arithmetic) -> Array:
-    """Return the workers' buffers ``[W, N]``: gradients rounded, and perhaps divided."""
+    """Return the workers' buffers ``[W, N]``: gradients rounded, divided by W, rounded."""
     rounded = round_to(gradients_WN, arithmetic.inputs)
-    if arithmetic.divide is Divide.BEFORE:
-        rounded = round_to(rounded / np.float32(len(gradients_WN)), arithmetic.inputs)
-    return rounded
+    return round_to(rounded / np.float32(len(gradients_WN)), arithmetic.inputs)
 
 
 def reduce_buffers(
@@ -112,11 +90,11 @@ def reduce_buffers(
     """Add up the workers' buffers and return their mean.
 
     The ``order`` is a permutation of the workers ``[W]``, for ``ARRIVAL`` one for each bucket ``[B,
-    W]``. Where the buffers are a sample of larger ones, ``positions_N`` is where each element
-    stands in them, of ``num_total``. The mean is in numbers of the type ``arithmetic.inputs``.
+    W]``; by default that of ranks. Where the buffers are a sample of larger ones, ``positions_N``
+    is where each element stands in them, of ``num_total``.
 
     Example:
-        >>> arithmetic = Arithmetic(divide=Divide.AFTER)
+        >>> arithmetic = Arithmetic()
         >>> buffers = to_buffers(np.float32([[1.0], [2.0**-24], [2.0**-24], [-1.0]]), arithmetic)
         >>> reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic).tolist()
         [0.0]
@@ -127,8 +105,8 @@ def reduce_buffers(
     if positions_N is None:
         positions_N = np.arange(num_elements)
     num_total = num_total or num_elements
-    buckets = num_buckets(num_total, bucket_elements) if scheme is Scheme.ARRIVAL else None
-    order = _checked(order, num_workers, buckets)
+    if order is None:
+        order = np.arange(num_workers)
     with np.errstate(over="ignore", invalid="ignore"):
         if scheme is Scheme.TREE:
             total = _add_tree([buffers_WN[worker] for worker in order], arithmetic.sums)
@@ -145,8 +123,6 @@ def reduce_buffers(
                 rows = (order[bucket_N, place] for place in range(num_workers))
             column = np.arange(num_elements)
             total = _add_chain((buffers_WN[row, column] for row in rows), arithmetic.sums)
-        if arithmetic.divide is Divide.AFTER:
-            total = round_to(total / np.float32(num_workers), arithmetic.sums)
         return round_to(total, arithmetic.inputs)
 
 
@@ -165,11 +141,10 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
     """
     factor = 1 + worst_error(num_workers, arithmetic.sums, scheme.algorithm)
     unit_in = UNIT_ROUNDOFF[arithmetic.inputs]
-    unit_sums = UNIT_ROUNDOFF[arithmetic.sums]
     if arithmetic.inputs != "float32":
         factor *= 1 + unit_in
     if num_workers & (num_workers - 1):  # no power of two
-        factor *= 1 + (unit_in if arithmetic.divide is Divide.BEFORE else unit_sums)
+        factor *= 1 + unit_in
     if arithmetic.inputs != arithmetic.sums:
         factor *= 1 + unit_in
     return factor - 1
@@ -177,67 +152,14 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
 
 def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
     """Return the error of an element from rounding to the smallest numbers of the types."""
-    half = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
-    least_in = half[arithmetic.inputs]
-    least_sums = half[arithmetic.sums]
-    divided = num_workers * least_in if arithmetic.divide is Divide.BEFORE else least_sums
+    least = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}[arithmetic.inputs]
     # Later roundings can enlarge these errors by their own factor, which is below 2.
-    return 2 * (least_in + divided + least_in)
+    return 2 * (num_workers + 2) * least
 
 
 def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
     """Return the sums over workers ``[N]``, added one after the other in float64."""
     return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
-
-
-def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the correctly rounded sums over workers ``[N]``: as if added without any error.
-
-    Source: Shewchuk, "Adaptive precision floating-point arithmetic and fast robust geometric
-    predicates" (1997), which :func:`math.fsum` implements.
-    """
-    columns = gradients_WN.T.astype(np.float64).tolist()
-    return np.array([math.fsum(column) for column in columns], dtype=np.float64)
-
-
-def check_reference(gradients_WN: NDArray[np.float32]) -> dict[str, float]:
-    """Compare float64 with exact sums on elements spread evenly over the buffer.
-
-    Returns ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64
-    in Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
-    last place of float64.
-    """
-    num_elements = gradients_WN.shape[1]
-    chosen = np.unique(np.linspace(0, num_elements - 1, min(MAX_EXACT, num_elements)).astype(int))
-    sample = gradients_WN[:, chosen]
-    exact = exact_sums(sample)
-    approximate = sums_in_float64(sample)
-    size = float(np.linalg.norm(exact))
-    error = float(np.linalg.norm(approximate - exact))
-    return {
-        "num_exact": len(chosen),
-        "relative": error / size if size else (0.0 if error == 0 else math.inf),
-        "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
-    }
-
-
-def _checked(
-    order: NDArray[np.int64] | None, num_workers: int, buckets: int | None
-) -> NDArray[np.int64]:
-    """Return the order, or rank order; each row must name every worker once."""
-    shape = (num_workers,) if buckets is None else (buckets, num_workers)
-    if order is None:
-        return np.broadcast_to(np.arange(num_workers), shape)
-    order = np.asarray(order)
-    if order.shape != shape or not np.array_equal(
-        np.sort(order, axis=-1), np.broadcast_to(np.arange(num_workers), shape)
-    ):
-        raise UsageError(
-            f"expected an order that names each of {num_workers} workers once, in an array of "
-            f"shape {shape}, got one of shape {order.shape}: pass permutations of "
-            f"0 … {num_workers - 1}"
-        )
-    return order
 
 
 def _add_chain(terms: Iterator[Array], dtype: str) -> Array:

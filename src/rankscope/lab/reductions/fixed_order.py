@@ -1,17 +1,10 @@
 """A reduction whose order of summation is fixed, for a model under DDP or FSDP2.
 
-An all-reduce adds up gradients in an order that depends on its algorithm, on the size of the
-buffer and on where in it an element lies. So other bits come from another bucket size, another
-network or another release of the library. With a fixed order they do not.
-
 FSDP2 reduces the gradients of a module with one reduce-scatter, and lets another take its place:
-:class:`OrderedReduceScatter`. Each worker gets its shard of *every* worker's gradient, which are
-the bytes of a reduce-scatter, and adds them up in rank order, as
-:class:`~rankscope.lab.reductions.reduction.OrderedMean` does for DDP.
-
-Under DDP that mean takes the place of the all-reduce, in a communication hook. A hook cannot be
-taken out of a DDP model again, so a model gets this one at most once, and whoever comes later finds
-it there.
+:class:`OrderedReduceScatter`. Under DDP an
+:class:`~rankscope.lab.reductions.reduction.OrderedMean` takes the place of the all-reduce, in a
+communication hook. A hook cannot be taken out of a DDP model again, so a model gets this one at
+most once, and whoever comes later finds it there.
 
 Legend of shapes: W workers of a process group, N elements of a shard.
 """
@@ -19,7 +12,7 @@ Legend of shapes: W workers of a process group, N elements of a shard.
 import datetime
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Self
 
 import torch
@@ -30,11 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import UnsupportedError
-from rankscope.lab.reductions.reduction import (
-    Exchange,
-    OrderedMean,
-    add_up,
-)
+from rankscope.lab.reductions.reduction import Exchange, OrderedMean, add_up
 from rankscope.wrappers.fsdp2_model import ParameterGroup, is_fsdp2, parameter_groups
 from rankscope.wrappers.passes import in_backward
 
@@ -79,7 +68,7 @@ def fixed_order(model: nn.Module) -> None:
     """
     inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
     if isinstance(inner, DistributedDataParallel):
-        BucketMeans.put_into(inner, _refuse)
+        BucketMeans.put_into(inner)
     elif is_fsdp2(inner):
         _fix_fsdp2(inner)
     else:
@@ -313,8 +302,7 @@ class BucketMeans(BucketReduction):
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._mean = OrderedMean(model.process_group, model.device)
-        super().__init__(model, self._mean)
+        super().__init__(model, OrderedMean(model.process_group, model.device))
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -323,25 +311,25 @@ class BucketMeans(BucketReduction):
         return next((state for hook, state in hooks if isinstance(state, cls)), None)
 
     @classmethod
-    def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> None:
+    def put_into(cls, model: DistributedDataParallel) -> None:
         """Average a model's buckets from now on, unless that is so already.
 
-        Every worker calls it at the same point of the program. ``refuse`` raises, given the
-        expectation and the fact; see :func:`obstacle`.
+        Every worker calls it at the same point of the program.
         """
         if cls.of(model) is not None:
             return
         wrong = obstacle(model) or try_all_to_all(model.process_group, model.device)
         if wrong is not None:
-            refuse(wrong)
+            _refuse(wrong)
         model._comm_hooks[:] = _hooks(model)  # without what copying has left of another model's
         model.register_comm_hook(cls(model), reduce_bucket)
 
     def _begin(self) -> None:
-        self._mean.divisor = self._count_workers()
+        self._reduction.divisor = self._count_workers()
 
     def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
-        return self._mean.start(bucket.buffer())
+        exchange: Exchange = self._reduction.start(bucket.buffer())
+        return exchange
 
 
 def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]

@@ -83,8 +83,7 @@ class OrderFree(BucketReduction):
     """The state of an order-free reduction of a model that nothing stands in the way of."""
 
     def __init__(self, model: DistributedDataParallel, average: Average) -> None:
-        self._sums = DigitSums(model.process_group, model.device)
-        super().__init__(model, self._sums)
+        super().__init__(model, DigitSums(model.process_group, model.device))
         self._average = average
         self._gradients = {id(p): _Gradient(p) for p in _reduced(model)}
         self._keeps = not model.gradient_as_bucket_view  # .grad between micro-batches
@@ -169,7 +168,9 @@ class OrderFree(BucketReduction):
     def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
         """Begin to add up a bucket's accumulators; DDP's copies in the bucket do not count."""
         members = [self._gradients[id(parameter)] for parameter in bucket.parameters()]
-        exchange = self._sums.start(bucket.buffer(), self._arena(members), self._divisor)
+        exchange: Exchange = self._reduction.start(
+            bucket.buffer(), self._arena(members), self._divisor
+        )
         for member in members:
             member.forget()
         return exchange

@@ -1,24 +1,19 @@
 """Sums over workers with the same bits in every run: in a fixed order, or of integers.
 
-A mean in a fixed order takes an all-to-all, a local sum, and an all-gather.
-
-An all-reduce is a reduce-scatter and an all-gather: each sends all but one W-th of the buffer.
-Here an all-to-all of the same size takes the place of the first. After it each worker holds one
-W-th of *every* worker's values, and adds them up itself: in rank order, in fp32 (float64 for
-float64 values), divided by W, rounded once to the buffer's dtype. So the result has the same bits
-on every worker and in every run, for any network and any order of arrival. The price: nothing is
-summed on the way, so that between nodes of several accelerators more bytes travel than in a
-hierarchical all-reduce.
+:class:`OrderedMean`: an all-reduce is a reduce-scatter and an all-gather. Here an all-to-all of the
+same size takes the place of the first. After it each worker holds one W-th of *every* worker's
+values, and adds them up itself: in rank order, in fp32 (float64 for float64 values), divided by W,
+rounded once to the buffer's dtype. The price: nothing is summed on the way, so that between nodes
+of several accelerators more bytes travel than in a hierarchical all-reduce.
 
 Legend of shapes: W workers, n elements of a buffer, N = n // W elements of a piece.
 
 The n mod W elements at the end of a buffer are no piece of anyone: every worker gets all of them
 in a second, tiny all-gather.
 
-:class:`DigitSums` adds accumulators instead: digits, which have no order. On CPUs an all-to-all
-gives each worker one W-th of every worker's digits, which it adds up itself; elsewhere a
-reduce-scatter adds them on the way, as it likes: integers have the same sum in any order. Each
-worker then rounds its W-th, and an all-gather sends it to all. Three numbers for each of the P
+:class:`DigitSums` adds accumulators instead. On CPUs an all-to-all gives each worker one W-th of
+every worker's digits, which it adds up itself; elsewhere a reduce-scatter adds them on the way.
+Each worker then rounds its W-th, and an all-gather sends it to all. Three numbers for each of the P
 parameters of a bucket travel beside the digits: how many summands there are, and their range.
 Pieces then have N = ceil(n / W) elements, the last one fewer.
 """
@@ -39,9 +34,6 @@ from rankscope.lab.reductions.accumulator import Accumulator, add_bounds, conver
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 17}
-"""Values that are added up at a time, by device type: on a CPU what its cache holds."""
-_BLOCK_ELEMENTS_ELSEWHERE = 1 << 22
 _MIN_BLOCK_COLUMNS = 8192
 
 
@@ -58,7 +50,7 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float) -> None:
     """
     num_workers, num_columns = values_WN.shape
     dtype = torch.promote_types(values_WN.dtype, torch.float32)
-    elements = _BLOCK_ELEMENTS.get(into.device.type, _BLOCK_ELEMENTS_ELSEWHERE)
+    elements = 1 << (17 if into.device.type == "cpu" else 22)  # on a CPU what its cache holds
     width = max(elements // num_workers, _MIN_BLOCK_COLUMNS)
     for first in range(0, num_columns, width):
         block = values_WN[:, first : first + width]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankscope.errors import DataError, MissingExtraError, UsageError
+from rankscope.errors import DataError, MissingExtraError
 from rankscope.files import read_file
 from rankscope.lab.study.builtin import generate
 from rankscope.lab.study.quiet import quiet_hub, reason
@@ -97,8 +97,6 @@ def load_records(
     Held out is up to a tenth of the file, at most 2,048 records, from its end. Where fewer than 256
     lie beyond the limit, they are the last tenth of the selected records instead.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"the limit on records must be at least 1, got {limit}")
     name, rows = _open(source, seed)
     everything = [_record(index, row, name) for index, row in enumerate(rows)]
     end, held = _split(len(everything), limit)

@@ -22,23 +22,12 @@ _CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSample:
-    """One sample: its record's index in the file; prompt, response and end token ``[length]``.
-
-    The labels begin behind the ``prompt_length`` tokens of the prompt.
-    """
-
-    index: int
-    input_ids: NDArray[np.int32]
-    prompt_length: int
-
-
-@dataclass(frozen=True, slots=True)
 class EncodedSet:
-    """Encoded samples in flat arrays, so that tens of thousands stay small; a map-style data set.
+    """Encoded samples in flat arrays, so that tens of thousands stay small.
 
-    ``tokens`` are all samples' one after another, ``starts`` ``[N + 1]`` where each begins, and the
-    end of the last; ``indices`` ``[N]`` are those in the file. Samples whose response is cut off by
+    ``tokens`` are all samples' one after another: prompt, response, end token; ``starts`` ``[N +
+    1]`` where each begins, and the end of the last; ``prompt_lengths`` ``[N]`` how many are the
+    prompt's; ``indices`` ``[N]`` are those in the file. Samples whose response is cut off by
     the maximum length are kept (``truncated``), or left out if all of it is
     (``skipped_truncated``).
     """
@@ -54,18 +43,6 @@ class EncodedSet:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, position: int) -> EncodedSample:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"position {position} in a set of {len(self)} samples")
-        position %= len(self)
-        tokens = self.tokens[self.starts[position] : self.starts[position + 1]]
-        return EncodedSample(
-            int(self.indices[position]), tokens, int(self.prompt_lengths[position])
-        )
-
-    def __iter__(self) -> Iterator[EncodedSample]:
-        return (self[position] for position in range(len(self)))
-
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample, ``[N]``."""
@@ -77,22 +54,21 @@ class EncodedSet:
         That is the model's arguments ``input_ids``, ``attention_mask`` and ``labels``, int64
         ``[len(positions), longest]``, and the samples' indices in the file.
         """
-        if not positions:
-            raise UsageError("expected a batch of at least one sample, got none")
-        batch = [self[position] for position in positions]
-        shape = (len(batch), max(len(sample.input_ids) for sample in batch))
+        starts = self.starts[positions]
+        lengths = self.starts[np.add(positions, 1)] - starts
+        heads = self.prompt_lengths[positions]
+        shape = (len(positions), int(lengths.max()))
         input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
-        for row, sample in enumerate(batch):
-            length = len(sample.input_ids)
-            head = sample.prompt_length
-            input_ids[row, :length] = sample.input_ids
+        for row, (start, length, head) in enumerate(zip(starts, lengths, heads, strict=True)):
+            tokens = self.tokens[start : start + length]
+            input_ids[row, :length] = tokens
             attention_mask[row, :length] = 1
-            labels[row, head:length] = sample.input_ids[head:]
+            labels[row, head:length] = tokens[head:]
         arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return tensors, [sample.index for sample in batch]
+        return tensors, self.indices[positions].tolist()
 
 
 def encode(
@@ -105,8 +81,6 @@ def encode(
     Prompt and response are encoded apart, so that the labels begin exactly at the response. A
     begin token is put in front where the tokenizer itself would.
     """
-    if max_length < 2:
-        raise UsageError(f"the maximum length must be at least 2 tokens, got {max_length}")
     eos = tokenizer.eos_token_id
     if eos is None:
         raise UsageError("the model's tokenizer has no end token: choose a model that has one")

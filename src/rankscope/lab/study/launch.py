@@ -1,7 +1,6 @@
 """Starts a study's workers on this machine, or joins those that an outer ``torchrun`` started."""
 
 import gc
-import logging
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from rankscope import RankscopeError
+from rankscope.lab.study.quiet import quiet
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a study: Ctrl-C, a scheduler, a closed terminal."""
@@ -66,7 +66,8 @@ def launch(
         signals_to_handle="",  # ours stay: a second Ctrl-C must not cut the workers' end short
     )
     try:
-        with _environment(num_workers), _quiet_launcher(), _signals_kept_from_children():
+        own_errors = quiet("torch.distributed", "torch.multiprocessing")  # shown in one line here
+        with _environment(num_workers), own_errors, _signals_kept_from_children():
             multiprocessing.set_forkserver_preload(list(preloaded))
             elastic_launch(config, _begin)(work, *args)
     except ChildFailedError as error:
@@ -152,30 +153,13 @@ def _environment(num_workers: int) -> Iterator[None]:
     """Give each worker its share of the cores, and silence the launcher's own messages."""
     threads = max(1, (os.cpu_count() or 1) // num_workers)
     wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: os.environ.get(name, value) for name, value in wanted.items()})
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher from logging an error that rankscope shows in one line."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed", "multiprocessing")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def is_echo(message: str) -> bool:

@@ -48,8 +48,6 @@ def load_model(
     The built-in tokenizer learns from ``tokenizer_records``, which are held out, and the tiny
     model's base training runs on them.
     """
-    if weights is not None and spec != PANGU:
-        raise UsageError(f"published weights can be given for {PANGU} only, the model is {spec!r}")
     with quiet_transformers():
         if spec == TINY:
             model, tokenizer = load_base(
@@ -164,24 +162,19 @@ def _read_shards(shards: list[Path]) -> dict[str, torch.Tensor]:
 
 def _assign(model: Any, tensors: dict[str, torch.Tensor], weights: Path) -> None:
     """Put tensors into a model on the meta device; every name and shape must match."""
-    head = tensors.pop("lm_head.weight", None)
     embedding = tensors.get("model.embed_tokens.weight")
-    if head is not None and embedding is not None and not torch.equal(head, embedding):
+    head = tensors.get("lm_head.weight")
+    if head is None and embedding is not None:
+        tensors["lm_head.weight"] = embedding
+    elif head is not None and embedding is not None and not torch.equal(head, embedding):
         raise UsageError(
             f"{weights} holds a head that differs from the embedding, but {PANGU} ties them: "
             "these are weights of another model"
         )
-    expected = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    found = {name: tuple(value.shape) for name, value in tensors.items()}
-    names = sorted(expected.keys() | found.keys())
-    wrong = [name for name in names if expected.get(name) != found.get(name)]
-    if wrong:
-        name = wrong[0]
-        raise UsageError(
-            f"{weights} does not fit {PANGU}: {len(wrong)} tensors differ, the first is {name} "
-            f"(expected {expected.get(name, 'none')}, found {found.get(name, 'none')})"
-        )
-    model.load_state_dict(tensors, strict=False, assign=True)  # the tied head has no entry
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise UsageError(f"{weights} does not fit {PANGU}: {reason(error)}") from error
     model.tie_weights()
     rotary = model.model.rotary_emb  # its buffers are computed, not stored
     model.model.rotary_emb = type(rotary)(model.config)

@@ -1,10 +1,10 @@
-"""Hugging Face's libraries without the notices that our users cannot act on."""
+"""Libraries without the notices that our users cannot act on."""
 
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,21 @@ _LONGEST_REASON = 200
 
 
 @contextmanager
-def quiet_hub() -> Iterator[None]:
-    """Silence the download library, which reports each attempt to reach an absent network."""
-    hub = logging.getLogger("huggingface_hub")
-    level = hub.level
-    hub.setLevel(logging.CRITICAL)
+def quiet(*names: str) -> Iterator[None]:
+    """Silence the loggers of these names, even for critical errors."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:
-        hub.setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+def quiet_hub() -> AbstractContextManager[None]:
+    """Silence the download library, which reports each attempt to reach an absent network."""
+    return quiet("huggingface_hub")
 
 
 def quiet_deepspeed() -> None:

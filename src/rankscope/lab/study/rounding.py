@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from rankscope.bus.groups import block_of
 from rankscope.errors import UsageError
+from rankscope.lab.numerics import Progress, no_progress
 from rankscope.lab.numerics.gradients import LocalGradients
 from rankscope.lab.numerics.summation import (
     Arithmetic,
@@ -41,7 +42,7 @@ from rankscope.lab.study.base import (
     train,
     train_tokenizer,
 )
-from rankscope.lab.study.config import MAX_SEED, Combination, Setting, ShardReading, StudyConfig
+from rankscope.lab.study.config import Combination, Setting, ShardReading, StudyConfig
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches, encode
 from rankscope.lab.study.models import load_model
@@ -70,7 +71,7 @@ def record_gradients(
     step: int = 0,  # steps to take before; 0 records the base model's gradients
     seed: int = 0,  # decides data, base model and batches
     base_steps: int = BASE_STEPS,  # of the base model's training
-    progress: Callable[[str, int, int], None] | None = None,  # takes a part's name, done, and all
+    progress: Progress = no_progress,
 ) -> LocalGradients:
     """Fine-tune the built-in model; return gradients of one step by parameter, float32 ``[W, n]``.
 
@@ -78,15 +79,10 @@ def record_gradients(
     shard, as in a study with the sharded reading, and steps are taken with the study's optimizer
     on the mean of their gradients.
     """
-    if num_workers < 2:
-        raise UsageError(f"expected at least 2 workers, got {num_workers}")
     if not 0 <= step <= MAX_STEP:
         raise UsageError(f"expected a step from 0 to {MAX_STEP}, got {step}")
-    if not 0 <= seed <= MAX_SEED:
-        raise UsageError(f"expected a seed from 0 to {MAX_SEED}, got {seed}")
-    report = progress or (lambda what, done, total: None)
     total = (step + 1) * num_workers
-    report("base model", 0, total)
+    progress("base model", 0, total)
     config = StudyConfig(seed=seed)
     records = load_records(None, seed=seed)
     loaded = load_model(
@@ -110,7 +106,7 @@ def record_gradients(
     )
     for done in range(step):
         for rank, batches in enumerate(workers):
-            report(f"gradients of step {done}", done * num_workers + rank, total)
+            progress(f"gradients of step {done}", done * num_workers + rank, total)
             _backward(model, samples, batches, num_workers)
         optimizer.step()
         optimizer.zero_grad()
@@ -120,13 +116,13 @@ def record_gradients(
         for name, parameter in parameters.items()
     }
     for rank, batches in enumerate(workers):
-        report(f"gradients of step {step}", step * num_workers + rank, total)
+        progress(f"gradients of step {step}", step * num_workers + rank, total)
         _backward(model, samples, batches)
         for name, parameter in parameters.items():
             assert parameter.grad is not None, name
             arrays[name][rank] = parameter.grad.flatten().numpy()
         optimizer.zero_grad()
-    report(f"gradients of step {step}", total, total)
+    progress(f"gradients of step {step}", total, total)
     return LocalGradients("recorded", f"built-in model, step {step}", arrays)
 
 
@@ -148,8 +144,6 @@ NUM_EVALUATED = 64
 _EVALUATED_AT_ONCE = 16
 BUCKET_ELEMENTS = 1 << 15
 """A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,15 +346,15 @@ class _Comparison:
     def __init__(self, pair: str, training: _Training) -> None:
         self.training = training
         self.result = PairResult(pair)
-        self._first_steps: dict[str, int] = {}
-        self._apart: dict[str, float] = {}
+        self._layers: dict[str, dict[str, Any]] = {}
 
     def compare(self, first: _Training, groups: dict[str, Tensor], step: int) -> None:
         own = self.training.parameters_by_group()
         for name, values in groups.items():
-            self._apart[name] = relative_distance(values, own[name])
-            if name not in self._first_steps and not torch.equal(values, own[name]):
-                self._first_steps[name] = step
+            layer = self._layers.setdefault(name, {"group": name, "first_step": None})
+            layer["distance"] = relative_distance(values, own[name])
+            if layer["first_step"] is None and not torch.equal(values, own[name]):
+                layer["first_step"] = step
         a = torch.cat(list(groups.values()))
         b = torch.cat(list(own.values()))
         ulps = ulp_distance(a.numpy(), b.numpy())
@@ -376,29 +370,23 @@ class _Comparison:
         result.loss_difference.append(self.training.loss - first.loss)
 
     def finish(self) -> PairResult:
-        layers = [
-            {"group": name, "first_step": self._first_steps.get(name), "distance": distance}
-            for name, distance in self._apart.items()
-        ]
         return replace(
             self.result,
-            layers=layers,
+            layers=list(self._layers.values()),
             growth=fit_growth(self.result.distance),
             skipped=self.training.reducer.num_skipped,
         )
 
 
-def run_growth(options: GrowthOptions, progress: Progress | None = None) -> GrowthResult:
+def run_growth(options: GrowthOptions, progress: Progress = no_progress) -> GrowthResult:
     """Train the pairs side by side and compare them after each step.
 
     It computes on the CPU, on one thread, where the same computation gives the same bits.
-    ``progress`` is called with ``(what, done, total)``, first for the base model, then per step.
     """
-    report = progress or (lambda what, done, total: None)
     with one_thread():
-        report("base model", 0, 1)
+        progress("base model", 0, 1)
         ingredients = prepare_growth(options)
-        report("base model", 1, 1)
+        progress("base model", 1, 1)
         first = _Training(options, ingredients, CONTROL)
         comparisons = [
             _Comparison(pair, _Training(options, ingredients, pair)) for pair in options.pairs
@@ -414,7 +402,7 @@ def run_growth(options: GrowthOptions, progress: Progress | None = None) -> Grow
                 comparison.compare(first, groups, step)
             if step % every == 0 or step == options.steps:
                 _evaluate(result, first, comparisons, ingredients.held_out, step)
-            report("trainings", step, options.steps)
+            progress("trainings", step, options.steps)
         return replace(result, pairs=tuple(comparison.finish() for comparison in comparisons))
 
 

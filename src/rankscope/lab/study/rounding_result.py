@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import UsageError
+from rankscope.bus.words import count
 from rankscope.files import to_plain
 from rankscope.lab.study.config import StudyConfig
 
@@ -60,20 +60,6 @@ class GrowthOptions:
     evaluations: int = 10  # how often the held-out loss is taken, evenly over the steps
     base_steps: int = 120  # steps of the base training; 0 leaves the model's weights random
     loss_scale: float = 1024.0  # where the scaler of ``float16-scaled`` begins: a power of two
-
-    def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if not 0 <= self.learning_rate < float("inf"):
-            raise UsageError(f"the learning rate must be 0 or positive, got {self.learning_rate}")
-        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
-            raise UsageError(f"the loss scale must be a power of two, got {self.loss_scale}")
-        unknown = [name for name in self.pairs if name not in TITLES]
-        if unknown:
-            raise UsageError(f"expected pairs among {', '.join(TITLES)}, got {unknown[0]!r}")
-        if self.optimizer not in {"adamw", "sgd"}:
-            raise UsageError(f"expected the optimizer adamw or sgd, got {self.optimizer!r}")
 
     @property
     def num_micro(self) -> int:
@@ -130,7 +116,7 @@ class Growth:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**asdict(self), "laws": [asdict(law) for law in self.laws], "words": self.words}
+        return {**asdict(self), "words": self.words}
 
 
 def fit_growth(distances_T: Sequence[float]) -> Growth | None:
@@ -306,5 +292,4 @@ def largest(differences: Sequence[float]) -> float:
 def _skips_in_words(skipped: int) -> str:
     if not skipped:
         return ""
-    steps = "1 step" if skipped == 1 else f"{skipped} steps"
-    return f" The scaler left out {steps} that overflowed, until its scale fitted."
+    return f" The scaler left out {count(skipped, 'step')} that overflowed, until its scale fitted."

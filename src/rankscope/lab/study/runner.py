@@ -23,7 +23,7 @@ from rankscope.lab.study.launch import StudyInterrupted, inside_torchrun, launch
 from rankscope.lab.study.models import PreparedModel, prepare
 from rankscope.lab.study.quiet import quiet_deepspeed
 from rankscope.report.markdown import study_markdown
-from rankscope.report.study_words import open_study
+from rankscope.report.study_words import SETTING_WORDS, open_study
 from rankscope.verdict.words import number, whole
 
 STUDY_FILE = "study.json"
@@ -308,11 +308,6 @@ def write_summary(output: Path, entries: Sequence[Entry]) -> None:
 
 def write_model_card(path: Path, entry: Entry, config: StudyConfig) -> None:
     """Write the ``README.md`` of a saved checkpoint."""
-    seeds = {
-        "s1-1": "all workers share the seed",
-        "s1-2": "worker 0 has another seed than the others",
-        "s1-3": "every worker has its own seed",
-    }[entry["setting"]]
     samples = f"{whole(entry['distinct_samples'])} of {whole(entry['samples_drawn'])}"
     text = f"""---
 library_name: transformers
@@ -325,7 +320,7 @@ Full-parameter fine-tuning by `rankscope study`, the experiment of arXiv 2602.14
 
 | | |
 |---|---|
-| Setting | {entry["setting"].upper()}: {seeds} |
+| Setting | {entry["setting"].upper()}: {SETTING_WORDS[entry["setting"]]} |
 | Reading | {entry["reading"]} |
 | Base | {entry["model"]} |
 | Data | {entry["data"]} |

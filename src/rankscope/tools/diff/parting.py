@@ -12,7 +12,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.stats.arrays import Bools, Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
-from rankscope.tools.diff.reading import DiffSide, Tensors, same_samples
+from rankscope.tools.diff.reading import DiffSide, Tensors
 from rankscope.tools.diff.result import Alignment, Curve, DifferenceGrowth, Jump, Parting
 from rankscope.tools.stages import Stage
 
@@ -227,7 +227,7 @@ class Pair:
                 if self.alignment.same_width:
                     differs_PW[pair] = digests[pair]
             elif not self.alignment.same_width:
-                differs_PW[pair] = not same_samples(one[step_a], other[step_b])
+                differs_PW[pair] = self.a.batches[step_a] != self.b.batches[step_b]
             else:
                 for rank in range(width):
                     left = one[step_a].get(rank)

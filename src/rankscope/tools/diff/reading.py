@@ -211,7 +211,6 @@ def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
     count on from another number, and one that starts in the middle of another counts from 0.
     Another offset needs the same global batch in 90 % of the steps, and either a run that is known
     to continue another, or equal losses where they begin. RunError without a common step.
-
     """
     plain = _overlap(a, b, 0)
     offset = given or 0
@@ -259,15 +258,6 @@ def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int
             del free[owner]
             moved[rank] = owner
     return moved
-
-
-def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
-    """Return whether two dicts of samples by rank hold the same global batch."""
-    one, other = (
-        b"" if not samples else np.sort(np.concatenate(list(samples.values()))).tobytes()
-        for samples in (a, b)
-    )
-    return one == other
 
 
 def _overlap(a: DiffSide, b: DiffSide, offset: int) -> Any:

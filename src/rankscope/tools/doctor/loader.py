@@ -14,6 +14,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.stats.samples import LIKELY, SURE
 from rankscope.tools.doctor.stage import (
+    ALONE,
     FUNCTION_ADVICE,
     Bench,
     CheckResult,
@@ -208,7 +209,7 @@ class Overlap:
 
 def _shards(facts: Sequence[Facts]) -> CheckResult:
     if len(facts) == 1:
-        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
+        return ALONE
     declared = _declared(facts)
     if declared:
         return declared
@@ -345,7 +346,7 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     steps = min(len(fact["tokens"]) for fact in facts)
     tokens = [fact["tokens"][:steps] for fact in facts]
     if len(facts) == 1:
-        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
+        return ALONE
     if not steps or any(number is None for rank in tokens for number in rank):
         found = "no label tokens were recognised in the batches (whole numbers under 'labels')"
         return CheckResult(Status.SKIPPED, found)

@@ -18,6 +18,7 @@ from rankscope.gradients.fingerprint import numpy_state, python_state, torch_sta
 from rankscope.private import find
 from rankscope.stats.arrays import digest_of
 from rankscope.tools.doctor.stage import (
+    ALONE,
     FUNCTION_ADVICE,
     Bench,
     CheckResult,
@@ -244,7 +245,7 @@ def _random_numbers(facts: Sequence[Facts]) -> CheckResult:
     dropout = [str(name) for name in facts[0]["dropout"]]
     numbers = {"sharing": shared, "dropout": dropout}
     if len(facts) == 1:
-        return CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
+        return ALONE
     generator = "device" if "device" in shared else "torch"
     if shared[generator] and dropout:
         return CheckResult(

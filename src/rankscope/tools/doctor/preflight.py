@@ -413,7 +413,7 @@ class Examination:
             return {"facts": to_plain(stage.look(self._bench))}
         except (Exception, SystemExit) as error:
             kind = "usage" if isinstance(error, UsageError) else "error"
-            return {kind: in_one_line(error), "ours": isinstance(error, RankscopeError)}
+            return {kind: in_one_line(error)}
 
     def _judge(self, stage: PreflightStage) -> None:
         until = self._began + self._seconds + GRACE

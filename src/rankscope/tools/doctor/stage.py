@@ -7,7 +7,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -253,15 +253,7 @@ class CheckResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as the command's JSON document holds it."""
-        return {
-            "name": self.name,
-            "title": self.title,
-            "status": str(self.status),
-            "found": self.found,
-            "advice": self.advice,
-            "ranks": list(self.ranks),
-            "numbers": dict(self.numbers),
-        }
+        return {**asdict(self), "title": self.title}
 
 
 def worst(results: Sequence[CheckResult]) -> Status:
@@ -337,6 +329,8 @@ class PreflightStage:
 _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages", "<frozen ")
 MAX_MESSAGE = 160
 """Characters of an error's message."""
+
+ALONE = CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
 
 FUNCTION_ADVICE = (
     "The function must work on each rank as in the training. The process group exists already: "

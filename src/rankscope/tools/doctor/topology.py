@@ -37,7 +37,6 @@ def look(bench: Bench) -> Facts:
         "host": socket.gethostname(),
         "launched": place.launched,
         "world_size": place.num_ranks,
-        "num_local": place.num_local,
         "device": str(device),
         "device_kind": device.type,
         "device_name": _device_name(device),
@@ -105,18 +104,6 @@ def _promises(facts: Sequence[Facts]) -> Iterator[Problem]:
     if odd:
         found = f"ranks disagree on WORLD_SIZE: {sorted(set(sizes))}"
         yield Status.ERROR, found, "Start all ranks by one launcher.", odd
-        return
-    for host, ranks in _hosts(facts).items():
-        promised = {facts[rank]["num_local"] for rank in ranks}
-        if facts[0]["launched"] and promised != {len(ranks)}:
-            local = " and ".join(map(str, sorted(promised)))
-            yield (
-                Status.NOTE,
-                f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {local}",
-                "Several containers with one host name look like this; else correct what the "
-                "launcher sets.",
-                ranks,
-            )
 
 
 def _uneven(facts: Sequence[Facts]) -> Iterator[Problem]:
