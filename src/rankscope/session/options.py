@@ -113,11 +113,7 @@ class WatchOptions:
             raise UsageError(
                 f"verify_at expected numbers of steps, such as (20, 40), got {self.verify_at!r}"
             )
-        if (
-            isinstance(self.parity, bool)
-            or not isinstance(self.parity, Integral)
-            or self.parity < 0
-        ):
+        if not _is_number(self.parity, Integral) or self.parity < 0:
             raise UsageError(f"parity expected a number of steps, got {self.parity!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
@@ -135,12 +131,13 @@ class WatchOptions:
                 raise UsageError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("overhead_budget", "flush_seconds", "hang_seconds"):
             value = getattr(self, name)
-            usable = isinstance(value, Real) and not isinstance(value, bool) and value >= 0
+            usable = _is_number(value) and value >= 0
             if not usable and (value is not None or name == "flush_seconds"):
                 raise UsageError(f"{name} must be a number of 0 or more, got {value!r}")
-        every = self.every
-        if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
-            raise UsageError(f"every must be a whole number of steps, 1 or more, got {every!r}")
+        if not _is_number(self.every, Integral) or self.every < 1:
+            raise UsageError(
+                f"every must be a whole number of steps, 1 or more, got {self.every!r}"
+            )
 
     @classmethod
     def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":
@@ -174,6 +171,10 @@ class WatchOptions:
         """Return the options that must be equal on all ranks and are recorded, as plain values."""
         flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
         return {name: getattr(self, name) for name in _COMPARED} | flags
+
+
+def _is_number(value: object, kind: type = Real) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 class WatchKeywords(TypedDict, total=False):

@@ -16,7 +16,9 @@ from support.streams import gathered, sharded
 def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:
-        Samples().combine({"samples_B": Ragged.of(one.samples)}, one.workers)
+        none = Ragged.of([batch[:0] for batch in one.samples])
+        sent = {"samples_B": Ragged.of(one.samples), "rows_B": none}
+        Samples().combine(sent, one.workers)
     return findings_of("data.repeated_batches", given, plan)
 
 
