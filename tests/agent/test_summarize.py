@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import summarize
+from rankscope.bus.steps import common_scale
 from rankscope.evidence.loss.combine import amend
 from support.recorded import cosines_with_the_rest
 from support.streams import gathered
@@ -54,6 +55,24 @@ def test_sketches_are_those_of_the_loss_before_it_was_scaled():
     undone = amend(replace(step, group_sketches_WGK=sketches_WK[:, None]))
     np.testing.assert_array_equal(undone.sketches_WK, sketches_WK / 8)
     np.testing.assert_array_equal(undone.group_sketches_WGK, sketches_WK[:, None] / 8)
+
+
+@pytest.mark.parametrize(("tokens", "scale"), [(1, 1.0), (7, 7.0)])
+def test_weights_by_tokens_leave_the_norm_of_the_reduced_gradient(tokens, scale):
+    counts_W = np.array([53.0, 71.0, 97.0, 94.0])
+    own_WK = np.random.default_rng(0).standard_normal((4, 11)).astype(np.float32)
+    scales_W = tokens * counts_W / counts_W.mean()
+    step = gathered(
+        3,
+        [[]] * 4,
+        scales_W[:, None].astype(np.float32) * own_WK,
+        grad_scale=scales_W,
+        loss_weight=counts_W,
+        reduced_norm=[float(np.linalg.norm(scales_W @ own_WK / 4))] * 4,
+    )
+    whole = np.linalg.norm(np.average(own_WK, axis=0, weights=counts_W))  # of all tokens' mean
+    np.testing.assert_allclose(amend(step).workers["reduced_norm"], whole, rtol=1e-6)
+    assert common_scale(step) == pytest.approx(scale)
 
 
 def test_each_group_is_compared_with_the_same_group_of_the_others():

@@ -159,7 +159,10 @@ def test_forward_and_backward_passes_inside_of_the_optimizers_call(tmp_path, a, 
 def test_a_recorded_run_is_compared_with_what_a_command_trains(command, tmp_path):
     recorded = tmp_path / "a.py"
     recorded.write_text(IN_ORDER.format(factor=1, update="closure(); optimizer.step()"))
-    assert record(tmp_path / "a", layout(1, script=str(recorded)), 2)[0] == 0
+    code, said = record(tmp_path / "a", layout(1, script=str(recorded)), 2, compare_with="a")
+    end = "rankscope: 2 steps recorded in a, and the training ended; to compare: rankscope parity "
+    assert (code, said.count("\n")) == (0, 1)
+    assert said == f'{end}-a a -b "COMMAND"\n'
     twice = script(tmp_path, "b.py", IN_ORDER.format(factor=2, update="optimizer.step(closure)"))
     words = ["-a", str(tmp_path / "a"), "-b", twice, "--steps", "2", "--json"]
     code, out, _ = command("parity", *words)

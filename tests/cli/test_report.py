@@ -203,7 +203,9 @@ def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):
     (unfinished / "study.json").write_text("{}")
     empty = tmp_path / "empty"
     empty.mkdir()
+    (tmp_path / "recorded" / "parity").mkdir(parents=True)
     for path, message in [
+        (tmp_path / "recorded", "holds a record for rankscope parity, and no run"),
         (tmp_path / "none", "no run directory"),
         (tmp_path / ("n" * 300), "(File name too long): check the path"),
         (empty, "no run.json"),

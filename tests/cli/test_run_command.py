@@ -22,6 +22,7 @@ OPTIONS = {
         "--groups",
         "--no-announce",
         "--no-canary",
+        "--no-dropout",
         "--overhead-budget",
         "--plan",
         "--reduced",
@@ -117,6 +118,8 @@ def test_options_reach_watch_and_the_rest_the_script(ask, monkeypatch, tmp_path)
     assert job.options["announce"] is False
     assert job.options["sinks"] == ["jsonl:a.jsonl", "command:true"]
     assert job.options["alerts"] == ["slack:https://example.org/T0", "mailto:a@example.org"]
+    _, job = ask("--parity", "3", "--no-dropout", "--run-dir", "trusted", "sh")
+    assert job.parity == {"steps": 3, "no_dropout": True, "compare_with": "trusted"}
     command, job = ask("--", "sh", "start.sh", "train.py", "--run-dir", "x")
     assert Path(command[0]).name == "sh"
     assert (command[1:], job.script) == (["start.sh", "train.py", "--run-dir", "x"], "train")
@@ -132,6 +135,7 @@ def test_options_reach_watch_and_the_rest_the_script(ask, monkeypatch, tmp_path)
         (["--plan", "no.toml", "sh"], "a file of JSON or TOML, got no.toml"),
         (["--overhead-budget", "-1", "sh"], "--overhead-budget expected a share"),
         (["--evry", "3", "sh"], "--evry"),
+        (["--no-dropout", "sh"], "--no-dropout belongs to --parity N"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(command, monkeypatch, tmp_path, words, message):

@@ -49,6 +49,7 @@ class Training:
     touch: Callable[[int, str, Tensors], None] = nothing
     touch_local: Callable[[int, int, Tensors], None] = nothing  # with step, rank, gradient
     traced: bool = True  # whether the run has traces
+    ended: str = "complete"
     disagreements: dict[int, tuple[str, str, int]] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)  # of ``run.json``, besides
     start: Tensors | None = None  # parameters to begin with, if not those of the seed
@@ -84,7 +85,7 @@ def write_training(path: Path, training: Training) -> Run:
         if step.trace is not None:
             step = replace(step, trace=replace(step.trace, initial=started))
         writer.add(_report(step))
-    writer.close()
+    writer.close(training.ended)
     return Run.open(path)
 
 

@@ -44,6 +44,20 @@ def test_the_same_training_twice_is_identical(base: Run, tmp_path: Path, traced:
     assert "10 common steps" in found.headline
 
 
+@pytest.mark.parametrize(
+    ("ended", "steps"), [("incomplete", 6), ("complete", 6), ("incomplete", 10)]
+)
+def test_a_run_that_was_cut_short_is_not_identical(
+    base: Run, tmp_path: Path, ended: str, steps: int
+):
+    found = compare(base, tmp_path, steps=steps, ended=ended)
+    cut = ended == "incomplete" and steps == 6
+    assert found.kind is DiffClass.IDENTICAL
+    assert found.identical is found.to_json()["identical"] is not cut
+    assert found.headline.endswith("B ended early.") is cut
+    assert (f"rankscope report {tmp_path / 'other'}" in found.advice) is cut
+
+
 @TRACES
 def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, order=(3, 1, 0, 2))

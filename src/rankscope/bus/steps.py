@@ -20,18 +20,24 @@ from rankscope.stats.arrays import Floats, Ints, median
 from rankscope.stats.draws import DrawnSamples, SortedMap
 from rankscope.stats.samples import identical_groups
 from rankscope.stats.state import Stateful
-from rankscope.stats.tokens import log_spread, token_products
+from rankscope.stats.tokens import follow_tokens, log_spread, token_products
 
 LEAST_SCALER = 1024.0
 """A factor on the loss from which it is a gradient scaler's; anything smaller may be the loss's."""
 
 
 def common_scale(gathered: GatheredStep) -> float:
-    """Return the factor that most workers put on their loss; NaN when it is not known."""
+    """Return the factor that most workers put on their loss; NaN when it is not known.
+
+    Where multipliers follow label tokens, each worker has its own: then it is their mean, which
+    leaves the reduced gradient of a mean over all tokens as it is.
+    """
     scales_W = np.abs(gathered.workers["grad_scale"])
     first = float(scales_W[0])
     if 0 < first < math.inf and np.count_nonzero(scales_W == first) == len(scales_W):
         return first
+    if follow_tokens(scales_W, gathered.workers["loss_weight"]):
+        return float(scales_W.mean())
     known = scales_W[np.isfinite(scales_W) & (scales_W > 0)]
     return float(median(known)) if known.size else math.nan
 

@@ -201,11 +201,13 @@ def _show_replayed(
 def _head(console: Console, path: Path, bundle: ReplayBundle) -> None:
     console.print()
     show(console, plain(str(path), "dim"))
+    on_suspicion = bundle.finding is not None
+    first, second = ("Suspect", "Peer") if on_suspicion else ("One batch", "The other")
     rows = [
         ("Saved for", _reason(bundle)),
         ("Step", f"{bundle.step:,} of a run of {count(bundle.num_workers, 'worker')}"),
-        ("Suspect", f"{name_ranks([bundle.suspect])}: {_contents(bundle, 0)}"),
-        ("Peer", f"{name_ranks([bundle.peer])}: {_contents(bundle, 1)}"),
+        (first, f"{name_ranks([bundle.suspect])}: {_contents(bundle, 0)}"),
+        (second, f"{name_ranks([bundle.peer])}: {_contents(bundle, 1)}"),
         ("Autocast", bundle.autocast or "none"),
         ("Versions", ", ".join(f"{k} {v}" for k, v in sorted(bundle.versions.items()))),
     ]
@@ -265,7 +267,8 @@ def _table(console: Console, title: str, results: CanaryResults, *, here: bool =
     heads = [*numbers]
     for rank in (results.suspect, results.peer):
         name = name_ranks([rank]).capitalize()
-        numbers += [f"{name}'s\nbatch:\nloss", f"{name}:\ngradient\nnorm"]
+        value = "output" if results.projected else "loss"
+        numbers += [f"{name}'s\nbatch:\n{value}", f"{name}:\ngradient\nnorm"]
         heads += [*numbers[-2:], "\n\nbits"]
     grid = table(*heads, "Repeats\nitself", right=numbers)
     for rank, digest in enumerate(results.digests_W):
@@ -281,7 +284,11 @@ def _table(console: Console, title: str, results: CanaryResults, *, here: bool =
             "no result" if missing else "yes" if digest == results.again_W[rank] else "no",
         )
     show(console, grid)
-    show(console, plain("Equal letters: equal bits of loss and gradient.", "dim"))
+    what = "loss"
+    if results.projected:
+        what = "output"
+        show(console, plain("Output: a projection of what the model returns, not a loss.", "dim"))
+    show(console, plain(f"Equal letters: equal bits of {what} and gradient.", "dim"))
 
 
 def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> None:
@@ -292,9 +299,10 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
         return
     console.print()
     who = name_ranks([bundle.suspect]).capitalize()
-    title = f"{who}'s samples with the largest loss, each alone, in evaluation mode"
+    value = "projection of the outputs" if replayed.results.projected else "loss"
+    title = f"{who}'s samples with the largest {value}, each alone, in evaluation mode"
     show(console, Text(title, style="bold underline"))
-    heads = ("Place in the batch", "Loss", "Digest")
+    heads = ("Place in the batch", value.split()[0].capitalize(), "Digest")
     grid = table(*heads, right=heads)
     for sample in replayed.worst:
         grid.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))

@@ -28,6 +28,7 @@ from rankscope.cli.verdict import (
 from rankscope.errors import MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.files import ELSEWHERE, is_directory, is_file, to_plain
 from rankscope.record import Run
+from rankscope.record.reader import no_run
 from rankscope.record.stores import at_hand
 from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
 from rankscope.report.live import catalog
@@ -152,10 +153,7 @@ class Listing:
         root = directory.resolve()
         found = catalog.places(root)
         if not found.places:
-            raise RunError(
-                f"{directory} is not a run directory, and holds none: it has no run.json; check "
-                "the path"
-            )
+            raise RunError(no_run(directory).replace("directory:", "directory, and holds none:"))
         self._cut = found.cut
         self._glances: list[Glance] = []
         for place in found.places.values():

@@ -124,6 +124,9 @@ def run_script(
             show_default=False,
         ),
     ] = None,
+    no_dropout: Annotated[
+        bool, typer.Option("--no-dropout", help="Switch dropout off in what --parity records.")
+    ] = False,
 ) -> None:
     """Watch a training script as it is, without a line of rankscope in it.
 
@@ -144,6 +147,8 @@ def run_script(
     words = list(words or ())
     try:
         check_interpreter()
+        if no_dropout and parity is None:
+            raise UsageError("--no-dropout belongs to --parity N")
         if sink:
             from rankscope.sinks.specs import plan_sinks
 
@@ -172,7 +177,9 @@ def run_script(
     name = name_of(words, module=module)
     directory = run_dir or Path("runs") / name
     place = Store.of(directory) or directory.absolute()
-    recorded = None if parity is None else {"steps": parity}
+    recorded = None
+    if parity is not None:
+        recorded = {"steps": parity, "no_dropout": no_dropout, "compare_with": str(directory)}
     become(command, ScriptJob(str(place), name, options, parity=recorded))
 
 

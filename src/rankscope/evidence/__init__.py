@@ -8,6 +8,7 @@ commas, each with an ``EVIDENCE`` of its own. All processes of a run need the sa
 import functools
 import logging
 import os
+from difflib import get_close_matches
 from importlib import import_module
 
 from rankscope.bus.evidence import KEYS, Column, Evidence, Source, Table
@@ -71,10 +72,10 @@ def find_column(table: Table, name: str) -> Column:
     except KeyError:
         there = [each for each in Table if (each, name) in _BY_NAME]
         elsewhere = f" ({name} is a column of {', '.join(there)})" if there else ""
-        expected = ", ".join(each.name for each in columns_of(table))
-        raise UsageError(
-            f"expected columns of {table}, got {name!r}{elsewhere}; it has {expected}"
-        ) from None
+        known = [each.name for each in columns_of(table)]
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known)}"
+        raise UsageError(f"expected columns of {table}, got {name!r}{elsewhere}; {hint}") from None
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from rankscope.bus.parity import FOLDER
+from rankscope.bus.words import count
 from rankscope.integrations.hooks import AfterImport, CallHook, at_end
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.private import Patch, callers
@@ -64,6 +65,7 @@ class ParityJob:
     load_start: str = ""
     rules: Sequence[tuple[str, Sequence[str]]] = ()
     bisects: bool = False
+    compare_with: str = ""  # the record, as the line at the end names it; empty for no line
 
 
 class ParityCatch:
@@ -226,6 +228,7 @@ class _Training:
         rank, world, data_ranks = _ranks_of(model)
         self._parity = parity
         self._pid = os.getpid()
+        self._shows_end = bool(parity.compare_with) and rank == 0
         start = {
             "eps": parity.eps,
             "no_dropout": parity.no_dropout,
@@ -387,12 +390,28 @@ class _Training:
         if os.getpid() != self._pid:
             return
         self._recorder.close()
+        self._show_end()
         hooks, self._hooks = self._hooks, []
         for hook in hooks:
             with contextlib.suppress(Exception):
                 hook.remove()
         self._backward.remove()
         self._losses.remove()
+
+    def _show_end(self) -> None:
+        """Print on rank 0 what was recorded, and the command that compares it."""
+        if not self._shows_end or self.failed:
+            return
+        self._shows_end = False
+        steps = self._count + self._updated
+        ended = self._parity.stops and self._count == self._parity.steps
+        path = self._parity.compare_with
+        print(
+            f"rankscope: {count(steps, 'step')} recorded in {path}"
+            f"{', and the training ended' if ended else ''}; to compare: "
+            f'rankscope parity -a {path} -b "COMMAND"',
+            file=sys.stderr,
+        )
 
 
 def _after_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> Any:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS, Finding
+from rankscope.bus.parity import FOLDER
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
@@ -381,6 +382,16 @@ def _names(table: Table) -> tuple[str, ...]:
     return tuple(s.name for s in columns_of(table))
 
 
+def no_run(directory: Path) -> str:
+    """Return why a directory that exists is no run."""
+    if is_directory(directory / FOLDER):
+        return (
+            f"{directory} holds a record for rankscope parity, and no run: compare it by rankscope "
+            f'parity -a {directory} -b "COMMAND"'
+        )
+    return f"{directory} is not a run directory: it has no run.json; check the path"
+
+
 def _read_info(file: Path) -> dict[str, Any]:
     try:
         info = parse(read_file(file))
@@ -391,9 +402,7 @@ def _read_info(file: Path) -> dict[str, Any]:
             ) from error
         if not is_directory(file.parent):
             raise RunError(f"there is no run directory {file.parent}: check the path") from error
-        raise RunError(
-            f"{file.parent} is not a run directory: it has no run.json; check the path"
-        ) from error
+        raise RunError(no_run(file.parent)) from error
     except OSError as error:
         raise unreadable(file, error) from error
     except ValueError as error:

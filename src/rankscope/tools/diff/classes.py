@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import listed, name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.parting import (
     ComparedColumn,
@@ -469,18 +469,35 @@ def identical(pair: Pair, changes: tuple[Change, ...], curves: tuple[Curve, ...]
     if changes:
         some = ", ".join(change.name for change in changes[:MAX_NAMED])
         explanation.append(f"What differs in their settings has changed no bit: {some}.")
+    early = _ended_early(pair)
+    headline = f"All {len(pair):,} common steps are equal in every bit that was recorded"
+    advice = _ADVICE[DiffClass.IDENTICAL]
+    if early:
+        paths = [pair.a.name if side == "A" else pair.b.name for side in early]
+        headline += f", and {listed(early)} ended early"
+        commands = listed([f"rankscope report {path}" for path in paths])
+        advice = f"Find out why, and compare whole runs: {commands}"
     return Comparison(
         run_a=pair.a.name,
         run_b=pair.b.name,
         kind=DiffClass.IDENTICAL,
-        headline=f"All {len(pair):,} common steps are equal in every bit that was recorded.",
+        headline=f"{headline}.",
         explanation=tuple(explanation),
-        advice=_ADVICE[DiffClass.IDENTICAL],
+        advice=advice,
         causes=(),
         alignment=pair.alignment,
         changes=changes,
         curves=curves,
+        ended_early=early,
     )
+
+
+def _ended_early(pair: Pair) -> tuple[str, ...]:
+    """Return which of A and B lacks steps of the other, as its training was cut short."""
+    steps = len(pair.a.steps_T), len(pair.b.steps_T)
+    sides = zip(("A", "B"), (pair.a, pair.b), steps, steps[::-1], strict=True)
+    cut = ("incomplete", "interrupted")
+    return tuple(n for n, side, own, other in sides if own < other and side.run.status in cut)
 
 
 def different(

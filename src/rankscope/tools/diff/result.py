@@ -127,6 +127,7 @@ class Jump:
 class Comparison:
     """Two runs compared; ``tensors`` has relative distances where they part, largest first.
 
+    ``ended_early`` names those of A and B of which steps are missing since they were cut short;
     ``causes`` are the most probable first; ``parting`` is None when identical, ``growth`` when
     unknown, ``jump`` without a later one.
     """
@@ -145,11 +146,12 @@ class Comparison:
     changes: tuple[Change, ...] = ()
     curves: tuple[Curve, ...] = ()
     tensors: Mapping[str, float] = field(default_factory=dict)
+    ended_early: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
-        """Whether all that was recorded of both is equal."""
-        return self.kind is DiffClass.IDENTICAL
+        """Whether all that was recorded of both is equal, and neither was cut short."""
+        return self.kind is DiffClass.IDENTICAL and not self.ended_early
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values: no NaN, no infinity (those are null)."""

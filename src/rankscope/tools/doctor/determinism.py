@@ -84,7 +84,10 @@ def _judge(facts: Sequence[Facts]) -> CheckResult:
     if ranks:
         return _unrepeatable(facts, ranks, operators, numbers)
     alerts = _merged(facts, "alerts")
-    found = f"{facts[0]['runs']} runs of the same batch, forward and backward, gave the same bits"
+    found = (
+        f"{facts[0]['runs']} runs of the same batch with the same random numbers, forward and "
+        "backward, gave the same bits"
+    )
     repeated = min(fact["operators_repeated"] for fact in facts)
     if repeated:
         found += f", and so did {repeated:,} operators one by one"
@@ -122,9 +125,9 @@ def _unrepeatable(
     else:
         found += ", and no operator of torch did when run twice"
         advice = (
-            "The difference comes from outside of torch's operators: the time, random numbers of a "
-            "generator of its own, an order of threads, or memory that was never set. Look at what "
-            "the model's forward pass calls."
+            "The difference comes from outside of torch's operators: the time, random numbers that "
+            "are not torch's, an order of threads, or memory that was never set. Look at what the "
+            "model's forward pass calls."
         )
     alerts = _merged(facts, "alerts")
     if alerts and not fixed:

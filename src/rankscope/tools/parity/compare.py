@@ -162,7 +162,11 @@ def why_not_comparable(a: Recording, b: Recording) -> str:
     shapes = [n for n in trained(a) if n in a.shapes and a.shapes[n] != b.shapes.get(n)]
     if shapes:
         name = shapes[0]
-        return f"{name} is {_size(a.shapes[name])} in A and {_size(b.shapes.get(name, ()))} in B"
+        sizes = f"{_size(a.shapes[name])} in A and {_size(b.shapes.get(name, ()))} in B"
+        return (
+            f"{name} is {sizes}; parts of a parameter count as one where they are DTensors, as "
+            "parallelize_module makes them"
+        )
     if not set(a.steps) & set(b.steps):
         return "they have no step in common"
     return ""

@@ -101,6 +101,8 @@ class Answer:
     @property
     def limits(self) -> str:
         """How small a fault would have to be in order to be missed, in a sentence; or empty."""
+        if self.kind is Kind.NOT_COMPARABLE:
+            return ""
         parts = [
             f"{kind}s by {median:.1g} of their norm ({worst:.1g} at worst)"
             for kind, (median, worst) in self.could_miss.items()

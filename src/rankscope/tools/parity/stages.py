@@ -325,7 +325,8 @@ def drew(pair: StepPair) -> str:
     shown = first_of(list(dict.fromkeys(layers))) if layers else "the model"
     return (
         f"random numbers are drawn inside the forward pass ({shown}), which differ between "
-        "layouts; use --no-dropout"
+        "layouts; use --no-dropout, where a side is recorded as well (rankscope run --parity N "
+        "--no-dropout)"
     )
 
 
