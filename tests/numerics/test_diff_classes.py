@@ -70,6 +70,16 @@ def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Pa
     assert "order" in found.headline
 
 
+def test_other_micro_batches_are_a_cause_of_rounding(tmp_path: Path):
+    runs = [
+        write_training(tmp_path / name, Training(order=order, columns={"micro_batches": number}))
+        for name, order, number in (("a", (), 1), ("b", (3, 1, 0, 2), 2))
+    ]
+    found = compare_runs(*runs)
+    assert found.kind is DiffClass.ROUNDING
+    assert "number of micro-batches: 1 in A, 2 in B" in found.causes
+
+
 def test_other_workers_on_the_same_global_batch_are_rounding(base: Run, tmp_path: Path):
     found = compare(base, tmp_path, workers=2)
     assert found.kind is DiffClass.ROUNDING

@@ -383,13 +383,21 @@ def _other_division(case: DifferenceCase) -> tuple[Change, ...]:
     used = [side.column("rng_used") for side in sides]
     if not any(((each != MISSING_INT) & (each & _DRAWN > 0)).any() for each in used):
         return ()
-    passes = [int(side.column("micro_batches").max()) for side in sides]
-    numbers = {"workers": case.pair.alignment.num_workers, "micro-batches": passes}
+    numbers = {
+        "workers": case.pair.alignment.num_workers,
+        "micro-batches": _micro_batches(case.pair),
+    }
     return tuple(
         Change(name, one, other, "training")
         for name, (one, other) in numbers.items()
-        if one != other
+        if one != other and min(one, other) > 0
     )
+
+
+def _micro_batches(pair: Pair) -> tuple[int, int]:
+    """Return the largest number of micro-batches in a step of A and of B; negative if unknown."""
+    own, more = (int(side.column("micro_batches").max()) for side in (pair.a, pair.b))
+    return own, more
 
 
 def _unequal_weights(case: DifferenceCase) -> str:
@@ -543,7 +551,7 @@ _ADVICE = {
     DiffClass.IDENTICAL: "Nothing to do.",
     DiffClass.ROUNDING: (
         "No sign of a bug. To get the same bits, remove the causes named here: equal types, equal "
-        "number of workers, and a reduction whose order is fixed."
+        "numbers of workers and micro-batches, and a reduction whose order is fixed."
     ),
     DiffClass.DATA: (
         "Compare the samplers' seeds, the shuffling and the sharding of both runs; what follows in "
@@ -668,6 +676,9 @@ def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]
         if not pair.alignment.same_width:
             one, other = pair.alignment.num_workers
             found.append(f"number of workers: {one} in A, {other} in B")
+        own, more = _micro_batches(pair)
+        if own != more and min(own, more) > 0:
+            found.append(f"number of micro-batches: {own} in A, {more} in B")
         found += [named(c) for c in case.of_kind("reduction", "environment")]
         found += _order_of_samples(pair, case)
         found += [
