@@ -68,7 +68,8 @@ NOTHING = (
 )
 NO_GROUP = (
     "nothing was watched: no process group of several ranks trained a model, and one process has "
-    "no other to be compared with; start the script with torchrun --nproc-per-node 2 or more"
+    "no other to be compared with; unless it starts its ranks itself, start the script with "
+    "torchrun --nproc-per-node 2 or more"
 )
 FAILED = "the script failed with exit code {code}, and nothing was watched"
 ALONE = (
