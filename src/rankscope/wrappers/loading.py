@@ -3,14 +3,15 @@
 A diffusion model, for instance, gets samples with noise: the same sample never looks the same.
 """
 
+import contextlib
 import itertools
 import math
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -127,9 +128,11 @@ class _Places:
     """The places in the data set of the rows that loaders have asked for, and not yet yielded."""
 
     def __init__(self) -> None:
-        self._asked: WeakKeyDictionary[Any, dict[int, Ints]] = WeakKeyDictionary()
-        self._first: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of a batch
-        self._digests: dict[int, tuple[Any, int | None]] = {}  # by the id of a data set
+        self._asked: weakref.WeakKeyDictionary[Any, dict[int, Ints]] = weakref.WeakKeyDictionary()
+        self._first: weakref.WeakKeyDictionary[Any, int] = (
+            weakref.WeakKeyDictionary()
+        )  # number of a batch
+        self._digests: dict[int, tuple[weakref.ref[Any], int | None]] = {}  # by a data set's id
         self._numbered = True  # no loader has asked for keys
 
     def ask(self, iterator: Any, places: Any) -> None:
@@ -168,9 +171,12 @@ class _Places:
     def digest(self, data: Any) -> int | None:
         """Return the digest of a data set's rows."""
         known = self._digests.get(id(data))
-        if known is None:
-            known = self._digests[id(data)] = data, rows_digest(data)
-        return known[1]
+        if known is not None and known[0]() is data:
+            return known[1]
+        found = rows_digest(data)
+        with contextlib.suppress(TypeError):  # a list is digested each time
+            self._digests[id(data)] = weakref.ref(data), found
+        return found
 
 
 def _number(iterator: Any) -> int:

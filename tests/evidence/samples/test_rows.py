@@ -1,5 +1,7 @@
 """Rows of a data set stand for samples where augmentation makes other content of each."""
 
+import gc
+import weakref
 from itertools import chain
 
 import numpy as np
@@ -199,6 +201,15 @@ class Keys(Dataset):
 )
 def test_places_that_are_no_rows_of_the_batch_are_unknown(probe, loader):
     assert fed(probe, loader)[1:] == [None] * (len(loader) - 1)
+
+
+def test_a_data_set_that_the_training_leaves_is_not_kept(probe):
+    data = Pictures()
+    assert len(fed(probe, DataLoader(data, 8))) == 8
+    left = weakref.ref(data)
+    del data
+    gc.collect()
+    assert left() is None
 
 
 def combined(combiner, samples, rows, digests):
