@@ -55,6 +55,9 @@ def test_a_run_that_was_cut_short_is_not_identical(
     assert found.kind is DiffClass.IDENTICAL
     assert found.identical is found.to_json()["identical"] is not cut
     assert found.headline.endswith("B ended early.") is cut
+    assert found.ended_early == (("B",) if cut else ())
+    other = compare(base, tmp_path / "reordered", steps=steps, ended=ended, order=(3, 1, 0, 2))
+    assert (other.kind, other.ended_early) == (DiffClass.ROUNDING, found.ended_early)
     assert (f"rankscope report {tmp_path / 'other'}" in found.advice) is cut
 
 

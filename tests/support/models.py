@@ -40,3 +40,16 @@ def make_batch(rank: int, step: int, *, size: int = 3, length: int = 5) -> dict[
     labels = torch.randint(50, (size, length), generator=generator)
     labels[:, : 1 + (rank + step) % 3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+class PassedOn(torch.autograd.Function):
+    """Passes on gradients as DDP does with ``find_unused_parameters``: none where none came."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return gradients

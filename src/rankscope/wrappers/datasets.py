@@ -39,7 +39,8 @@ def _rows(data: Any, depth: int) -> list[Any] | None:
     length = len(data)
     if isinstance(data, Subset):
         inner = _rows(data.dataset, depth - 1)
-        return None if inner is None else [length, _at(data.indices, _places(length)), inner]
+        places = _at(data.indices, _places(length))
+        return [length, places, inner] if places and inner is not None else None
     if isinstance(data, ConcatDataset):
         parts = [_rows(part, depth - 1) for part in data.datasets]
         return None if None in parts else parts

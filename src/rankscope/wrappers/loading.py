@@ -129,9 +129,8 @@ class _Places:
 
     def __init__(self) -> None:
         self._asked: weakref.WeakKeyDictionary[Any, dict[int, Ints]] = weakref.WeakKeyDictionary()
-        self._first: weakref.WeakKeyDictionary[Any, int] = (
-            weakref.WeakKeyDictionary()
-        )  # number of a batch
+        # the number of the first batch of each iterator that was seen
+        self._first: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._digests: dict[int, tuple[weakref.ref[Any], int | None]] = {}  # by a data set's id
         self._numbered = True  # no loader has asked for keys
 

@@ -5,19 +5,7 @@ from torch import nn
 
 from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT
 from rankscope.evidence.parity.inside import LayerOutputs
-
-
-class PassedOn(torch.autograd.Function):
-    """Passes on gradients as DDP does with ``find_unused_parameters``: none where none came."""
-
-    @staticmethod
-    def forward(ctx, *outputs):
-        ctx.set_materialize_grads(False)
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
+from support.models import PassedOn
 
 
 def test_an_output_that_the_loss_leaves_alone_has_no_gradient():

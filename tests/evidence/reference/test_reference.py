@@ -17,6 +17,7 @@ from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.verify import ReferenceAnswer, verify
 from rankscope.gradients.sketch import Sketcher
+from support.models import PassedOn
 
 CPU = torch.device("cpu")
 
@@ -135,19 +136,6 @@ def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, au
     assert_same(before, state_of(model))
     assert parameters[0].grad is kept
     assert bool((kept == 1).all())
-
-
-class PassedOn(torch.autograd.Function):
-    """Passes on gradients as DDP does with ``find_unused_parameters``: none where none came."""
-
-    @staticmethod
-    def forward(ctx, *outputs):
-        ctx.set_materialize_grads(False)
-        return tuple(output.view_as(output) for output in outputs)
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return gradients
 
 
 def test_an_output_to_which_no_gradient_comes_is_left_out():

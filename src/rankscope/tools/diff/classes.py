@@ -544,6 +544,7 @@ def different(
         changes=case.changes,
         curves=curves,
         tensors=dict(list(relative.items())[:MAX_TENSORS]),
+        ended_early=_ended_early(pair),
     )
 
 

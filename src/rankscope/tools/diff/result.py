@@ -162,6 +162,7 @@ class Comparison:
             "b": self.run_b,
             "class": str(self.kind),
             "identical": self.identical,
+            "ended_early": list(self.ended_early),
             "headline": self.headline,
             "explanation": list(self.explanation),
             "advice": self.advice,
