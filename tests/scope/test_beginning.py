@@ -122,14 +122,14 @@ def meet_in_attempts(rank):
             if rank == 1:
                 with pytest.raises(rendezvous.LateError, match="rank 0"):
                     own.gather(b"2")
-            dist.barrier()  # the next attempt begins when this one has ended everywhere
-            continue
-        if rank == 0:
-            time.sleep(0.1)
-        hellos = own.gather(str(attempt).encode())
-        if hellos is not None:
-            own.write("answer", b" ".join(hellos))
-        said.append(own.read("answer")[0])
+        else:
+            if rank == 0:
+                time.sleep(0.1)
+            hellos = own.gather(str(attempt).encode())
+            if hellos is not None:
+                own.write("answer", b" ".join(hellos))
+            said.append(own.read("answer")[0])
+        dist.barrier()  # the next attempt begins when this one has ended everywhere
     return said
 
 
