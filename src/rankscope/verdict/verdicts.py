@@ -54,6 +54,7 @@ class RunProgress:
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
+    lost: bool = False  # whether workers have rows, and steps none
 
     @property
     def ended(self) -> bool:
@@ -220,6 +221,11 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+_LOST = Verdict(
+    "The steps of this run are missing: workers/ of its directory has rows, and steps/ has none.",
+    "Restore steps/ from where the run was copied or cleaned up; the other tables can be read.",
+    Severity.WARNING,
+)
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -231,6 +237,8 @@ def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
         return _NOTHING_YET
+    if progress.lost:
+        return _LOST
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
         return _INTERRUPTED_BEFORE
     if not progress.agent_ended:
