@@ -87,9 +87,11 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     if progress.cut_short:
         return _cut_short(verdict, progress)
     missing = missing_steps(progress.checks, _steps(values, progress))
-    if verdict.severity or not missing:
-        return verdict
-    return _too_early(verdict, values, progress, missing)
+    if not verdict.severity and missing:
+        verdict = _too_early(verdict, values, progress, missing)
+    if verdict.recommendation == NOTHING_TO_CHANGE and any(map(_depends, findings)):
+        return replace(verdict, recommendation=_IF_MEANT)
+    return verdict
 
 
 def _steps(values: Values, progress: RunProgress) -> int:
@@ -119,6 +121,15 @@ def _is_harmless(finding: Finding) -> bool:
     """Return whether a run with this note is healthy: it is over, usual, or asks for nothing."""
     over = finding.status == "closed" or finding.id in _USUAL
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
+
+
+_IF_MEANT = "Nothing to change, if what the note says is meant."
+
+
+def _depends(finding: Finding) -> bool:
+    """Return whether a harmless note describes what may not be meant."""
+    unsure = finding.id in ("rng.identical", "loss.token_weighting")
+    return unsure and finding.severity is Severity.NOTE and finding.status == "open"
 
 
 def _is_single(finding: Finding) -> bool:
