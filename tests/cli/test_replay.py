@@ -203,7 +203,7 @@ def test_on_ranks_that_agree(path: str, tmp_path: Path):
     ("name", "words"),
     [
         ("other_parameter", "Parameters or buffers are known to differ (head.bias)."),
-        ("other_arithmetic", "so the device computes differently, or it is hooks of head ("),
+        ("other_arithmetic", "so it is hooks of head ("),
         ("other_code", 'What differs is "forward" of head (other_code.<locals>.<lambda>'),
     ],
 )

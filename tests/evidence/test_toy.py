@@ -6,82 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pyarrow.parquet as pq
 import pytest
 
 pytestmark = pytest.mark.ranks
 
-FOLDER = {
-    "__init__.py": '''
-        """How large the logits are."""
-
-        from rankscope.bus.evidence import DType, Source, Table, Tail, declare
-        from rankscope.bus.evidence import Evidence
-
-        COLUMNS = declare(
-            Table.WORKERS,
-            ("logit_max", DType.FLOAT, "", Source.LOCAL, Tail.HIGH, "largest magnitude of a logit"),
-        )
-        EVIDENCE = Evidence("toy_logits", __name__, COLUMNS)
-        ''',
-    "probe.py": """
-        from rankscope.bus.probe import MessagePart, Probe, Ready
-
-
-        class Logits(Probe):
-            largest = 0.0
-
-            def on_output(self, output, kwargs, forward):
-                self.largest = max(self.largest, float(output.detach().abs().max()))
-
-            def collect(self, end):
-                largest, self.largest = self.largest, 0.0
-                return Ready(MessagePart({"logit_max": largest}))
-
-
-        def make_probe(job):
-            return Logits()
-        """,
-    "judge.py": """
-        import numpy as np
-
-        from rankscope.bus.detector import Detector
-        from rankscope.bus.detector import PersistentFault
-        from rankscope.bus.finding import Severity
-
-        class HotLogits(Detector):
-            def __init__(self):
-                self._fault = PersistentFault(1)
-
-            def observe_step(self, step):
-                hot = np.flatnonzero(step.gathered.workers["logit_max"] > 1000).tolist()
-                if not self._fault.observe(step.gathered.step, hot):
-                    return ()
-                numbers = {"steps": self._fault.count}
-                return (
-                    self._fault.evidence(
-                        "toy.hot_logits", Severity.WARNING, self._fault.ranks, {}, numbers
-                    ),
-                )
-
-
-        def make_judges(run):
-            return (HotLogits(),)
-        """,
-    "findings.toml": """
-        ["toy.hot_logits"]
-        title = "Logits explode"
-        family = "Toys"
-        meaning = "some workers' logits are above 1,000"
-        evidence = "exact"
-        page = "**Looks like:** `logit_max`.\\n\\n**Comes from:** a toy.\\n\\n**Do:** smile."
-        ["toy.hot_logits".warning]
-        explanation = "{Ranks} had logits above 1,000 in {steps}.{over}"
-        next_check = "Look at the toy."
-        """,
-}
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SCRIPT = """
 import sys
@@ -124,15 +55,11 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Write the folder, train with it on two real ranks, and return what runs commands with it."""
+    """Train with the example on two real ranks, and return what runs commands with it."""
     tmp_path = tmp_path_factory.mktemp("toy")
-    folder = tmp_path / "toy_logits"
-    folder.mkdir()
-    for name, text in FOLDER.items():
-        (folder / name).write_text(dedent(text).lstrip())
     (tmp_path / "train.py").write_text(SCRIPT)
     tests = str(Path(__file__).parents[1])
-    paths = [str(tmp_path), tests, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(EXAMPLES), tests, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -192,6 +119,6 @@ def test_the_report_prints_it(run):
 
 def test_it_has_a_row_and_a_section_on_the_page_of_causes(run):
     page = run[1]("rankscope", "causes", "--page").stdout
-    assert "**Toys**" in page
+    assert "**Logits**" in page
     assert "| [`toy.hot_logits`](#toyhot_logits) |" in page
     assert "## `toy.hot_logits`" in page

@@ -1,5 +1,7 @@
 """Bounded parts of long tables, what a run says of its samples, and whether it has changed."""
 
+import shutil
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -145,3 +147,8 @@ def test_samples_are_counted_again_in_pieces(one_group):
     assert counted.distinct_B[-1] == len(set(ids.tolist()))
     assert counted.step_B[-1] == 99
     assert counted.is_exact
+    shutil.rmtree(one_group.path / "rollups")
+    again = one_group.coverage()
+    assert (again.drawn_B[-1], again.distinct_B[-1]) == (len(ids), counted.distinct_B[-1])
+    shutil.rmtree(one_group.path / "samples")
+    assert not len(one_group.coverage().step_B)

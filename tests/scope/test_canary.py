@@ -291,7 +291,8 @@ def test_a_worker_with_bad_labels_has_bad_data_and_nothing_else(tmp_path):
     [path] = find_bundles(run.path)
     assessed = assess(run)
     assert assessed.recommendation.startswith(
-        f"The canary agrees: the difference is in the data of rank {FAULTY}. Look at the batch of"
+        f"The canary agrees: the difference is in the data of rank {FAULTY}, or in what its loop "
+        "does with the loss. Look at the batch of"
     )
     assert "another worker" not in assessed.recommendation
     assert shlex.split(assessed.command) == ["rankscope", "replay", str(path)]

@@ -61,6 +61,7 @@ def refused(_, folder):
         {"optimizer": torch.optim.AdamW},
         {"optimizer": "adam"},
         {"optimizer": [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)]},
+        {"optimizer": torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)},
         {"run_dir": None},
         {"on_finding": "print"},
         {"config": "x"},
@@ -83,6 +84,8 @@ def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
         f"{OPTIMIZER}, got the class AdamW: watch(model, optimizer, …)",
         f"{OPTIMIZER}, got str: watch(model, optimizer, …)",
         f"{OPTIMIZER}, got StepLR: watch(model, optimizer, …)",
+        "the optimizer of this model, got one that holds none of its parameters; make it from "
+        "model.parameters(), after all changes of the model",
         "run_dir to be a path, got NoneType",
         "on_finding to be a function of a finding, got str",
         "config to map names to values, got str",

@@ -52,7 +52,7 @@ def test_alerts_come_from_the_agent_and_their_places_are_recorded_nowhere(tmp_pa
     assert all(body.keys() == {"text"} for _, _, body, _ in got)
     for name in ("option", "environment"):
         text = next(body["text"] for _, _, body, _ in got if body["text"].startswith(f"{name}: "))
-        assert "data.duplicate_batches opened on rank 0, 1" in text
+        assert "data.duplicate_batches opened on ranks 0 and 1" in text
         assert f"rankscope report {tmp_path / name}" in text
         run = Run.open(tmp_path / name)
         write_report(run)

@@ -37,7 +37,9 @@ def test_news_is_posted_as_json_with_a_text(tmp_path, server):
     assert [body["event"] for body in bodies] == ["opened", "got worse", "closed"]
     assert bodies[0]["finding"] == plain_finding(FINDING)
     assert bodies[0]["run"] == str(tmp_path / "run")
-    assert bodies[0]["text"].startswith("run: warning: data.duplicate_batches opened on rank 1, 3")
+    assert bodies[0]["text"].startswith(
+        "run: warning: data.duplicate_batches opened on ranks 1 and 3"
+    )
     assert FINDING.explanation in bodies[0]["text"]
     assert pauses == []
 

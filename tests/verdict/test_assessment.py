@@ -1,5 +1,6 @@
 """Assessments of recorded runs whose samples, losses and gradients are simulated."""
 
+import shutil
 from dataclasses import replace
 from itertools import islice
 
@@ -121,6 +122,10 @@ def test_a_run_without_steps(tmp_path):
     place = ListedPlace("run", run.path, "run")
     listed = glance(place, stamp(place, tmp_path))
     assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
+    removed = record_run(tmp_path / "removed")
+    shutil.rmtree(removed.path / "steps")
+    lost = assess(Run.open(removed.path))
+    assert lost.headline.startswith("The steps of this run are missing: workers/ of its directory")
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation

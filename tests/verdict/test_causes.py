@@ -2,6 +2,7 @@
 
 from rankscope.bus.detector import LATENESS
 from rankscope.bus.finding import Finding, Severity
+from rankscope.verdict.news import with_causes
 from rankscope.verdict.rules import explanations, ranked
 
 
@@ -51,6 +52,15 @@ def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():
     ]
     causes = explanations([*outliers, stale])
     assert [causes[name] for name in named] == [stale, stale, None]
+
+
+def test_a_factor_on_the_loss_of_one_worker_explains_its_gradient_also_where_a_canary_agrees():
+    factor = finding("loss.scale", Severity.WARNING, id="loss-scale-one-worker", ranks=(1,))
+    for cause, name in (("data.worker_outlier", "outlier-1"), ("inconclusive", "gross-outliers")):
+        outlier = finding(cause, Severity.WARNING, 5, name, (1,))
+        assert explanations([outlier, factor])[name] is factor
+        [sent] = with_causes([outlier], [factor, outlier])
+        assert sent.next_check.startswith("First the finding 'A worker's loss has another factor'")
 
 
 def test_among_causes_the_most_severe_and_then_the_earliest_is_first():

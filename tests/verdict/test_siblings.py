@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from typer.testing import CliRunner
 
+from rankscope.bus.finding import Severity
 from rankscope.cli.main import app
 from rankscope.record import Run, RunWriter
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
@@ -13,6 +14,8 @@ from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
 from record.run_files import make_finding
 from record.step_reports import make_report
+
+WARNING = Severity.WARNING
 
 
 def write(path, ranks, findings=(), job="a", base="sft", name=""):
@@ -52,6 +55,15 @@ def test_the_list_shows_the_worst_of_a_job_as_the_report_does(folder):
         assert listed.headline.startswith("Among ranks 2 and 3 of this job: ") is (
             name in ("sft", "sft-from-rank-4")
         )
+
+
+def test_the_list_shows_the_worst_of_a_run_also_where_it_follows_from_a_warning(tmp_path):
+    cause = make_finding("compute.modes_differ", cause="compute.modes_differ", severity=WARNING)
+    write(tmp_path / "run", (0, 1), [make_finding("canary-code"), cause], job="")
+    place = ListedPlace("run", tmp_path / "run", "run")
+    listed = glance(place, stamp(place, tmp_path))
+    assert listed.severity == assess(Run.open(tmp_path / "run")).word == "error"
+    assert listed.headline == "Modules are in training mode on some workers only"
 
 
 def test_exit_codes_count_siblings(folder):

@@ -43,7 +43,7 @@ from rankscope.sinks import RunInfo, Sinks, plan_sinks
 from rankscope.verdict.assessment import Sibling, coordinate_of, siblings_of
 from rankscope.verdict.coverage import CoverageCount
 from rankscope.verdict.diagnosis import diagnosis_of
-from rankscope.verdict.news import Announcer
+from rankscope.verdict.news import Announcer, with_causes
 from rankscope.verdict.rules import first_sentence
 
 _log = logging.getLogger("rankscope")
@@ -223,13 +223,13 @@ class Root:
     def _report_hang(self, finding: Finding) -> None:
         self._record.flush()
         self._record.add_findings([finding])
-        self._sinks.findings([finding])
+        self._sinks.findings(with_causes([finding], self._findings))
         self._notify([finding], announced=False)  # the local agent has written it
 
     def _report_external(self, finding: Finding) -> None:
         """Report a finding of a director; log it even if it is a note."""
         self._record.add_findings([finding])
-        self._sinks.findings([finding])
+        self._sinks.findings(with_causes([finding], self._findings))
         self._notify([finding])
         if self._announcer is not None and finding.severity is Severity.NOTE:
             self._announce(first_sentence(finding), False)
@@ -256,7 +256,7 @@ class Root:
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Send a step to sinks and ranks, and derive intervals and requests from it."""
         gathered = report.gathered
-        self._sinks.step(report, findings)
+        self._sinks.step(report, with_causes(findings, self._findings))
         self._latest = report
         decision = self._governor.observe(
             report.step,
@@ -404,7 +404,7 @@ class Root:
         whole = self._workers.are_whole(delivered)
         complete = whole and not failed
         self._record.add_findings(last)
-        self._sinks.findings(last)
+        self._sinks.findings(with_causes(last, self._findings))
         if self._record.flush() and (whole or not failed):
             self._save_state(at_end=True)
         self._record.close(

@@ -344,12 +344,9 @@ def why(
         return f"what differs is {name_reasons(reasons)}"
     if not compared:
         return _UNKNOWN
-    if verdict is CanaryCause.NONDETERMINISTIC:
-        device = "the device computes differently now and then"
-    else:
-        device = "the device computes differently"
-    hooked = f", or it is {name_reasons(hooks)}" if hooks else ""
-    return f"{_SAME}, so {device}{hooked}"
+    hooked = f"it is {name_reasons(hooks)}, or " if hooks else ""
+    often = " now and then" if verdict is CanaryCause.NONDETERMINISTIC else ""
+    return f"{_SAME}, so {hooked}the device computes differently{often}"
 
 
 def name_reasons(reasons: Sequence[str]) -> str:

@@ -272,12 +272,13 @@ class Run:
             raise RunError(f"the cosines of {self.path} are damaged ({error})") from error
         return rows["step"], np.array(matrices, np.float64).reshape(-1, width, width)
 
-    def coverage(self) -> Coverage | None:
-        """Return the number of different samples over the run, from its roll-ups.
+    def coverage(self) -> Coverage:
+        """Return the number of different samples over the run.
 
-        None without them: in a run of few steps, or one whose samples are unknown.
+        They come from the roll-ups; in a run of few steps, which has none, from the samples. Arrays
+        are empty where samples are unknown.
         """
-        return read_coverage(self.path)
+        return read_coverage(self.path) or self.count_samples()
 
     def count_samples(self) -> Coverage:
         """Return the same from the samples themselves, in pieces: for many, without roll-ups."""
@@ -287,8 +288,9 @@ class Run:
         for file in self._files(Table.SAMPLES):
             for rows in read_pieces(file, schema):
                 counted.add(pc.list_flatten(rows["samples"]).to_numpy())
-                step = pc.max(rows["step"]).as_py()
-                moments.append((step, counted.drawn, counted.distinct()))
+                if counted.drawn:
+                    step = pc.max(rows["step"]).as_py()
+                    moments.append((step, counted.drawn, counted.distinct()))
         step_B, drawn_B, distinct_B = np.array(moments, np.int64).reshape(-1, 3).T
         return Coverage(step_B, drawn_B, distinct_B, counted.is_exact)
 

@@ -276,7 +276,7 @@ def _coverage_rows(run: Run, notes: dict[str, str]) -> list[Row]:
     if not run.is_long and run.num_samples <= MAX_ROWS:
         columns = run.columns(Table.SAMPLES, "step", "samples")
         return series.coverage(columns["step"], list(columns["samples"]))
-    counted = run.coverage() or run.count_samples()
+    counted = run.coverage()
     if not len(counted.step_B):
         return []
     if not counted.is_exact:

@@ -198,7 +198,7 @@ class Inbox:
     def close_sinks(self) -> None:
         """Pass the last findings to the sinks of this process, and close them."""
         if self._sinks is not None:
-            self._sinks.findings(self._news)
+            self._sinks.findings(self._take_news())
             self._sinks.close()
 
     def _call_on_finding(self, finding: Finding) -> None:
@@ -247,9 +247,16 @@ class Inbox:
             report = unpack_report(frame.payload)
             if report.step > self._fed:
                 self._fed = report.step
-                news = self._news
-                self._news = []
-                self._sinks.step(report, news)
+                self._sinks.step(report, self._take_news())
+
+    def _take_news(self) -> list[Finding]:
+        """Return the findings for sinks since the last call."""
+        news, self._news = self._news, []
+        if not news:
+            return []
+        from rankscope.verdict.news import with_causes  # which trainings without sinks do without
+
+        return with_causes(news, self.findings.values())
 
     def _handle_line(self, frame: Frame) -> None:
         level, line, trace = json.loads(frame.payload)

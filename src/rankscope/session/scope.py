@@ -215,7 +215,8 @@ class Scope:
         """Give the local loss of a micro-batch, in place of the one that ``backward`` shows.
 
         Without it, that is the model's ``.loss`` or the scalar on which ``backward`` is called.
-        From the first call on, the latter does not count.
+        From the first call on, the latter does not count. What is no loss is declined in one line
+        of the log.
 
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one

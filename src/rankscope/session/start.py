@@ -49,12 +49,14 @@ from rankscope.wrappers.facts import (
     training_facts,
     vocabulary_digest,
 )
-from rankscope.wrappers.find import LOOP, find_parts, find_wrapper
+from rankscope.wrappers.find import DDP, LOOP, Wrapped, find_parts, find_wrapper
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
+    all_of,
     check_optimizers,
     held_bits,
     held_names,
+    may_train,
     plain_optimizers,
 )
 from rankscope.wrappers.ranks import ranks_of
@@ -190,6 +192,7 @@ def watch(
 
     def describe() -> dict[str, Any]:
         _check_given(given, run_dir, on_finding, config)
+        _check_held(optimizer, wrapped)
         return {
             "facts": _facts(model, wrapped.device, options.tokenizer, loader),
             "config": dict(config or {}),
@@ -256,6 +259,15 @@ def _check_given(optimizer: object, run_dir: object, on_finding: object, config:
         raise _expected("on_finding to be a function of a finding", on_finding)
     if config is not None and not isinstance(config, Mapping):
         raise _expected("config to map names to values", config)
+
+
+def _check_held(optimizer: Any, wrapped: Wrapped) -> None:
+    parameters = list(wrapped.parameters.values())
+    if wrapped.kind in (DDP, LOOP) and not may_train(all_of(optimizer), parameters):
+        raise UsageError(
+            "watch() expected the optimizer of this model, got one that holds none of its "
+            "parameters; make it from model.parameters(), after all changes of the model"
+        )
 
 
 def _expected(what: str, got: object) -> UsageError:

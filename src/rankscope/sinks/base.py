@@ -24,6 +24,7 @@ import numpy as np
 from rankscope.bus.evidence import Column, DType, Source, Table, Tail
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
 from rankscope.files import to_plain
@@ -270,9 +271,7 @@ class NewsSink(ABC):
 
 def sentence(finding: Finding, event: FindingEvent | None = None) -> str:
     """Return a finding and its event (its status, if None) in one paragraph of plain text."""
-    where = f" on rank {', '.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
-    if len(finding.ranks) > 8:
-        where += f" and {len(finding.ranks) - 8} more"
+    where = f" on {name_ranks(finding.ranks)}" if finding.ranks else ""
     return (
         f"{finding.severity}: {finding.cause} {event or finding.status}{where} "
         f"(steps {finding.first_step} to {finding.last_step}). {finding.explanation} "

@@ -21,7 +21,7 @@ from rankscope.sinks.specs import PlannedSink
 _log = logging.getLogger("rankscope")
 
 CLOSE_SECONDS = 5.0
-"""Seconds that ``close`` waits for all sinks together; those that hang are then left behind."""
+"""Seconds that ``close`` waits for all sinks together; then they go on until the process ends."""
 
 
 MAX_STEPS = 256
@@ -45,7 +45,8 @@ class Feeder:
         self._findings: deque[tuple[int, Finding]] = deque()
         self._changed = threading.Condition()
         self._ending = False
-        self.off = False  # whether the sink has failed, or was left behind
+        self.off = False  # whether the sink has failed
+        self._left = False  # whether it was left behind
         self._thread = threading.Thread(target=self._work, name=f"rankscope-{name}", daemon=True)
         self._thread.start()
 
@@ -91,20 +92,16 @@ class Feeder:
     def join(self, seconds: float) -> bool:
         """Wait for the sink's end, after ``finish``, and return whether it has ended.
 
-        One that takes longer is left behind.
+        One that takes longer is left behind: it goes on with its queue as long as the process does.
         """
         self._thread.join(max(seconds, 0.0))
-        with self._changed:
-            left = self._thread.is_alive()
-            if left:
-                self.lost_steps += len(self._steps)
-                self._go_off()
-        return not left
+        self._left = self._thread.is_alive()
+        return not self._left
 
-    def _go_off(self) -> None:
-        self.off = True
-        self._steps.clear()
-        self._findings.clear()
+    @property
+    def num_waiting(self) -> int:
+        """Number of steps and findings that wait for the sink."""
+        return len(self._steps) + len(self._findings)
 
     def _take(self) -> StepValues | Finding | None:
         """Return the oldest entry of the queue; None at the end."""
@@ -135,9 +132,10 @@ class Feeder:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            was_off = self.off
-            self._go_off()
-        if was_off:
+            self.off = True
+            self._steps.clear()
+            self._findings.clear()
+        if self._left:
             return
         foreseen = isinstance(error, RankscopeError | OSError)
         _log.warning(
@@ -193,7 +191,11 @@ class Sinks:
             ended = feeder.join(deadline - time.monotonic())
             if not ended:
                 _log.warning(
-                    "sink %s did not end within %g s and is left behind", feeder.name, seconds
+                    "sink %s did not end within %g s and is left behind: %s, and may not be shown "
+                    "there; the run directory holds all",
+                    feeder.name,
+                    seconds,
+                    f"{feeder.num_waiting:,} of its steps and findings wait",
                 )
             if feeder.lost_steps:
                 _log.warning(

@@ -19,6 +19,7 @@ from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Coverage, Run
 from rankscope.record.reader import MAX_STEPS
+from rankscope.record.rollups import read_coverage
 from rankscope.record.states import START_FILE, read_number
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
@@ -243,7 +244,14 @@ def progress_of(run: Run) -> RunProgress:
     agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
     last_step = -1 if steps is None else steps[1]
     endings = read_endings(run.info)
-    return RunProgress(run.status, last_step, earlier, endings=endings, agent_ended=agent_ended)
+    return RunProgress(
+        run.status,
+        last_step,
+        earlier,
+        endings=endings,
+        agent_ended=agent_ended,
+        lost=steps is None and step_range(run.path, Table.WORKERS) is not None,
+    )
 
 
 def measure(run: Run) -> Values:
@@ -352,7 +360,7 @@ def _largest(values_TW: Floats) -> Floats:
 
 def _samples(run: Run, drawn: int) -> Values:
     """Count the samples of the whole run, and the different ones."""
-    coverage = run.coverage() if drawn > MAX_SAMPLES else None
+    coverage = read_coverage(run.path) if drawn > MAX_SAMPLES else None
     if coverage is not None:
         return _estimated_samples(run, coverage, drawn)
     if run.num_samples > MAX_SAMPLES:

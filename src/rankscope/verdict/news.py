@@ -1,12 +1,14 @@
 """Announcements during the training: findings that open, get worse or close, and the verdict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.assessment import Sibling, worst_of
 from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
+from rankscope.verdict.words import consequence_of
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -94,6 +96,16 @@ def line_of(finding: Finding, event: FindingEvent, text: str = "") -> str:
     mark = marks.get(event, str(finding.severity))
     since = f"since step {finding.first_step:,}"
     return f"{mark}: {text or first_sentence(finding)} [{_name_of(finding)}, {since}]"
+
+
+def with_causes(findings: Sequence[Finding], known: Iterable[Finding]) -> list[Finding]:
+    """Return findings for sinks: the check of one that another one explains is to see that first.
+
+    ``known`` are all findings of the run.
+    """
+    causes = explanations(tuple(known)) if findings else {}
+    found = [(finding, causes.get(finding.id)) for finding in findings]
+    return [f if c is None else replace(f, next_check=consequence_of(c)) for f, c in found]
 
 
 def _name_of(finding: Finding) -> str:

@@ -54,6 +54,7 @@ class RunProgress:
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
+    lost: bool = False  # whether workers have rows, and steps none
 
     @property
     def ended(self) -> bool:
@@ -86,9 +87,11 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     if progress.cut_short:
         return _cut_short(verdict, progress)
     missing = missing_steps(progress.checks, _steps(values, progress))
-    if verdict.severity or not missing:
-        return verdict
-    return _too_early(verdict, values, progress, missing)
+    if not verdict.severity and missing:
+        verdict = _too_early(verdict, values, progress, missing)
+    if verdict.recommendation == NOTHING_TO_CHANGE and any(map(_depends, findings)):
+        return replace(verdict, recommendation=_IF_MEANT)
+    return verdict
 
 
 def _steps(values: Values, progress: RunProgress) -> int:
@@ -118,6 +121,15 @@ def _is_harmless(finding: Finding) -> bool:
     """Return whether a run with this note is healthy: it is over, usual, or asks for nothing."""
     over = finding.status == "closed" or finding.id in _USUAL
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
+
+
+_IF_MEANT = "Nothing to change, if what the note says is meant."
+
+
+def _depends(finding: Finding) -> bool:
+    """Return whether a harmless note describes what may not be meant."""
+    unsure = finding.id in ("rng.identical", "loss.token_weighting")
+    return unsure and finding.severity is Severity.NOTE and finding.status == "open"
 
 
 def _is_single(finding: Finding) -> bool:
@@ -220,6 +232,11 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+_LOST = Verdict(
+    "The steps of this run are missing: workers/ of its directory has rows, and steps/ has none.",
+    "Restore steps/ from where the run was copied or cleaned up; the other tables can be read.",
+    Severity.WARNING,
+)
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -231,6 +248,8 @@ def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
         return _NOTHING_YET
+    if progress.lost:
+        return _LOST
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
         return _INTERRUPTED_BEFORE
     if not progress.agent_ended:

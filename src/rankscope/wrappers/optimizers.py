@@ -112,6 +112,21 @@ def trained_copies(
     return []
 
 
+def may_train(optimizers: Sequence[Any], parameters: Sequence[Tensor]) -> bool:
+    """Return whether optimizers may train a model: they hold parameters of it, or tensors for it.
+
+    The latter are flat, of another type, on another device, or copies by their values.
+    """
+    tensors = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    if not tensors or not parameters or holds_any(optimizers, parameters):
+        return True
+    if not all(map(memory_of, [*tensors, *parameters])) or all(p.dim() < 2 for p in tensors):
+        return True
+    kinds = {(p.dtype, p.device) for p in parameters}
+    others = any((p.dtype, p.device) not in kinds for p in tensors)
+    return others or bool(copies_of(parameters, tensors))
+
+
 def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the parameters that an optimizer, or several as one, holds."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}

@@ -16,6 +16,7 @@ from rankscope.evidence.canary.replay import run_batch
 
 CPU = torch.device("cpu")
 ODD = 2
+RANK = 0
 
 
 class Model(nn.Module):
@@ -37,6 +38,8 @@ class Model(nn.Module):
         hidden = F.scaled_dot_product_attention(hidden, hidden, hidden, self.mask)[:, 0]
         if hidden.sum() > self.threshold:
             hidden = self.dropout(self.act(hidden)) * self.times
+        if RANK > 1:
+            hidden = hidden + 1
         return {"loss": F.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())}
 
 
@@ -65,6 +68,22 @@ def gradient(model):
     model.head.weight.register_hook(lambda gradient: gradient * 1.01)
 
 
+def on_rank(model, rank):
+    """Let a model's forward pass read another rank."""
+    forward = FunctionType(Model.forward.__code__, {**globals(), "RANK": rank})
+    model.__class__ = type(Model.__name__, (Model,), {"forward": forward, "__module__": __name__})
+
+
+def ranked(model):
+    on_rank(model, 2)
+
+
+def ranked_gradient(model):
+    """The rank is read, and changes nothing."""
+    on_rank(model, 1)
+    gradient(model)
+
+
 def program(change=None) -> tuple[dict, int]:
     """Return what a worker runs, as it arrives at the root, and the digest of its result."""
     model = Model()
@@ -91,7 +110,9 @@ def healthy():
         (mask, {"operation"}, "a constant, test_program.py:"),
         (parameter, {"held"}, "head.bias"),
         (hook, {"hook"}, "hooks of head (hook.<locals>.<lambda> on rank 2, none on the others)"),
-        (gradient, set(), ""),
+        (ranked, {"module", "operation"}, '"RANK" in forward of '),
+        (ranked_gradient, {"hook"}, "hooks of head (gradient.<locals>.<lambda> on the gradient"),
+        (gradient, {"hook"}, "hooks of head (gradient.<locals>.<lambda> on the gradient of weight"),
     ],
 )
 def test_what_one_worker_runs_otherwise_is_named(healthy, change, kinds, words):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rankscope.errors import UsageError
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.wrappers.backward_loss import unscaled
 from support.collected import to_arrays
@@ -52,11 +51,24 @@ def test_given_losses_win_and_unknown_weights_are_nan():
 
 
 @pytest.mark.parametrize(
-    ("value", "weight"), [(torch.ones(2, 2), None), (torch.ones(2), torch.ones(3))]
+    ("value", "weight", "words"),
+    [
+        (torch.ones(2, 2), None, "a scalar or one loss per sample, got shape (2, 2); reduce it"),
+        (torch.ones(2), torch.ones(3), "one weight per loss, got 3 weights for 2 losses"),
+        ("x", None, "numbers or a tensor of them as value, got str"),
+        (None, None, "numbers or a tensor of them as value, got NoneType"),
+        (1.0, {"tokens": 2}, "numbers or a tensor of them as weight, got dict"),
+        (torch.ones(2) * 1j, None, "numbers or a tensor of them as value, got torch.complex64"),
+    ],
 )
-def test_wrong_shapes_are_refused(value, weight):
-    with pytest.raises(UsageError, match=r"loss\(\) expected"):
-        LossMeter(shifted=False).give(value, weight)
+def test_what_is_no_loss_is_declined_once_and_the_next_one_counts(value, weight, words, caplog):
+    meter = LossMeter(shifted=False)
+    meter.give(value, weight)
+    meter.give(value, weight)
+    meter.give(3.0)
+    [line] = caplog.messages
+    assert line.startswith(f"a loss is not recorded: loss() expected {words}")
+    assert [loss.tolist() for loss in to_arrays(meter.collect()[0])[0]] == [[3.0]]
 
 
 class TestWhatTheLossWasMultipliedBy:

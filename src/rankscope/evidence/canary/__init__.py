@@ -25,4 +25,7 @@ COLUMNS = (
 )
 # fmt: on
 
+READ = "read "
+"""Begins the name of a fact of a module in a worker's program: a plain value that its code reads."""
+
 EVIDENCE = Evidence("canary", __name__, COLUMNS)

@@ -19,6 +19,7 @@ from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_modules
+from rankscope.evidence.canary import READ
 from rankscope.stats.arrays import digest_of
 
 
@@ -70,12 +71,17 @@ def compare_programs(
         return sets_apart(values_W, odd)
 
     modules_W = [_modules(program) for program in programs_W]
+    found = list(_module_differences(modules_W, keep))
+    read = list(_module_differences(modules_W, keep, read=True))
+    if any(_operation_differences(programs_W, _vary)):
+        found += read
+        read = []  # else they changed nothing of the forward pass
     return (
-        *_limited(StateKind.MODULE, _module_differences(modules_W, keep)),
+        *_limited(StateKind.MODULE, found),
         *_limited(StateKind.OPERATION, _operation_differences(programs_W, keep)),
         *_limited(StateKind.HELD, _state_differences(programs_W, keep)),
         *_limited(StateKind.SETTING, _setting_differences(programs_W, keep)),
-        *_limited(StateKind.HOOK, _hook_differences(modules_W, keep)),
+        *_limited(StateKind.HOOK, (*_hook_differences(modules_W, keep), *read)),
     )
 
 
@@ -90,6 +96,10 @@ def sets_apart(values_W: Sequence[Any], odd: Sequence[int]) -> bool:
 
 _Found = tuple[str, Sequence[Any]]
 _Keep = Callable[[Sequence[Any]], bool]
+
+
+def _vary(values_W: Sequence[Any]) -> bool:
+    return any(value != values_W[0] for value in values_W)
 
 
 def _limited(kind: StateKind, found: Iterable[_Found]) -> Iterator[StateDifference]:
@@ -114,9 +124,12 @@ def _modules(program: Program) -> dict[str, dict[str, str]]:
 
 
 def _module_differences(
-    modules_W: Sequence[Mapping[str, Mapping[str, str]]], keep: _Keep
+    modules_W: Sequence[Mapping[str, Mapping[str, str]]], keep: _Keep, *, read: bool = False
 ) -> Iterator[_Found]:
-    """Yield differences of mode, class, code and attributes; modules that share one together."""
+    """Yield differences of mode, class, code and attributes; modules that share one together.
+
+    Or, with ``read``, of values that their code reads.
+    """
     alike: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in dict.fromkeys(name for modules in modules_W for name in modules):
         parts_W = [modules.get(name, {}) for modules in modules_W]
@@ -125,7 +138,8 @@ def _module_differences(
         for fact in dict.fromkeys(fact for part in parts_W for fact in part):
             values_W = tuple(part.get(fact, "absent") for part in parts_W)
             if fact != "hooks" and keep(values_W):
-                alike.setdefault((fact, values_W), []).append(name)
+                if fact.startswith(READ) == read:
+                    alike.setdefault((fact, values_W), []).append(name)
                 if fact == "class":  # code and attributes follow from it
                     break
     order = {"mode": 0, "class": 1}
@@ -139,6 +153,8 @@ def _module_differences(
 def _fact(fact: str) -> str:
     if fact.startswith("."):
         return f'"{fact[1:]}"'
+    if fact.startswith(READ):
+        return f'"{fact.removeprefix(READ)}" in forward'
     words = {"compiled": "compilation", "code": "the code of forward", "frozen": "what is frozen"}
     return words.get(fact, f"the {fact}")
 

@@ -9,8 +9,8 @@ read, and from settings below them. All of these are recorded in one run of a ba
 - ``state``: digests of parameters and buffers, without running statistics;
 - ``draws``: states of the generators of Python, numpy and torch after the pass, where they moved;
 - ``settings``: precision, flags, versions and device;
-- ``modules``: mode, class, code and plain attributes of every module, and names of hooks. They
-  explain why operations differ.
+- ``modules``: mode, class, code and plain attributes of every module, names of hooks, and values
+  that its code reads. They explain why operations, or gradients, differ.
 
 Equal texts are kept once: entries are numbers of ``texts``.
 """
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from rankscope.bus.probe import Awaited
 from rankscope.bus.replicas import RUNNING_STATISTICS
+from rankscope.evidence.canary import READ
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fingerprint import (
     numpy_state,
@@ -50,6 +51,7 @@ _LONGEST = 120  # of the text of an attribute
 _CALLS = ("_call_impl", "inner")  # torch's functions that call ``forward``, and hooks
 _OF_MODULES = nn.Module.__init__.__code__.co_filename
 _OF_TORCH = _OF_MODULES.removesuffix("nn/modules/module.py")
+_OF_RANKSCOPE = __file__.removesuffix("evidence/canary/program.py")
 _GENERATORS = {"Python": python_state, "numpy": numpy_state, "torch": torch_state}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (str, int, float, bool, type(None), torch.dtype)
@@ -266,19 +268,23 @@ def describe_module(module: nn.Module) -> str:
     """Return mode, class, code, attributes, hooks and frozen parameters of a module, as JSON."""
     own = vars(module)
     kind = type(module)
+    code, read = _read_functions([getattr(kind, "forward", None)], kind)  # with what it calls
     facts = {
         "mode": "training" if module.training else "evaluation",
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "code": _digest_of_functions([getattr(kind, "forward", None)], kind),  # with what it calls
+        "code": _digest_of_texts(code),
         "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
-        "hooks": ", ".join(map(_name_of, _hooks(module))),
+        "hooks": ", ".join([*map(_name_of, _hooks(module)), *_gradient_hooks(own)]),
         "frozen": ", ".join(n for n, p in own["_parameters"].items() if _is_frozen(p)) or "nothing",
     }
+    facts |= {f"{READ}{name}": value for name, value in read.items()}
     for name, value in own.items():
         if name.startswith("_") or name == "training":
             continue
         if isinstance(value, FunctionType | MethodType):
-            facts[f".{name}"] = f"{_name_of(value)} {_digest_of_functions([value])}"
+            parts, values = _read_functions([value])
+            digest = _digest_of_texts([*parts, *values.values()])
+            facts[f".{name}"] = f"{_name_of(value)} {digest}"
         elif _is_plain(value):
             facts[f".{name}"] = repr(value)[:_LONGEST]
         elif not callable(value) and hasattr(value, "__dict__"):  # a configuration
@@ -286,6 +292,19 @@ def describe_module(module: nn.Module) -> str:
             plain = {f".{name}.{n}": repr(v)[:_LONGEST] for n, v in items if _is_plain(v)}
             facts |= plain if len(plain) <= _MOST_FUNCTIONS else {}
     return json.dumps(facts)
+
+
+def _gradient_hooks(own: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of the training's hooks on gradients of a module, from its ``vars``."""
+    hooks = [("", own["_backward_pre_hooks"]), ("", own["_backward_hooks"])]
+    for name, parameter in own["_parameters"].items():
+        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        hooks += [(f" of {name}", getattr(parameter, kind, None)) for kind in kinds]
+    for where, registered in hooks:
+        for hook in (registered or {}).values():
+            code = _code_of(hook)
+            if code is None or not code.co_filename.startswith((_OF_RANKSCOPE, _OF_TORCH)):
+                yield f"{_name_of(hook)} on the gradient{where}"
 
 
 def _is_frozen(parameter: Tensor | None) -> bool:
@@ -306,11 +325,14 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
 
 
-def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
-    """Return a digest of the bytecode of functions, and of those that they name.
+def _read_functions(
+    functions: Sequence[Any], kind: type = object
+) -> tuple[list[str], dict[str, str]]:
+    """Return the bytecode of functions and of those that they name, and the plain values they read.
 
     These are methods of ``kind``, and functions of the same file; of others, the name counts.
     """
+    read: dict[str, str] = {}
     waiting = list(functions)
     parts: list[str] = []
     seen: set[int] = set()
@@ -328,8 +350,7 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
         for code in codes:
             constants = [_constant(c) for c in code.co_consts if not isinstance(c, CodeType)]
             parts.append(f"{code.co_code.hex()} {constants} {code.co_names}")
-        cells = [_content(cell) for cell in function.__closure__ or ()]
-        values = [*cells, *(function.__defaults__ or ())]
+        values = _own_values(function)
         names = {name for code in codes for name in code.co_names}
         own = function.__globals__
         for name in sorted(names):
@@ -338,11 +359,32 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
                 same_file = getattr(value, "__module__", None) == own.get("__name__")
                 if isinstance(value, FunctionType) and (same_file or value is not own.get(name)):
                     waiting.append(value)
-                elif isinstance(value, _PLAIN):
-                    values.append(value)
-        parts += [repr(value) for value in values if isinstance(value, _PLAIN)]
-        waiting += [value for value in values if isinstance(value, FunctionType | MethodType)]
+                elif value is not None and isinstance(value, _PLAIN):
+                    values[name] = value
+        read |= {name: _value(value) for name, value in values.items() if isinstance(value, _PLAIN)}
+        waiting += [v for v in values.values() if isinstance(v, FunctionType | MethodType)]
+    return parts, read
+
+
+def _digest_of_texts(parts: Iterable[str]) -> str:
     return f"{digest_of(chr(10).join(parts).encode()):x}"[:8]
+
+
+def _own_values(function: FunctionType) -> dict[str, Any]:
+    """Return what a function has of its closure and its defaults, by names."""
+    cells = map(_content, function.__closure__ or ())
+    defaults = enumerate(function.__defaults__ or ())
+    return {
+        **dict(zip(function.__code__.co_freevars, cells, strict=True)),
+        **{f"default {place}": value for place, value in defaults},
+    }
+
+
+def _value(value: Any) -> str:
+    """Return a plain value; of a text, which may be a secret, a digest."""
+    if isinstance(value, str):
+        return f"a text {digest_of(value.encode()):x}"[:15]
+    return repr(value)[:_LONGEST]
 
 
 def _constant(value: Any) -> str:

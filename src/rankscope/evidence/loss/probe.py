@@ -31,7 +31,6 @@ from rankscope.bus.probe import (
     StepEnd,
 )
 from rankscope.bus.steps import LEAST_SCALER
-from rankscope.errors import UsageError
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
 from rankscope.wrappers.labels import (
@@ -54,6 +53,12 @@ from rankscope.wrappers.surroundings import outside
 from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
+
+
+_SPREAD = (
+    "each rank holds a part of it (a DTensor that is not replicated); give scope.loss() the local "
+    "loss"
+)
 
 
 class TokenSum(NamedTuple):
@@ -173,32 +178,40 @@ class LossMeter:
         the sum's divisor. ``spare``: whether it only counts if backward did not pass through the
         losses in the model's outputs.
 
-        Raises UsageError where shapes differ.
+        What is no loss, or has another shape, is declined in one line of the log.
         """
         if any(map(is_spread, (value, weight, factor))):
-            self._decline()
+            self._decline(_SPREAD)
             return
+        numbers = {"value": value, "weight": weight, "factor": factor, "constant": constant}
+        for name, given in numbers.items():
+            if not ((given is None and name != "value") or _is_real(given)):
+                kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
+                self._decline(f"loss() expected numbers or a tensor of them as {name}, got {kind}")
+                return
         unit = None if factor is None else _in_double(factor)
-        multiplier = _multiplier(value, unit)
         values = _in_double(value)
         if values.dim() > 1:
-            raise UsageError(
+            self._decline(
                 "loss() expected a scalar or one loss per sample, got shape "
                 f"{tuple(values.shape)}; reduce it over tokens first"
             )
+            return
         values = values.reshape(-1)
-        if unit is not None:
-            values = _over_unit(unit, values)
         weights = None
         if weight is None and summed is None and isinstance(value, Tensor):
             weight = _averaged(value) if value.dim() == 0 else None
         if weight is not None:
             weights = _in_double(weight).reshape(-1)
             if weights.shape != values.shape:
-                raise UsageError(
+                self._decline(
                     f"loss() expected one weight per loss, got {weights.numel()} weights for "
                     f"{values.numel()} losses"
                 )
+                return
+        multiplier = _multiplier(value, unit)
+        if unit is not None:
+            values = _over_unit(unit, values)
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
         part = None if constant is None else _copy(_in_double(constant))
@@ -221,7 +234,7 @@ class LossMeter:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         if is_spread(loss):
-            self._decline()
+            self._decline(_SPREAD)
             return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = own(loss).reshape(1)
@@ -285,13 +298,10 @@ class LossMeter:
                 _log.debug("how a loss came about could not be read", exc_info=True)
         return self._own_mean
 
-    def _decline(self) -> None:
+    def _decline(self, why: str) -> None:
         if not self._declined:
             self._declined = True
-            _log.warning(
-                "a loss is not recorded: each rank holds a part of it (a DTensor that is not "
-                "replicated); give scope.loss() the local loss. The rest is measured as before"
-            )
+            _log.warning("a loss is not recorded: %s. The rest is measured as before", why)
 
     def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
         """Return the losses since the last call without ``idle`` forward passes, and start again.
@@ -326,6 +336,17 @@ def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
     )
+
+
+def _is_real(value: Any) -> bool:
+    """Return whether a value is a real number, or a tensor, an array or a list of such."""
+    if isinstance(value, Tensor | float | int):
+        return not (isinstance(value, Tensor) and value.is_complex())
+    try:
+        _in_double(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
 
 
 def _averaged(loss: Tensor) -> Tensor | None:

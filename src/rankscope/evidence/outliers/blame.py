@@ -33,7 +33,10 @@ _SWAP = (
     "worker is its parameters or its hardware."
 )
 _LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
-_AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
+_AGREED = (
+    " It is the data, or what the loop does with the loss: in the canary of step {step} all "
+    "workers computed the same from them."
+)
 
 
 Traces = Sequence[tuple[WorkerSignal, SignalTrace]]

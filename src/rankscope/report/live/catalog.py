@@ -302,16 +302,18 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
     last_T = time_T
     if len(time_T) < num_steps:
         last_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
-    worst = next(iter(ranked(run.findings())), None)
+    findings = run.findings()
+    worst = next(iter(ranked(findings)), None)  # its effects may be worse
+    gravest = max((one.severity for one in findings), default=None)
     severity = "healthy"
     headline = ""
     unseen = coverage.severity if num_steps else None
-    if unseen is not None and (worst is None or worst.severity < unseen):
+    if unseen is not None and (gravest is None or gravest < unseen):
         worst = None
         severity = str(unseen)
         headline = f"{coverage.verdict[0].upper()}{coverage.verdict[1:]}"
     elif worst is not None:
-        severity = str(worst.severity)
+        severity = str(gravest)
         headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
