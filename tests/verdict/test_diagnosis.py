@@ -1,12 +1,15 @@
 """Diagnoses of simulated jobs, healthy and not."""
 
+import importlib
 import itertools
+import pkgutil
 
 import numpy as np
 import pytest
 
+from rankscope import evidence
 from rankscope.agent.assembly import summarize
-from rankscope.bus.detector import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import events_of
@@ -216,3 +219,25 @@ def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied
     stuck = steps_with([FINE, *[bad] * 30])[0][NONFINITE]
     assert stuck.severity is Severity.WARNING
     assert "the parameters are as they were" in stuck.explanation
+
+
+def below(kind):
+    return [each for one in kind.__subclasses__() for each in (one, *below(one))]
+
+
+def takes_steps(kind):
+    """Return whether a class is a detector itself, and no base of others."""
+    inherited = Detector.observe, Detector.observe_step
+    return (kind.observe, kind.observe_step) != inherited
+
+
+def test_every_detector_is_asked():
+    for module in pkgutil.walk_packages(evidence.__path__, f"{evidence.__name__}."):
+        importlib.import_module(module.name)
+    asked = {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}
+    known = {
+        kind
+        for kind in below(Detector)
+        if kind.__module__.startswith("rankscope.") and takes_steps(kind)
+    }
+    assert known == asked
