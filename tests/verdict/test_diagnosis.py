@@ -35,14 +35,14 @@ HEALTHY = {
     "padding at the border": (lambda: sharded(1001, 8, 4), 200),
     "sampler and loader drop": (
         lambda: sharded(1005, 8, 4, drop_last=True, loader_drop_last=True),
-        300,
+        150,
     ),
     "tiny data": (lambda: sharded(10, 8, 4), 100),
     "accumulation over borders": (
         lambda: accumulated(sharded(197, 8, 4, loader_drop_last=True), 4),
-        200,
+        100,
     ),
-    "single samples": (lambda: sharded(803, 8, 1), 400),
+    "single samples": (lambda: sharded(803, 8, 1), 250),
 }
 PADDED = {  # step and number of the samples that fill the first epoch up
     "padding at the border": (31, 7),
@@ -74,12 +74,12 @@ def test_a_healthy_job_resumed_inside_an_epoch_has_a_note_at_most():
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_equal_seeds_without_sharding_are_duplicate_batches_and_nothing_else(batch):
-    found, events = diagnose(replicated(900, batch, [0] * 8), 300)
+    found, events = diagnose(replicated(900, batch, [0] * 8), 150)
     assert set(found) == {DUPLICATES}
     finding = found[DUPLICATES]
     assert finding.severity is Severity.ERROR
     assert finding.ranks == tuple(range(8))
-    assert (finding.first_step, finding.last_step) == (0, 299)
+    assert (finding.first_step, finding.last_step) == (0, 149)
     assert finding.evidence["workers_with_own_batches"] == 1
     assert "Ranks 0–7" in finding.explanation
     assert events[0].step == {1: 2, 4: 0}[batch]
@@ -137,7 +137,7 @@ def test_one_content_that_occurs_very_often_accuses_nobody():
                 batches[t // 2 % 8][0] = -1
             yield batches
 
-    found, _ = diagnose(stream(), 300, named=False)
+    found, _ = diagnose(stream(), 150, named=False)
     assert all(finding.severity is Severity.NOTE for finding in found.values())
 
 

@@ -39,8 +39,8 @@ def test_one_of_fewer_micro_batches_is_named_since_its_beginning_until_its_end()
 
 def test_numbers_that_change_from_step_to_step_or_at_an_epochs_end_are_healthy():
     rng = np.random.default_rng(0)
-    assert told_of_counts(lambda step: rng.integers(1, 3, 2), 500, 2) == []
-    assert told_of_counts(lambda step: [4, 3] if step % 3 == 2 else [4, 4], 300, 2) == []
+    assert told_of_counts(lambda step: rng.integers(1, 3, 2), 200, 2) == []
+    assert told_of_counts(lambda step: [4, 3] if step % 3 == 2 else [4, 4], 150, 2) == []
 
 
 def test_of_two_workers_both_are_named_and_all_steps_are_counted():
@@ -88,7 +88,7 @@ def test_where_the_plan_has_repeats_it_is_a_note():
 
 
 def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy():
-    assert told_of(sharded(20, 2, 1), 400, 2) == []
+    assert told_of(sharded(20, 2, 1), 150, 2) == []
 
     def uneven():  # each worker goes through a shard of its own; their sizes differ
         step = 0
@@ -96,7 +96,7 @@ def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy():
             yield [np.array([1000 * rank + step % (10 + rank)]) for rank in range(2)]
             step += 1
 
-    assert told_of(uneven(), 300, 2) == []
+    assert told_of(uneven(), 150, 2) == []
 
 
 def filled(width, fillers, size=8):
@@ -122,7 +122,7 @@ def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning():
 
 
 def test_inputs_that_are_always_the_same_are_the_training_s_own():
-    assert of_filled(([np.zeros(8, int)] * 2 for _ in range(300)), 300, 2) == []
+    assert of_filled(([np.zeros(8, int)] * 2 for _ in range(100)), 100, 2) == []
 
 
 def test_batches_without_labels_and_small_ones_say_nothing():
