@@ -37,7 +37,7 @@ REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--n
 HELP = {"--help", "-h"}
 
 
-def options_of(command: str | None) -> set[str]:
+def options_of(command):
     found = typer.main.get_command(main.app)
     if command:
         found = found.commands[command]  # type: ignore[attr-defined]
@@ -59,11 +59,11 @@ def options_of(command: str | None) -> set[str]:
         ("report", REPORT),
     ],
 )
-def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
+def test_the_options_are_frozen(command, options):
     assert options_of(command) - HELP == options
 
 
-def test_as_a_module() -> None:
+def test_as_a_module():
     process = subprocess.run(
         [sys.executable, "-m", "rankscope", "--version"], capture_output=True, text=True, check=True
     )
@@ -80,7 +80,7 @@ def test_as_a_module() -> None:
         (["report"], "Missing argument"),
     ],
 )
-def test_a_command_line_that_cannot_be_read(command, words: list[str], message: str) -> None:
+def test_a_command_line_that_cannot_be_read(command, words, message):
     code, out, err = command(*words)
     assert (code, out) == (2, "")
     assert err.startswith(f"rankscope: {message}")
@@ -97,10 +97,8 @@ def test_a_command_line_that_cannot_be_read(command, words: list[str], message: 
         (StudyInterrupted("x"), 130),
     ],
 )
-def test_errors_of_ours_are_one_plain_line_and_an_exit_code(
-    command, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
-) -> None:
-    def fail(**_: object) -> None:
+def test_errors_of_ours_are_one_plain_line_and_an_exit_code(command, monkeypatch, error, code):
+    def fail(**_):
         raise error
 
     monkeypatch.setattr(main, "app", fail)
@@ -108,16 +106,16 @@ def test_errors_of_ours_are_one_plain_line_and_an_exit_code(
     assert command() == (code, "", f"rankscope: {message}\n")
 
 
-def test_ctrl_c_outside_a_study_is_quiet(command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(**_: object) -> None:
+def test_ctrl_c_outside_a_study_is_quiet(command, monkeypatch):
+    def interrupt(**_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "app", interrupt)
     assert command() == (130, "", "")
 
 
-def test_a_defect_is_one_line_and_a_code_of_its_own(command, monkeypatch: pytest.MonkeyPatch):
-    def fail(*_: object, **__: object) -> None:
+def test_a_defect_is_one_line_and_a_code_of_its_own(command, monkeypatch):
+    def fail(*_, **__):
         raise AttributeError("no\nsuch thing")
 
     monkeypatch.setattr(main, "app", fail)

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,27 +12,22 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
+def study(tmp_path_factory):
     return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="module")
-def finished(study: StudyCommand) -> FinishedStudy:
+def finished(study):
     return FinishedStudy.make_once(study)
 
 
-Refused = Callable[..., str]
-
-
 @pytest.fixture
-def refused(
-    study: StudyCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> Refused:
+def refused(study, tmp_path, monkeypatch, command):
     """Return a function that runs the command here, expects that it refuses and changes nothing."""
     for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, study.environment[name])
 
-    def refuse(output: Path | None = None, **options: Any) -> str:
+    def refuse(output=None, **options):
         before = tree(tmp_path), sorted(tmp_path.rglob("*"))
         code, out, err = command(*study.arguments(output or tmp_path / "out", options))
         assert (code, out) == (2, "")
@@ -50,7 +42,7 @@ def refused(
 # Data ------------------------------------------------------------------------------------------
 
 
-def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: FinishedStudy) -> None:
+def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished):
     facts = json.loads((finished.done.path / "study.json").read_text())
     assert facts["skipped_empty"] == 2
     assert facts["skipped_truncated"] == 1
@@ -79,7 +71,7 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Fini
         ({"resume": True, "overwrite": True}, "give one of them"),
     ],
 )
-def test_options_that_cannot_work(refused: Refused, options: Any, message: str) -> None:
+def test_options_that_cannot_work(refused, options, message):
     assert message in refused(**options)
 
 
@@ -87,21 +79,17 @@ def test_options_that_cannot_work(refused: Refused, options: Any, message: str) 
 
 
 @pytest.fixture
-def existing(finished: FinishedStudy, tmp_path: Path) -> Path:
+def existing(finished, tmp_path):
     return shutil.copytree(finished.done.path, tmp_path / "study")
 
 
-def test_an_existing_study_is_refused(
-    refused: Refused, existing: Path, finished: FinishedStudy
-) -> None:
+def test_an_existing_study_is_refused(refused, existing, finished):
     message = refused(existing, **finished.options)
     assert message == f"{existing} exists already; use --resume or --overwrite"
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])
-def test_a_directory_that_is_no_study_is_never_touched(
-    refused: Refused, tmp_path: Path, flag: str
-) -> None:
+def test_a_directory_that_is_no_study_is_never_touched(refused, tmp_path, flag):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.tex").write_text("…")
     assert "exists already; choose another" in refused(tmp_path / "precious")
@@ -117,12 +105,6 @@ def test_a_directory_that_is_no_study_is_never_touched(
         ({"settings": "s1-1,s1-3"}, "--settings was s1-1,s1-2,s1-3 and is s1-1,s1-3"),
     ],
 )
-def test_resume_with_other_options(
-    refused: Refused,
-    existing: Path,
-    finished: FinishedStudy,
-    changed: dict[str, Any],
-    words: str,
-) -> None:
+def test_resume_with_other_options(refused, existing, finished, changed, words):
     message = refused(existing, **{**finished.options, **changed}, resume=True)
     assert f"{words}; use --overwrite or another --output" in message

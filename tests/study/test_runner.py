@@ -4,7 +4,6 @@ import importlib
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,30 +27,30 @@ WORKERS, STEPS, MICRO = 3, 7, 2
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
+def study(tmp_path_factory):
     return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture(scope="module")
-def finished(study: StudyCommand) -> FinishedStudy:
+def finished(study):
     return FinishedStudy.make_once(study)
 
 
 @pytest.fixture(scope="module")
-def first(finished: FinishedStudy) -> Done:
+def first(finished):
     return finished.done
 
 
 # What a study leaves ---------------------------------------------------------------------------
 
 
-def test_samples_are_named_by_their_record(first: Done) -> None:
+def test_samples_are_named_by_their_record(first):
     named = first.columns(ALL[0], Table.WORKERS, "samples_named")["samples_named"]
     assert len(named)
     assert named.all()
 
 
-def test_the_files(first: Done) -> None:
+def test_the_files(first):
     assert names(first.path) == [
         "figures",
         "models",
@@ -72,7 +71,7 @@ def test_the_files(first: Done) -> None:
     assert "<html" in (first.path / "report.html").read_text()[:500]
 
 
-def test_accumulation_is_recorded_by_micro_batch(first: Done) -> None:
+def test_accumulation_is_recorded_by_micro_batch(first):
     wanted = ("step", "rank", "micro", "loss", "loss_weight")
     micro = first.columns(ALL[0], Table.MICRO, *wanted)
     assert len(micro["step"]) == STEPS * WORKERS * MICRO
@@ -85,7 +84,7 @@ def test_accumulation_is_recorded_by_micro_batch(first: Done) -> None:
         assert workers["loss"][i] == pytest.approx(mean, rel=1e-6)
 
 
-def test_saved_models_load_and_have_a_card(first: Done) -> None:
+def test_saved_models_load_and_have_a_card(first):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = first.path / "models" / ALL[1]
@@ -117,13 +116,7 @@ def test_saved_models_load_and_have_a_card(first: Done) -> None:
 # The same study again --------------------------------------------------------------------------
 
 
-def test_resuming_a_finished_study_repeats_nothing(
-    study: StudyCommand,
-    finished: FinishedStudy,
-    command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_resuming_a_finished_study_repeats_nothing(study, finished, command, tmp_path, monkeypatch):
     path = shutil.copytree(finished.done.path, tmp_path / "study")
     before = tree(path / "runs")
     words = study.arguments(path, {**finished.options, "json": True, "resume": True})
@@ -134,13 +127,11 @@ def test_resuming_a_finished_study_repeats_nothing(
     assert tree(path / "runs") == before
 
 
-def import_transformers() -> None:
+def import_transformers():
     importlib.import_module("transformers")
 
 
-def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(
-    study: StudyCommand, finished: FinishedStudy, tmp_path: Path
-) -> None:
+def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(study, finished, tmp_path):
     path = shutil.copytree(finished.done.path, tmp_path / "study")
     (path / "notes.txt").write_text("mine")
     old = tree(path / "runs")
@@ -165,9 +156,7 @@ def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(
             assert ours[table].equals(theirs[table]), (name, table)
 
 
-def test_another_number_of_ranks_than_of_workers(
-    study: StudyCommand, command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_number_of_ranks_than_of_workers(study, command, tmp_path, monkeypatch):
     sizes = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "one"}
     for name, value in {**sizes, **address}.items():
