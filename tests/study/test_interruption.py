@@ -9,22 +9,14 @@ import pytest
 
 from rankscope.bus.evidence import Table
 from rankscope.record import Run
-from support.study_command import (
-    Done,
-    StudyCommand,
-    has_rows,
-    names,
-    shared_folder,
-    tables,
-    tree,
-)
+from support.study_command import Done, StudyCommand, has_rows, names, tables, tree
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
+def study(folder):
+    return StudyCommand(folder)
 
 
 LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 120}
