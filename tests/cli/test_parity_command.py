@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from cli.test_main import HELP, options_of
 from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
@@ -17,10 +16,6 @@ from rankscope.tools.stages import Stage
 from support.accidents import state_of
 from support.parity import Recordings, answer_of, layout, record
 
-OPTIONS = {
-    *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
-    *("--resume-at", "--timeout", "--run-dir", "--json", "--html", "--map", "--bisect"),
-}
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -28,10 +23,6 @@ def script(folder, name, text):
     path = folder / name
     path.write_text(text)
     return f"{PYTHON} -S {path}" if "import torch" not in text else f"{PYTHON} {path}"
-
-
-def test_the_options_are_frozen():
-    assert options_of("parity") - HELP == OPTIONS
 
 
 @pytest.mark.parametrize(
