@@ -22,7 +22,7 @@ SMALL = {
     "kernel": "--pairs 1 --bytes 1000000",
     "memory": "--cases 1 --ranks 1 --steps 1 --tokens 16",
     "order_free": "--ranks 1 2 --steps 1 --width 8",
-    "parity_cost": "--rounds 1 --steps 1 --workers 2 --width 20",
+    "parity_cost": "--rounds 1 --steps 1 --workers 1 --width 20",
     "parity_pairs": "--only accumulation_1_and_2* --steps 1",
     "parity_reports": "--only R72",
     "probe_cost": "--model 2_layers --steps 1 --no-parts",

@@ -1,9 +1,17 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 
 from rankscope.errors import DataError
+from rankscope.lab.study.builtin import generate
+from rankscope.lab.study.config import Setting, StudyConfig
 from rankscope.lab.study.data import Record, load_records
+from rankscope.verdict.coverage import checks_of, missing_steps
+
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "alpaca_data.json"
+REAL = Path(os.environ.get("RANKSCOPE_ALPACA", BESIDE))
 
 
 def _rows(count):
@@ -30,9 +38,15 @@ def test_split(tmp_path, total, limit, selected, first_held):
     assert _indices(loaded.held_out) == list(range(first_held, end))
 
 
-def test_real_format(alpaca_file):
-    loaded = load_records(str(alpaca_file), limit=1000)
-    rows = json.loads(alpaca_file.read_text())
+def test_real_format(tmp_path):
+    path = REAL
+    if not path.is_file():  # a generated file of its format and quirks
+        rows = list(generate(7, 5000))
+        for index in (40, 900, 3000):
+            rows[index]["output"] = ""
+        path = Path(_write(tmp_path / "alpaca_data.json", rows))
+    loaded = load_records(str(path), limit=1000)
+    rows = json.loads(path.read_text())
     assert loaded.total == len(rows)
     assert len(loaded.records) + loaded.skipped_empty == 1000
     assert loaded.skipped_empty == sum(not row["output"].strip() for row in rows[:1000])
@@ -96,3 +110,18 @@ def test_data_set_by_name(monkeypatch):
     loaded = load_records("someone/instructions")
     assert loaded.name == "someone/instructions"
     assert loaded.records[5] == Record(5, "Do 5.", "", "Done 5.")
+
+
+def test_the_default_steps_complete_every_check():
+    config = StudyConfig()
+    checks = checks_of(config.workers, {})
+    assert missing_steps(checks, config.steps) == 0
+    assert missing_steps(checks, config.steps - 1) == 1
+
+
+def test_seeds_of_the_settings():
+    assert {Setting.S1_1.seed_of(rank, 5) for rank in range(8)} == {5}
+    odd, *others = (Setting.S1_2.seed_of(rank, 5) for rank in range(8))
+    assert odd != 5
+    assert set(others) == {5}
+    assert len({Setting.S1_3.seed_of(rank, 5) for rank in range(1024)}) == 1024

@@ -19,7 +19,7 @@ from support.study_command import Done, StudyCommand, names, tables, tree
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ALL = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
-WORKERS, STEPS, MICRO = 3, 7, 2
+WORKERS, STEPS, MICRO = 2, 7, 2
 OPTIONS = {"workers": WORKERS, "steps": STEPS, "accumulation": MICRO, "max_length": 256}
 
 
@@ -107,7 +107,7 @@ def test_saved_models_load_and_have_a_card(first):
         "| Reading | sharded |",
         "| Base | tiny (built-in base) |",
         "| Data | records.jsonl |",
-        "3 × 2 × 2",
+        "2 × 2 × 2",
         f"| Optimizer steps | {STEPS} |",
         f"learning rate {entry['learning_rate']:g}",
         f"{entry['cosine_mean']:.3f}",
@@ -144,7 +144,7 @@ def test_the_terminals_table_has_means_over_the_run(first, runs):
     told = " ".join(first.out.split())
     assert "Loss std, norm std and cosine are means over the steps of a run" in told
     assert "S1-1: every rank has the same seed; S1-2: rank 0 has its own seed; S1-3:" in told
-    assert "3 workers · 7 steps · batch 2 each" in told
+    assert "2 workers · 7 steps · batch 2 each" in told
 
 
 def test_sentences_on_the_readings_have_the_same_numbers(first, runs):
