@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -14,6 +15,7 @@ from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.session import opening
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
@@ -46,6 +48,28 @@ def copied_batches(rank, run_dir, num_steps, kill):
     loop.scope.close()
     findings = [finding.to_json() for finding in loop.scope.findings]
     return loop.scope.latest.step, findings, told, loop.warnings
+
+
+def train_beside(rank, run_dir):
+    opening._PREVIOUS_SECONDS = 0.1  # for which the second run waits for the end of the first
+    loops = [Loop(rank, run_dir)]
+    loops[0].step(0)
+    while rank == 0 and "agent" not in Run.open(run_dir).info:
+        time.sleep(0.05)
+    dist.barrier()
+    loops.append(Loop(rank, run_dir))
+    for loop in loops:
+        loop.step(1)
+        loop.close()
+    return loops[1].warnings
+
+
+def test_a_run_that_is_still_trained_is_not_continued(tmp_path):
+    warnings, _ = run_ranks(train_beside, 2, str(tmp_path / "run"))
+    assert "run already holds a run that another job is still training; this" in warnings[0]
+    second = Run.open(tmp_path / "run-2")
+    assert "continues" not in second.info
+    assert second.columns(Table.STEPS, "step")["step"].tolist() == [0]
 
 
 def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):

@@ -311,7 +311,11 @@ def _begin(
             held = place if store is None else store.address
             new = path if copied_to is None else copied_to.address
             goes_on = "" if start is None else _CONTINUES
-            _log.warning("%s already holds a run; this one is recorded in %s%s", held, new, goes_on)
+            written_still = _WRITTEN if _is_trained(previous) else ""
+            _log.warning(
+                "%s already holds a run%s; this one is recorded in %s%s",
+                *(held, written_still, new, goes_on),
+            )
         return RootRun(
             path,
             copied_to,
@@ -327,8 +331,32 @@ def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
     from rankscope.verdict.diagnosis import state_after  # detectors: only where a run goes on
 
     _wait_for_agent(previous)
+    if _is_trained(previous):
+        return None
     hosts = [str(rank["host"]) for rank in info["ranks"]]
     return state_after(previous, info["num_workers"], hosts, info["options"]["groups"])
+
+
+def _is_trained(run: Path) -> bool:
+    """Return whether a run is still written: its agent and a rank are alive on this host."""
+    try:
+        info = parse(read_file(run / "run.json"))
+    except (OSError, ValueError):
+        return False
+    agent = info.get("agent") or {}
+    if info.get("status") != "running" or agent.get("host") != host_name():
+        return False
+    ranks = [rank.get("pid") for rank in info["ranks"] if rank.get("host") == socket.gethostname()]
+    return _is_alive(agent.get("pid")) and any(map(_is_alive, ranks))
+
+
+def _is_alive(pid: object) -> bool:
+    """Return whether a process exists on this host and has not ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "XZ"
 
 
 def _wait_for_agent(previous: Path) -> None:
@@ -346,9 +374,7 @@ def _wait_for_agent(previous: Path) -> None:
         agent = info.get("agent")
         if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if agent is not None and not (
-            agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
-        ):
+        if agent and not (agent.get("host") == host_name() and _is_alive(agent.get("pid"))):
             return
         time.sleep(0.05)
 
@@ -442,6 +468,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
+_WRITTEN = " that another job is still training"
 _CONTINUES = " and continues it; another run directory keeps the two apart"
 
 
