@@ -9,10 +9,10 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +349,19 @@ class RunWriter:
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
 
+    @property
+    def waiting_steps(self) -> tuple[int, ...]:
+        """The steps that are not written yet."""
+        return tuple(int(step) for step in self._tables[Table.STEPS].waiting("step"))
+
+    def end_early(self, **facts: Any) -> None:
+        """Record in ``run.json`` that the run ends without the rows that are not written yet."""
+        with self._file_lock:
+            self._info |= {"status": "incomplete", "finished": now()}
+            self._info |= {"steps": self._num_steps - len(self.waiting_steps), **facts}
+            replace(self.path / INFO_FILE, text_of(self._info))
+            self._closed = True
+
 
 class _PartWriter:
     """The Parquet parts of one table: finished ones, and one that still grows.
@@ -380,6 +393,10 @@ class _PartWriter:
     def waiting_bytes(self) -> int:
         """Estimated memory of the rows that are not written yet."""
         return self._pending_bytes + self._staged_bytes
+
+    def waiting(self, name: str) -> Iterator[Any]:
+        """Yield a column of the rows that are not written yet."""
+        return chain.from_iterable(rows[name] for rows in (*self._staged, *self._pending))
 
     def stage(self) -> None:
         """Mark all rows added so far for the next write."""

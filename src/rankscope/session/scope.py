@@ -413,7 +413,7 @@ class Scope:
             _log.log(
                 level,
                 "the monitor's agent still works or waits for other ranks or hosts; the training "
-                "goes on, and the agent closes the record by itself",
+                "goes on, and the agent closes the record by itself, later",
             )
 
     def _agent_computed(self, seconds: float) -> bool:

@@ -244,12 +244,14 @@ def progress_of(run: Run) -> RunProgress:
     agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
     last_step = -1 if steps is None else steps[1]
     endings = read_endings(run.info)
+    unwritten = run.info.get("unwritten")
     return RunProgress(
         run.status,
         last_step,
         earlier,
         endings=endings,
         agent_ended=agent_ended,
+        unwritten="" if unwritten is None else _why_unwritten(unwritten),
         lost=steps is None and step_range(run.path, Table.WORKERS) is not None,
     )
 
@@ -391,6 +393,11 @@ def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
     }
 
 
+def _why_unwritten(unwritten: Mapping[str, Any]) -> str:
+    why = unwritten.get("why")
+    return f"its directory could not be written {f'({why})' if why else 'for too long'}"
+
+
 def _describe_missing(run: Run) -> tuple[str, ...]:
     """Describe the recorded gaps of a run, and their ranks."""
     sentences = []
@@ -406,7 +413,7 @@ def _describe_missing(run: Run) -> tuple[str, ...]:
     if unwritten:
         sentences.append(
             f"The record ends before step {unwritten['first_step']:,}, and lacks "
-            f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
+            f"{count(unwritten['steps'], 'step')}: {_why_unwritten(unwritten)}."
         )
     for rank, steps in run.info.get("without_room", {}).items():
         sentences.append(

@@ -54,6 +54,7 @@ class RunProgress:
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
+    unwritten: str = ""  # why the last steps could not be written, if so
     lost: bool = False  # whether workers have rows, and steps none
 
     @property
@@ -244,12 +245,17 @@ _INTERRUPTED_BEFORE = Verdict(
 )
 
 
+_MAKE_ROOM = "Make room there, or let run_dir name another place; the training itself went on."
+
+
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
         return _NOTHING_YET
     if progress.lost:
         return _LOST
+    if progress.unwritten:
+        return Verdict(f"Nothing was recorded: {progress.unwritten}.", _MAKE_ROOM, Severity.WARNING)
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
         return _INTERRUPTED_BEFORE
     if not progress.agent_ended:
@@ -340,6 +346,8 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
 
 def _why_it_ended(progress: RunProgress) -> str:
     """Return where to see why the record ends early."""
+    if progress.unwritten:
+        return _MAKE_ROOM
     first = progress.endings.first
     if first is not None:
         return f"See the log of {name_ranks(first.ranks)}: others may only have followed."
@@ -348,6 +356,8 @@ def _why_it_ended(progress: RunProgress) -> str:
 
 def _describe_end(progress: RunProgress) -> str:
     early = f"The record ends early, with step {progress.last_step:,}"
+    if progress.unwritten:
+        return f"{early}: {progress.unwritten}."
     if progress.endings.headline:
         return f"{early}. {progress.endings.headline}"
     return f"{early}: the training stopped there, or went on unwatched."
