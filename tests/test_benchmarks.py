@@ -1,9 +1,10 @@
-"""What `make bench` runs, in small: it measures what it says, and its page is of its results."""
+"""What `make bench` and its like run, in small; and their pages are of their results."""
 
 import json
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rankscope import Run
@@ -14,17 +15,34 @@ from support.ranks import run_ranks
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_page_is_of_the_results():
-    results = json.loads((ROOT / "docs" / "performance.json").read_text())
-    page = (ROOT / "docs" / "performance.md").read_text()
-    rendered = load_benchmark("bench").render(results)
+@pytest.mark.parametrize(
+    ("name", "benchmark"), [("performance", "bench"), ("detection", "detection_pages")]
+)
+def test_a_page_is_of_the_results(name, benchmark):
+    results = json.loads((ROOT / "docs" / f"{name}.json").read_text())
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    rendered = load_benchmark(benchmark).render(results)
     assert of_any_machine(rendered) == of_any_machine(page)
 
 
-def test_the_page_on_detection_is_of_the_results():
-    results = json.loads((ROOT / "docs" / "detection.json").read_text())
-    page = (ROOT / "docs" / "detection.md").read_text()
-    assert load_benchmark("detection_pages").render(results) == page
+def test_the_page_on_peers_is_of_the_results():
+    peers = load_benchmark("peers")
+    assert peers.render(json.loads(peers.RESULTS.read_text())) in peers.PAGE.read_text()
+
+
+def test_every_workload_of_the_outside_measure_has_a_job():
+    outside, jobs = load_benchmark("outside"), load_benchmark("outside_jobs")
+    assert {workload.name for workload in outside.ALL} == set(jobs.JOBS)
+
+
+def test_the_detection_bench_finds_a_large_shift_and_is_silent_about_a_healthy_job():
+    faults = load_benchmark("detection_faults")
+    [fault] = [fault for fault in faults.FAULTS if fault.words == "loss + 3.5 sd"]
+    outcome = faults.simulate(fault, np.random.default_rng(1), settle=5)
+    assert not outcome.before
+    assert outcome.delay < 30
+    assert outcome.last == {faults.FAULTY}
+    assert faults.measure_healthy(100)["alarms"] == 0
 
 
 def test_the_synthetic_run_of_the_live_page_can_be_read(tmp_path):

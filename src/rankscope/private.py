@@ -440,7 +440,7 @@ USES = (
     ),
     Use(
         "torch.nn.Module",
-        "_call_impl _forward_pre_hooks _forward_hooks",
+        "_call_impl _forward_pre_hooks _forward_hooks _backward_pre_hooks",
         "which module runs an operation of a canary, and whether a hook of it does",
         "operations of a canary are named without their module",
     ),

@@ -1,16 +1,18 @@
 """What is said of findings while the training goes on."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import rankscope
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.verdict.news import Announcer
 from support.findings import events_of
-from support.forked_ranks import torchrun
-from support.loops import Loop
-from support.ranks import run_ranks
+from support.loops import collect_lines
+from support.ranks import on_ranks
 
 COPIES = Finding(
     "copies",
@@ -22,7 +24,6 @@ COPIES = Finding(
     "Ranks 0 and 2 trained on identical batches. It is so.",
     "Look.",
 )
-SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
 
 
 def said(changed, known=()):
@@ -40,22 +41,39 @@ def test_consequences_of_another_finding_are_not_printed():
     assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
 
 
-WAYS = ("forgotten", "healthy", "silent")
+def train_in_all_ways(rank, folder):
+    """Train without a sampler, with shards, and without one in silence.
+
+    Return what is printed, and what was told of the first training.
+    """
+    lines, told = collect_lines(), []
+    for way in ("forgotten", "healthy", "silent"):
+        torch.manual_seed(0)
+        data = TensorDataset(torch.randn(480, 8), torch.randint(4, (480,)))
+        sampler = DistributedSampler(data) if way == "healthy" else None
+        layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"run_dir": f"{folder}/{way}", "announce": way != "silent"}
+        if way == "forgotten":
+            options["on_finding"] = told.append
+        with rankscope.watch(model, optimizer, **options) as scope:
+            for _, (inputs, labels) in zip(range(30), DataLoader(data, 8, sampler=sampler)):  # noqa: B905
+                loss = F.cross_entropy(model(inputs), labels)
+                scope.loss(loss.detach(), len(labels))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [(finding.id, str(finding.severity), finding.status) for finding in told]
+    return [line for line in lines if line.startswith("rankscope: ")], found
 
 
-@pytest.fixture(scope="module")
-def trained(folder):
-    """Train in all ways under one launcher; return the folder of all runs and what was printed."""
-    options = ["--standalone", "--nproc-per-node", "2"]
-    code, out, err = torchrun(options, str(SCRIPT), "--folder", str(folder), *WAYS)
-    assert (code, out) == (0, ""), err
-    lines = [line for line in err.splitlines() if line.startswith("rankscope: ")]
-    return folder, lines
+trained = on_ranks(train_in_all_ways, 2)
 
 
-@pytest.mark.slow
 def test_a_forgotten_sampler_is_said_when_it_happens_and_at_the_end(trained):
-    folder, lines = trained
+    ((lines, _), (silent, _)), folder = trained
+    assert silent == []
     opened, verdict, recorded = lines[:3]
     assert opened.startswith("rankscope: error: Ranks 0 and 1 trained on identical batches")
     assert opened.endswith("[data.duplicate_batches, since step 0]")
@@ -66,27 +84,17 @@ def test_a_forgotten_sampler_is_said_when_it_happens_and_at_the_end(trained):
 
 
 def test_a_healthy_run_says_one_word_at_the_end_and_silence_can_be_had(trained):
-    folder, lines = trained
+    ((lines, _), _), folder = trained
     verdict, recorded = lines[3:]  # and nothing of the silent run
     assert verdict.startswith("rankscope: 30 steps of 2 workers: no fault found")
     assert recorded.endswith(f"to see it: rankscope report {folder / 'healthy'}")
     assert {one["cause"] for one in events_of(folder / "silent")} >= {"data.duplicate_batches"}
 
 
-def changing(rank, run_dir):
-    """Train with the same batches on both ranks, as long as it takes to find more than once."""
-    told = []
-    loop = Loop(rank, run_dir, on_finding=told.append)
-    for step in range(40):
-        loop.step(step, rank=0)
-    loop.scope.close()
-    return [(finding.id, str(finding.severity), finding.status) for finding in told]
-
-
-def test_a_finding_that_only_counts_on_is_told_once(tmp_path):
-    first, second = run_ranks(changing, 2, str(tmp_path / "run"))
+def test_a_finding_that_only_counts_on_is_told_once(trained):
+    ((_, first), (_, second)), folder = trained
     assert first == second
     assert ("data.duplicate_batches", "error", "open") in first
     assert len(first) == len(set(first))
-    events = events_of(tmp_path / "run")
+    events = events_of(folder / "forgotten")
     assert sum(event["cause"] == "data.duplicate_batches" for event in events) > 1

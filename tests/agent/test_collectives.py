@@ -200,83 +200,79 @@ def record_collectives():
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 
 
-def end_after(file):
-    wait_until(file.exists, 120.0)
-    os._exit(0)
+def train_until_seen(rank, folder, train):
+    """Train with a hang that does not end; leave when it is seen."""
+
+    def leave():
+        wait_until((folder / "seen").exists, 120.0)
+        os._exit(0)
+
+    threading.Thread(target=leave, daemon=True).start()
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    options = {"hang_seconds": 1.0, "canary": False, "overhead_budget": None}
+    with rankscope.watch(model, run_dir=folder / "run", **options):
+        train(rank, folder, model)
+    raise AssertionError("the hang has ended")
 
 
-def train_with_two_hangs(rank, folder):
+def with_two_hangs(rank, folder, model):
     """Rank 1 comes late in step 4; in step 6 it broadcasts in place of the others' all-reduce."""
-    threading.Thread(target=end_after, args=(folder / "both seen",), daemon=True).start()
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
-    options = {"hang_seconds": 1.0, "canary": False, "overhead_budget": None}
-    with rankscope.watch(model, run_dir=folder / "run", **options):
-        for step in range(7):
-            loss = model(torch.ones(2, 4)).sum()
-            if (rank, step) == (1, 4):
-                wait_until((folder / "one seen").exists, 120.0)
-            loss.backward()
-            if (rank, step) == (1, 6):
-                dist.broadcast(loss.detach(), 0)
-            else:
-                dist.all_reduce(loss.detach())
-    raise AssertionError("the hang has ended")
+    for step in range(7):
+        loss = model(torch.ones(2, 4)).sum()
+        if (rank, step) == (1, 4):
+            wait_until((folder / "one seen").exists, 120.0)
+        loss.backward()
+        if (rank, step) == (1, 6):
+            dist.broadcast(loss.detach(), 0)
+        else:
+            dist.all_reduce(loss.detach())
 
 
-def train_with_a_skipped_collective(rank, folder):
+def with_a_skipped_collective(rank, folder, model):
     """In step 4, rank 1 leaves out an all-reduce of a group of which it has entered none before."""
-    threading.Thread(target=end_after, args=(folder / "seen",), daemon=True).start()
-    model = DistributedDataParallel(torch.nn.Linear(4, 4))
     group = dist.new_group()
-    options = {"hang_seconds": 1.0, "canary": False, "overhead_budget": None}
-    with rankscope.watch(model, run_dir=folder / "run", **options):
-        for step in range(7):
-            model(torch.ones(2, 4)).sum().backward()
-            if step == 4 and rank != 1:
-                dist.all_reduce(torch.ones(1), group=group)
-    raise AssertionError("the hang has ended")
-
-
-def see_hangs(folder, seen):
-    """Keep all findings of the hang up to one with the collective, and let the training end."""
-    wait_until(lambda: hangs_in(folder / "run"), 120.0)
-    seen += [e for e in events_of(folder / "run") if e["cause"] == "time.hang"]
-    (folder / "seen").touch()
+    for step in range(7):
+        model(torch.ones(2, 4)).sum().backward()
+        if step == 4 and rank != 1:
+            dist.all_reduce(torch.ones(1), group=group)
 
 
 def hangs_in(run_dir):
-    hangs = [event for event in events_of(run_dir) if event["cause"] == "time.hang"]
-    return {e["first_step"]: e["explanation"] for e in hangs if "Recorder" in e["explanation"]}
+    return [event for event in events_of(run_dir) if event["cause"] == "time.hang"]
 
 
-def see_both(folder, seen):
-    """Read the record while the training hangs, and let it go on."""
-    for step, name in ((4, "one seen"), (6, "both seen")):
-        wait_until(lambda step=step: step in hangs_in(folder / "run"), 120.0)
-        seen.update(hangs_in(folder / "run") | seen)  # each as it was first seen
-        (folder / name).touch()
+def see_hangs(folder, train, *names):
+    """Train; return all findings of hangs. A file tells of each that is known by its collective."""
+    found = []
+
+    def known():
+        hangs = [each for each in hangs_in(folder / "run") if "Recorder" in each["explanation"]]
+        return {each["first_step"] for each in hangs}
+
+    def see():
+        for number, name in enumerate(names, 1):
+            wait_until(lambda number=number: len(known()) >= number, 120.0)
+            found.extend(hangs_in(folder / "run"))
+            (folder / name).touch()
+
+    watcher = threading.Thread(target=see, daemon=True)
+    watcher.start()
+    with pytest.raises(RankError, match="died"):
+        run_ranks(train_until_seen, 3, folder, train, prepare=record_collectives)
+    watcher.join(1.0)
+    return found
 
 
 @pytest.mark.ranks
 def test_hangs_of_real_ranks_name_the_collective(tmp_path):
-    seen = {}
-    watcher = threading.Thread(target=see_both, args=(tmp_path, seen), daemon=True)
-    watcher.start()
-    with pytest.raises(RankError, match="died"):
-        run_ranks(train_with_two_hangs, 3, tmp_path, prepare=record_collectives)
-    watcher.join(1.0)
-    assert "of default_pg, 20 Float, does not end: rank 1 has not entered it" in seen[4]
-    assert "rank 1 is alive, in a collective that does not match those of others" in seen[6]
-    assert "ranks 0 and 2 in all_reduce scalar Float; rank 1 in broadcast scalar Float" in seen[6]
+    said = str(see_hangs(tmp_path, with_two_hangs, "one seen", "seen"))
+    assert "of default_pg, 20 Float, does not end: rank 1 has not entered it" in said
+    assert "rank 1 is alive, in a collective that does not match those of others" in said
+    assert "ranks 0 and 2 in all_reduce scalar Float; rank 1 in broadcast scalar Float" in said
 
 
 @pytest.mark.ranks
 def test_a_collective_that_one_rank_skips_is_named_with_that_rank(tmp_path):
-    seen = []
-    watcher = threading.Thread(target=see_hangs, args=(tmp_path, seen), daemon=True)
-    watcher.start()
-    with pytest.raises(RankError, match="died"):
-        run_ranks(train_with_a_skipped_collective, 3, tmp_path, prepare=record_collectives)
-    watcher.join(1.0)
-    assert {tuple(event["ranks"]) for event in seen} == {(1,)}  # and never ranks that wait
-    assert "all_reduce 1 of group 1, 1 Float, does not end: rank 1 has not entered it" in str(seen)
+    found = see_hangs(tmp_path, with_a_skipped_collective, "seen")
+    assert {tuple(event["ranks"]) for event in found} == {(1,)}  # and never ranks that wait
+    assert "all_reduce 1 of group 1, 1 Float, does not end: rank 1 has not entered it" in str(found)

@@ -2,7 +2,6 @@
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,10 +10,8 @@ from rankscope.lab.study import rounding, rounding_result
 
 QUICK = ("numerics", "--synthetic", "normal", "--workers", "2,8", "--orders", "4")
 
-Monkey = pytest.MonkeyPatch
 
-
-def test_tables_and_sentences(command, monkeypatch: Monkey) -> None:
+def test_tables_and_sentences(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     code, out, err = command(*QUICK)
     assert (code, err) == (0, "")
@@ -30,9 +27,7 @@ def test_tables_and_sentences(command, monkeypatch: Monkey) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_output_holds_the_numbers_and_the_page(
-    tmp_path: Path, command, monkeypatch: Monkey
-) -> None:
+def test_output_holds_the_numbers_and_the_page(tmp_path, command, monkeypatch):
     folder = tmp_path / "new" / "numerics"
     words = (*QUICK, "--types", "float32", "--json", "--output", str(folder))
     code, out, err = command(*words)
@@ -44,9 +39,7 @@ def test_output_holds_the_numbers_and_the_page(
     assert list(folder.glob("*.png"))
 
 
-def test_the_built_in_model_is_recorded_saved_and_trained(
-    tmp_path: Path, command, monkeypatch: Monkey
-) -> None:
+def test_the_built_in_model_is_recorded_saved_and_trained(tmp_path, command, monkeypatch):
     record, options = rounding.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     quick = functools.partial(record, base_steps=0)
@@ -76,9 +69,7 @@ def test_the_built_in_model_is_recorded_saved_and_trained(
         (["--synthetic", "normal", "--save", "g.pt"], "--save writes a .npz file"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    tmp_path: Path, command, monkeypatch: Monkey, words: list[str], message: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, command, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     code, out, err = command("numerics", *words)
     assert (code, out) == (2, "")

@@ -4,21 +4,18 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rankscope.cli import main
 from report.recorded_runs import record_run
 
-Call = Callable[..., int]
 NUMBERS = ("numerics", "--synthetic", "normal", "--workers", "2", "--orders", "2")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory):
     """Return a folder with a healthy run, and one with an error."""
     folder = tmp_path_factory.mktemp("output")
     record_run(folder / "healthy", num_workers=2, num_steps=3)
@@ -27,16 +24,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def runs(recorded: Path, tmp_path: Path) -> Path:
+def runs(recorded, tmp_path):
     """Return a copy of it that reports may be written to."""
     return shutil.copytree(recorded, tmp_path / "runs")
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch) -> Call:
+def call(monkeypatch):
     """Run the command with another standard output in this process; return its exit code."""
 
-    def run(stdout: Any, *words: str | Path) -> int:
+    def run(stdout, *words):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "argv", ["rankscope", *map(str, words)])
@@ -50,7 +47,7 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.fixture
-def closed() -> Iterator[io.TextIOWrapper]:
+def closed():
     """Return a pipe whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -59,7 +56,7 @@ def closed() -> Iterator[io.TextIOWrapper]:
 
 
 @pytest.fixture
-def full() -> Iterator[io.TextIOWrapper]:
+def full():
     """Return a file on a disk without room."""
     with Path("/dev/full").open("w", encoding="utf-8") as file:
         yield file
@@ -67,32 +64,21 @@ def full() -> Iterator[io.TextIOWrapper]:
 
 @pytest.mark.parametrize("how", [(), ("--json",)], ids=["verdict", "json"])
 def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(
-    runs: Path,
-    call: Call,
-    closed: io.TextIOWrapper,
-    capsys: pytest.CaptureFixture[str],
-    how: tuple[str, ...],
-) -> None:
+    runs, call, closed, capsys, how
+):
     for name, code in (("healthy", 0), ("copied", 1)):
         assert call(closed, "report", runs / name, "--format", "md", *how) == code
         assert (runs / name / "report.md").read_text().startswith("## ")
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_reader_that_has_gone_changes_nothing_in_other_commands(
-    runs: Path, call: Call, closed: io.TextIOWrapper, tmp_path: Path
-) -> None:
+def test_a_reader_that_has_gone_changes_nothing_in_other_commands(runs, call, closed, tmp_path):
     assert call(closed, "diff", runs / "healthy", runs / "copied") == 1
     assert call(closed, *NUMBERS, "--json", "--output", tmp_path / "numbers") == 0
     assert (tmp_path / "numbers" / "numerics.json").is_file()
 
 
-def test_an_output_without_room_is_one_line_and_no_finding(
-    runs: Path,
-    call: Call,
-    full: io.TextIOWrapper,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_output_without_room_is_one_line_and_no_finding(runs, call, full, capsys):
     assert call(full, "report", runs / "copied", "--format", "md", "--json") == 2
     assert (runs / "copied" / "report.md").read_text().startswith("## ")
     out, err = capsys.readouterr()
@@ -100,9 +86,7 @@ def test_an_output_without_room_is_one_line_and_no_finding(
     assert err.startswith("rankscope: cannot write to standard output (No space left on device)")
 
 
-def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
-    runs: Path, call: Call, tmp_path: Path
-) -> None:
+def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(runs, call, tmp_path):
     written = {}
     for encoding in ("ascii", "utf-8"):
         with (tmp_path / encoding).open("w+", encoding=encoding) as file:
@@ -131,14 +115,9 @@ FIRST = {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}
     ],
 )
 def test_bad_usage_is_told_unless_rank_0_tells_it_and_always_fails(
-    call: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    environment: dict[str, str],
-    told: bool,
-) -> None:
-    waited: list[float] = []
+    call, monkeypatch, capsys, words, environment, told
+):
+    waited = []
     monkeypatch.setattr("time.sleep", waited.append)
     for name in (*main.LAUNCHED, *main.RANKS):
         monkeypatch.delenv(name, raising=False)

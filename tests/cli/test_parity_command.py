@@ -8,19 +8,14 @@ import time
 
 import pytest
 
-from cli.test_main import HELP, options_of
 from rankscope.cli.output import terminal
-from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
+from rankscope.cli.parity import Command, CommandError, _rules_of, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
 from rankscope.tools.parity.result import Answer, Difference, Kind
 from rankscope.tools.stages import Stage
 from support.accidents import state_of
 from support.parity import Recordings, answer_of, layout, record
 
-OPTIONS = {
-    *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
-    *("--resume-at", "--timeout", "--run-dir", "--json", "--html", "--map", "--bisect"),
-}
 PYTHON = shlex.quote(sys.executable)
 
 
@@ -28,10 +23,6 @@ def script(folder, name, text):
     path = folder / name
     path.write_text(text)
     return f"{PYTHON} -S {path}" if "import torch" not in text else f"{PYTHON} {path}"
-
-
-def test_the_options_are_frozen():
-    assert options_of("parity") - HELP == OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -201,23 +192,24 @@ for _ in range(9):
 
 @pytest.mark.ranks
 def test_fused_and_split_parameters_are_compared_by_a_map(command, tmp_path):
-    def answer(*words):
-        code, out, _ = command("parity", *words, "--steps", "2", "--json")
-        return code, json.loads(out)
+    def sides(**factors):
+        for name, factor in factors.items():
+            path = tmp_path / f"{name}.py"
+            path.write_text(BY_PARTS.format(fused=name == "fused", factor=factor))
+            yield layout(1, script=str(path))
 
-    fused = script(tmp_path, "fused.py", BY_PARTS.format(fused=True, factor=1))
-    split = script(tmp_path, "split.py", BY_PARTS.format(fused=False, factor=1))
-    wrong = script(tmp_path, "wrong.py", BY_PARTS.format(fused=False, factor=3))
+    split, fused, wrong = sides(split=1, fused=1, wrong=3)
+    recordings = Recordings(tmp_path)
+    words = "A alone trains 2 parameters (k, v), and B alone 1 parameter (kv); see --map"
+    assert words in answer_of(recordings, split, fused, 2).headline
     (tmp_path / "names").write_text("k, v = kv  # A has the parts\n")
-    code, found = answer("-a", split, "-b", fused)
-    assert code == 2
-    assert (
-        "A alone trains 2 parameters (k, v), and B alone 1 parameter (kv); see --map"
-        in found["headline"]
-    )
-    code, found = answer("-a", split, "-b", fused, "--map", str(tmp_path / "names"))
-    assert (code, list(found["curves"])) == (0, ["kv"]), found["headline"]
-    code, found = answer("-a", fused, "-b", wrong, "--map", "kv=k,v", "--same-start")
+    rules_a, rules_b = _rules_of([str(tmp_path / "names")], recorded=False)
+    found = answer_of(recordings, split, fused, 2, rules_a=rules_a, rules_b=rules_b)
+    assert (found.stage, list(found.curves)) == (None, ["kv"]), found.headline
+    a, b = (f"{PYTHON} {side.script}" for side in (fused, wrong))
+    options = ("--map", "kv=k,v", "--same-start", "--steps", "2", "--json")
+    code, out, _ = command("parity", "-a", a, "-b", b, *options)
+    found = json.loads(out)
     assert (code, found["stage"], found["step"]) == (1, "gradient", 0)
     assert found["parameters"][0]["look"].startswith("× 3, in the third and last quarter")
 

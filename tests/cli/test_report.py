@@ -4,51 +4,50 @@ import json
 import os
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from rankscope.cli.report import report
 from rankscope.cli.verdict import SUMMARY_LINES, render_run, render_study
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
 from rankscope.verdict.assessment import assess
-from report.recorded_runs import record_run, record_study
+from report.recorded_runs import record_run, record_study, with_everything
 
 HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def healthy(tmp_path_factory):
     return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=64).path
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copied(tmp_path_factory):
     place = tmp_path_factory.mktemp("cli") / "copied"
     return record_run(place, reading="replicated", setting="s1-2", num_steps=6).path
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def study(tmp_path_factory):
     return record_study(tmp_path_factory.mktemp("cli") / "study", num_steps=6)
 
 
-def call(*arguments: str | Path) -> Result:
+def call(*arguments):
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(report)
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def shown(width: int, *, colour: bool = False) -> tuple[Console, io.StringIO]:
+def shown(width, *, colour=False):
     file = io.StringIO()
     return Console(file=file, width=width, force_terminal=colour), file
 
 
-def test_a_healthy_run(healthy: Path):
+def test_a_healthy_run(healthy):
     result = call(healthy)
 
     assert result.exit_code == 0
@@ -59,9 +58,7 @@ def test_a_healthy_run(healthy: Path):
     assert str(healthy / "report.html") in result.output
 
 
-def test_a_read_only_directory_has_a_verdict_and_no_page(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_read_only_directory_has_a_verdict_and_no_page(copied, tmp_path, monkeypatch):
     """As on an archive that is mounted read-only, which the tests' user cannot make."""
     (copied / "report.html").unlink(missing_ok=True)
     monkeypatch.setattr(os, "access", lambda path, mode, **_: mode != os.W_OK or path == tmp_path)
@@ -73,10 +70,8 @@ def test_a_read_only_directory_has_a_verdict_and_no_page(
     assert (tmp_path / "page.html").is_file()
 
 
-def test_a_full_disk_leaves_the_verdict_and_its_exit_code(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def full(**_: object) -> None:
+def test_a_full_disk_leaves_the_verdict_and_its_exit_code(copied, tmp_path, monkeypatch):
+    def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("rankscope.report.document.tempfile.mkstemp", full)
@@ -89,7 +84,7 @@ def test_a_full_disk_leaves_the_verdict_and_its_exit_code(
     assert isinstance(asked.exception, RunError)
 
 
-def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):
+def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied):
     result = call(copied)
 
     assert result.exit_code == 1
@@ -107,7 +102,7 @@ def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied: Path):
     assert "What the measurements show" in full.output
 
 
-def with_findings(run: Path, place: Path, *events: dict[str, object]) -> Path:
+def with_findings(run, place, *events):
     """Copy a run, with findings made from its last one."""
     shutil.copytree(run, place)
     model = json.loads((run / "findings.jsonl").read_text().splitlines()[-1])
@@ -116,7 +111,7 @@ def with_findings(run: Path, place: Path, *events: dict[str, object]) -> Path:
     return place
 
 
-def test_the_summary_of_many_findings_has_twelve_lines(copied: Path, tmp_path: Path):
+def test_the_summary_of_many_findings_has_twelve_lines(copied, tmp_path):
     causes = ["numerics.nonfinite", "loss.scale", "data.dispersion_too_high", "time.straggler"]
     events = [
         {"id": f"{cause}/{rank}", "cause": cause, "ranks": [rank], "severity": severity}
@@ -139,13 +134,13 @@ def test_the_summary_of_many_findings_has_twelve_lines(copied: Path, tmp_path: P
         assert shown + sum(numbers) == len(events)
 
 
-def call_in(columns: str, *arguments: str | Path) -> Result:
+def call_in(columns, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", columns)
         return call(*arguments)
 
 
-def test_a_directory_of_runs_is_listed(healthy: Path, copied: Path, tmp_path: Path):
+def test_a_directory_of_runs_is_listed(healthy, copied, tmp_path):
     shutil.copytree(healthy, tmp_path / "runs" / "sft" / "first")
     shutil.copytree(copied, tmp_path / "runs" / "second")
     broken = tmp_path / "runs" / "third"
@@ -175,7 +170,7 @@ def test_a_directory_of_runs_is_listed(healthy: Path, copied: Path, tmp_path: Pa
     assert "name one of the runs in it" in str(wrong.exception)
 
 
-def test_fail_on(healthy: Path, copied: Path, tmp_path: Path):
+def test_fail_on(healthy, copied, tmp_path):
     assert call(healthy, "--no-html", "--fail-on", "note").exit_code == 0
     assert call(copied, "--no-html", "--fail-on", "warning").exit_code == 1
     assert call(copied, "--no-html", "--fail-on", "never").exit_code == 2
@@ -188,7 +183,7 @@ def test_fail_on(healthy: Path, copied: Path, tmp_path: Path):
     assert call(softer, "--no-html", "--fail-on", "note").exit_code == 1
 
 
-def test_a_study(study: Path):
+def test_a_study(study):
     result = call(study)
 
     assert result.exit_code == 1
@@ -197,7 +192,7 @@ def test_a_study(study: Path):
     assert (study / "report.html").is_file()
 
 
-def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):
+def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path):
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     (unfinished / "study.json").write_text("{}")
@@ -218,7 +213,7 @@ def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize("width", [40, 110])
-def test_terminals_of_any_width(copied: Path, study: Path, width: int):
+def test_terminals_of_any_width(copied, study, width):
     console, file = shown(width)
     run = Run.open(copied)
     render_run(run, assess(run), console)
@@ -231,7 +226,7 @@ def test_terminals_of_any_width(copied: Path, study: Path, width: int):
     assert "data.duplicate_batches" in words
 
 
-def test_names_cannot_control_the_terminal(tmp_path: Path):
+def test_names_cannot_control_the_terminal(tmp_path):
     run = record_run(tmp_path / "run", num_workers=2, num_steps=2, name=HOSTILE, model=HOSTILE)
     console, file = shown(200)
     render_run(run, assess(run), console)
@@ -240,7 +235,7 @@ def test_names_cannot_control_the_terminal(tmp_path: Path):
     assert not {"\x1b", "\x07", "\r"} & set(file.getvalue())
 
 
-def test_again_shows_the_findings_of_a_new_diagnosis(copied: Path, tmp_path: Path):
+def test_again_shows_the_findings_of_a_new_diagnosis(copied, tmp_path):
     result = call(copied, "--again", "--no-html")
     assert result.exit_code == 1
     assert "data.duplicate_batches" in result.output
@@ -279,3 +274,49 @@ def test_again_shows_the_findings_of_a_new_diagnosis(copied: Path, tmp_path: Pat
     assert result.exit_code == 1
     assert "data.duplicate_batches: not in findings.jsonl" in result.output
     assert "The run is not closed" in result.output
+
+
+# Formats ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("formats") / "run"
+    return record_run(place, num_workers=4, num_steps=16, change=with_everything).path
+
+
+def test_all_formats_of_a_run_and_where_they_go(run_dir, tmp_path):
+    out = tmp_path / "out"
+    result = call(run_dir, "--format", "md,png", "--format", "JSON", "--output", out)
+
+    assert result.exit_code == 0
+    assert sorted(path.relative_to(out).as_posix() for path in out.rglob("*.*")) == [
+        "figures/model.png", "figures/overview.png", "figures/workers.png",
+        "report.json", "report.md",
+    ]  # fmt: skip
+    for path in (out / "figures").iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size > 20_000
+        assert f"(<figures/{path.name}>)" in (out / "report.md").read_text()
+        assert str(path) in "".join(result.output.split("\n"))
+    told = json.loads((out / "report.json").read_text())
+    printed = json.loads(call(run_dir, "--json", "--no-html").stdout)
+    assert {**told, "report": None} == printed
+
+
+def test_standard_output_holds_the_file_alone(run_dir):
+    assert call(run_dir, "--format", "md", "--output", "-").stdout == (
+        call(run_dir, "--format", "md", "--no-html", "--output", "-").stdout
+    )
+    told = json.loads(call(run_dir, "--format", "json", "--output", "-").stdout)
+    assert told["kind"] == "run"
+    assert call(run_dir, "--format", "md", "--output", "-", "--fail-on", "note").exit_code == 1
+
+
+def test_the_name_of_the_output_chooses_the_format(run_dir, tmp_path):
+    assert call(run_dir, "--output", tmp_path / "a.md").exit_code in (0, 1)
+    assert (tmp_path / "a.md").read_text().startswith("## ")
+    refused = call(run_dir, "--output", tmp_path / "a.pdf")
+    assert isinstance(refused.exception, UsageError)
+    assert "print the page from a browser" in str(refused.exception)
+    assert not (tmp_path / "a.pdf").exists()

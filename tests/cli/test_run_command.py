@@ -9,26 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_main import HELP, options_of
 from rankscope.bus.plan import Tier
 from rankscope.cli.run import ReducedOption
 from rankscope.integrations import run_script
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.wrappers.tap import ReadReduced
-
-OPTIONS = {
-    *(
-        "--every",
-        "--groups",
-        "--no-announce",
-        "--no-canary",
-        "--no-dropout",
-        "--overhead-budget",
-        "--plan",
-        "--reduced",
-    ),
-    *("--alert", "--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
-}
 
 SCRIPT = """
 import json, os, signal, sys
@@ -51,8 +36,7 @@ sys.exit(3)
 """
 
 
-def test_the_options_are_frozen():
-    assert options_of("run") - HELP == OPTIONS
+def test_reduced_has_the_words_of_watch():
     assert {str(option) for option in ReducedOption} == {str(option) for option in ReadReduced}
 
 
@@ -92,18 +76,10 @@ def test_options_reach_watch_and_the_rest_the_script(ask, monkeypatch, tmp_path)
         "canary": True,
         "announce": True,
     }
-    words = ["--run-dir", "elsewhere", "--tier", "scalars", "--every", "4", "--reduced", "sketch"]
-    words += ["--groups", '{"a": "b"}', "--overhead-budget", "none", "--plan", "plan.json"]
-    words += [
-        "--trace",
-        "--no-canary",
-        "--no-announce",
-        "--sink",
-        "jsonl:a.jsonl",
-        "--sink",
-        "command:true",
-    ]
-    words += ["--alert", "slack:https://example.org/T0", "--alert", "mailto:a@example.org"]
+    words = "--run-dir elsewhere --tier scalars --every 4 --reduced sketch --overhead-budget none"
+    words += " --plan plan.json --trace --no-canary --no-announce --sink jsonl:a.jsonl --sink"
+    words += " command:true --alert slack:https://example.org/T0 --alert mailto:a@example.org"
+    words = [*words.split(), "--groups", '{"a": "b"}']
     command, job = ask(*words, "-m", "project.train", "--tier", "x")
     assert command[-4:] == ["-m", "project.train", "--tier", "x"]
     assert (job.run_dir, job.script) == (str(tmp_path / "elsewhere"), "train")
@@ -217,7 +193,6 @@ def test_a_signal_ends_the_script_and_nothing_is_said(project):
 
 FAILING = {
     "import no_such_module": 1,
-    "import torch, no_such_module": 1,
     "import torch, sys; sys.exit(3)": 3,
     "import torch, sys; sys.exit('no data')": 1,
     "import torch; torch.nn.Linear(2, 2)(torch.ones(3, 3))": 1,

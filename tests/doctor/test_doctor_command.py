@@ -40,8 +40,7 @@ def checks(out):
 
 
 def test_a_healthy_job_is_ready():
-    functions = ["--model", "patients:healthy", "--loader", "patients:sharded"]
-    code, out, err = launched("-m", "rankscope", "doctor", *functions, "--json", "--seconds=60")
+    code, out, err = examine(2, "--model=patients:healthy", "--loader=patients:sharded")
     assert code == 0, err
     assert [line for line in err.splitlines() if line.startswith("rankscope doctor: ")][:2] == [
         "rankscope doctor: Ranks and devices …",

@@ -10,35 +10,31 @@ import re
 import runpy
 import sys
 import traceback
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from documentation.blocks import ROOT, Command, blocks, commands
+from documentation.blocks import ROOT, blocks, commands
 from rankscope.cli.main import app
 
 STEPS = 8
 
 
-def examples(page: str) -> list[Command]:
+def examples(page):
     """Return the commands of a page that start an example."""
     return [c for c in commands() if c.page == page and _script(c) is not None]
 
 
-def _script(command: Command) -> int | None:
+def _script(command):
     """Return which of a command's words is the script of an example."""
     found = [n for n, word in enumerate(command.words) if word.startswith("examples/")]
     return found[0] if found else None
 
 
-def run_examples(
-    page: str, folder: str | Path, before: Callable[[], None] = lambda: None
-) -> dict[str, dict[str, Any]]:
+def run_examples(page, folder, before=lambda: None):
     """Run the examples of a page on one rank; every rank calls it."""
     place = Path(folder) / "examples" / Path(page).stem
     place.mkdir(parents=True, exist_ok=True)
@@ -54,7 +50,7 @@ def run_examples(
     return results
 
 
-def _run(command: Command, place: Path) -> None:
+def _run(command, place):
     number = _script(command)
     assert number is not None
     script, *flags = command.words[number:]
@@ -68,7 +64,7 @@ def _run(command: Command, place: Path) -> None:
         runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
-def assert_example_ran(command: Command, ranks: list[dict[str, dict[str, Any]]]) -> None:
+def assert_example_ran(command, ranks):
     """Assert that an example ran on all ranks, and that its report reads as on the page."""
     for rank in ranks:
         assert rank[str(command)]["problem"] == "", rank[str(command)]["problem"]
@@ -78,7 +74,7 @@ def assert_example_ran(command: Command, ranks: list[dict[str, dict[str, Any]]])
     assert _words(shown, STEPS) in _words(result.output, STEPS)
 
 
-def _report(command: Command) -> tuple[Command, str]:
+def _report(command):
     """Return the command that reports what an example recorded, and what the page shows of it."""
     run_dir = command.words[command.words.index("--run-dir") + 1]
     [report] = [
@@ -92,7 +88,7 @@ def _report(command: Command) -> tuple[Command, str]:
     return report, shown
 
 
-def _words(text: str, steps: int) -> str:
+def _words(text, steps):
     """Return a text without its line breaks, as if there had been that many steps."""
     text = " ".join(text.split())
     text = re.sub(r"\b\d+ steps", f"{steps} steps", text)

@@ -1,8 +1,6 @@
 """The bench itself, on real ranks: faults of three kinds, a healthy job, and ranks that fail."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from benchmarks.faults.bench import Bench
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def bench(folder: Path) -> Iterator[Bench]:
+def bench(folder):
     with Bench(folder) as bench:
         yield bench
 

@@ -6,6 +6,7 @@ is not ours), a signal, a hang or too much memory; a refusal in words is what is
 
 import argparse
 import json
+import multiprocessing as mp
 import os
 import random
 import resource
@@ -16,8 +17,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -274,41 +276,25 @@ def _size() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def run(seeds: Sequence[int]) -> list[str]:
+def run(seeds: Iterable[int], each: Callable[..., Any] = map) -> Iterator[str]:
+    """Make and read cases; yield what fails. ``each`` may be the ``imap`` of a pool."""
     with tempfile.TemporaryDirectory(prefix="rankscope-fuzz-") as name:
         made = make(Path(name) / "made")
-        return [failed for seed in seeds if (failed := one(seed, made, Path(name)))]
+        yield from filter(None, each(partial(one, made=made, folder=Path(name)), seeds))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2)
+    for option, default in (("--cases", 10_000), ("--seed", 0), ("--processes", 2)):
+        parser.add_argument(option, type=int, default=default)
     wanted = parser.parse_args()
     counts: Counter[str] = Counter()
-    readers = [_start(wanted, share) for share in range(wanted.processes)]
-    for stream in readers:
-        for line in stream:
-            print(line, end="", flush=True)
-            found = json.loads(line)
-            counts[found.split(": ")[2].split(":")[0]] += 1
-    bad = {name: counts[name] for name in counts}
-    print(f"{wanted.cases} cases; failures: {bad or 'none'}")
-    return bool(bad)
-
-
-def _start(wanted: argparse.Namespace, share: int) -> Any:
-    """Start a process that prints what fails in every n-th case; return what it prints."""
-    out, into = os.pipe()
-    if os.fork():
-        os.close(into)
-        return os.fdopen(out)
-    with suppress(KeyboardInterrupt), os.fdopen(into, "w") as told:
-        seeds = range(wanted.seed + share, wanted.seed + wanted.cases, wanted.processes)
-        for failed in run(seeds):
-            told.write(json.dumps(failed) + "\n")
-    os._exit(0)
+    with mp.get_context("fork").Pool(wanted.processes) as pool:
+        for failed in run(range(wanted.seed, wanted.seed + wanted.cases), pool.imap_unordered):
+            print(json.dumps(failed), flush=True)
+            counts[failed.split(": ")[2].split(":")[0]] += 1
+    print(f"{wanted.cases} cases; failures: {dict(counts) or 'none'}")
+    return bool(counts)
 
 
 if __name__ == "__main__":

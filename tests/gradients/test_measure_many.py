@@ -1,5 +1,6 @@
 """Many gradients measured in one call, against the definition and against one after the other."""
 
+import importlib.util
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from rankscope.gradients.kernels.interface import period_signs
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
+from support import interpreted_digest
 from support.interpreted import interpreter, measure_interpreted
 from support.kernel_checks import CPU, DTYPES, needs_compiler
 from support.sketch_oracle import first_position, truth
@@ -68,8 +70,16 @@ def process():
         PROCESS.clear()
 
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
 KERNELS = pytest.mark.parametrize(
-    "kernel", ["torch", pytest.param("native", marks=needs_compiler), "triton 9"]
+    "kernel",
+    [
+        "torch",
+        pytest.param("native", marks=needs_compiler),
+        pytest.param("triton 9", marks=needs_triton),
+    ],
 )
 
 
@@ -154,3 +164,19 @@ def test_whatever_changes_from_call_to_call_is_noticed():
             sketcher.measure_many(named, totals)
             for one, other in zip(totals.tensors, expected.tensors, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=str(number))
+
+
+@needs_triton
+def test_the_kernel_yields_the_digests_of_single_tensors():
+    assert PROCESS[0].submit(interpreted_digest.errors_of_digests).result() == []
+
+
+@needs_triton
+def test_the_kernel_yields_sums_of_squares():
+    for found, exact in PROCESS[0].submit(interpreted_digest.squares).result():
+        assert found == pytest.approx(exact, rel=1e-12)
+
+
+@needs_triton
+def test_samples_have_the_same_digests_by_the_kernel():
+    assert PROCESS[0].submit(interpreted_digest.batches_that_differ).result() == []

@@ -6,9 +6,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
-from documentation.framework_blocks import run_framework
-from documentation.framework_examples import assert_example_ran, examples, run_examples
-from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_pages import hold_pages, run_pages
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.integrations.deepspeed import watch
@@ -72,7 +70,7 @@ def work(rank, folder):
     engine = make_engine(rank)
     scope = watch(engine, run_dir=f"{folder}/healthy", config={"mine": 1}, **OPTIONS)
     result = {"watched": train(rank, engine, scope), "unwatched": train(rank, make_engine(rank))}
-    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
+    result["pages"] = run_pages(folder, PAGE)
     dist.barrier()
     return result
 
@@ -99,14 +97,7 @@ def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
         assert rank["watched"] == rank["unwatched"]
 
 
-@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
-def test_a_block_of_the_page_runs(trained, block):
-    assert_block_ran(block, [rank["page"] for rank in trained[0]])
-
-
-@pytest.mark.parametrize("command", examples(PAGE), ids=str)
-def test_an_example_of_the_page_runs(trained, command):
-    assert_example_ran(command, [rank["page"] for rank in trained[0]])
+test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = hold_pages(PAGE)
 
 
 def test_anything_but_an_engine_is_refused():

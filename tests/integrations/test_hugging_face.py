@@ -10,9 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import rankscope
-from documentation.framework_blocks import run_framework
-from documentation.framework_examples import assert_example_ran, examples, run_examples
-from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_pages import hold_pages, run_pages
 from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
@@ -21,8 +19,6 @@ from support.ranks import on_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PAGES = [f"docs/integrations/{name}.md" for name in ("transformers", "accelerate")]
-BLOCKS = [block for page in PAGES for block in python_blocks(page)]
-EXAMPLES = [command for page in PAGES for command in examples(page)]
 
 
 def import_all():
@@ -51,10 +47,7 @@ def work(rank, folder):
         **with_accelerate(rank, folder, jobs),
         "said": list(said),
     }
-    results["pages"] = {}
-    for page in PAGES:
-        results["pages"] |= run_framework(page, folder)
-        results["pages"] |= run_examples(page, folder, jobs.start_again)
+    results["pages"] = run_pages(folder, *PAGES, before=jobs.start_again)
     dist.barrier()
     return results
 
@@ -193,14 +186,7 @@ def test_arguments_and_loader_are_recorded(trained):
     assert "vocabulary" in run_in(trained[1], "sft").info["ranks"][0]["environment"]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")
-def test_a_block_of_the_pages_runs(trained, block):
-    assert_block_ran(block, [rank["pages"] for rank in trained[0]])
-
-
-@pytest.mark.parametrize("command", EXAMPLES, ids=str)
-def test_an_example_of_the_pages_runs(trained, command):
-    assert_example_ran(command, [rank["pages"] for rank in trained[0]])
+test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = hold_pages(*PAGES)
 
 
 def test_the_monitor_has_nothing_to_warn_of(trained):

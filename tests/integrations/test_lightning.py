@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rankscope
-from documentation.framework_blocks import run_framework
-from documentation.framework_examples import assert_example_ran, examples, run_examples
-from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_pages import hold_pages, run_pages
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
@@ -156,7 +154,7 @@ def work(rank, folder):
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
-    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
+    result["pages"] = run_pages(folder, PAGE)
     dist.barrier()
     return result
 
@@ -194,14 +192,7 @@ def test_a_training_that_a_signal_ends_is_incomplete_though_it_exits_with_0(trai
     assert {end["why"] for end in run.info["ended"]} == {"its training raised SIGTERMException"}
 
 
-@pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
-def test_a_block_of_the_page_runs(trained, block):
-    assert_block_ran(block, [rank["page"] for rank in trained[0]])
-
-
-@pytest.mark.parametrize("command", examples(PAGE), ids=str)
-def test_an_example_of_the_page_runs(trained, command):
-    assert_example_ran(command, [rank["page"] for rank in trained[0]])
+test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = hold_pages(PAGE)
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch):

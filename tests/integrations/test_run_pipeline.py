@@ -9,7 +9,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.verdict.assessment import assess
-from support.forked_ranks import run_on_ranks, torchrun
+from support.forked_ranks import run_on_ranks
 
 
 @pytest.mark.ranks
@@ -19,7 +19,7 @@ def test_each_stage_of_a_pipeline_by_hand_is_watched_and_none_waits_for_another(
     for place in places:
         place.mkdir()
     command = [*RUN[3:], "--run-dir", str(tmp_path / "run"), script]
-    plain = torchrun(["--standalone", "--nproc-per-node", "4"], script, TRAINED=str(places[0]))
+    plain = run_on_ranks(4, [script], SCRIPTS, script=True, TRAINED=str(places[0]))
     watched = run_on_ranks(4, command, SCRIPTS, TRAINED=str(places[1]))
     assert (plain[0], watched[0]) == (0, 0), (plain, watched)
     for rank in range(4):

@@ -43,10 +43,6 @@ def by_hand(rank, folder):
         model, optimizer = scripts.build(kind)
         with watch(model, optimizer, Path(folder) / kind) as scope:
             scripts.train(rank, model, optimizer, scope.loss)
-    model, optimizer = scripts.build("ddp")
-    model.eval()
-    scripts.train(rank, model, optimizer)
-    digests["in evaluation mode"] = scripts.digest(model)
     return digests
 
 

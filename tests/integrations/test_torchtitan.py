@@ -6,13 +6,13 @@ import torch.distributed as dist
 from examples.torchtitan_style import Config, ParallelDims, Trainer
 
 import rankscope
-from documentation.framework_blocks import run_framework
-from documentation.framework_examples import assert_example_ran, examples, run_examples
-from documentation.framework_pages import assert_block_ran, python_blocks
+from integrations.adapter_pages import hold_pages, run_pages
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.integrations.torchtitan import watch
 from support.ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
 
 PAGE = "docs/integrations/torchtitan.md"
 STEPS, ACCUMULATE = 8, 2
@@ -63,7 +63,7 @@ def work(rank, folder):
         trainer.train()
     except TypeError:
         trainer.close()
-    result["page"] = run_framework(PAGE, folder) | run_examples(PAGE, folder)
+    result["pages"] = run_pages(folder, PAGE)
     dist.barrier()
     return result
 
@@ -71,35 +71,30 @@ def work(rank, folder):
 trained = on_ranks(work, 2)
 
 
-@pytest.mark.ranks
-class TestOnTwoRanks:
-    def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(self, trained):
-        healthy = run_in(trained[1], "healthy")
-        assert len(healthy.columns(Table.STEPS, "step")["step"]) == STEPS
-        assert_same_metrics(healthy, run_in(trained[1], "hand"))
-        assert loud(healthy) == []
-        assert healthy.info["config"] == {
-            "framework": "torchtitan's shape",
-            "dp_replicate": 1,
-            "dp_shard": 2,
-            "gradient_accumulation_steps": ACCUMULATE,
-        }
+def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
+    healthy = run_in(trained[1], "healthy")
+    assert len(healthy.columns(Table.STEPS, "step")["step"]) == STEPS
+    assert_same_metrics(healthy, run_in(trained[1], "hand"))
+    assert loud(healthy) == []
+    assert healthy.info["config"] == {
+        "framework": "torchtitan's shape",
+        "dp_replicate": 1,
+        "dp_shard": 2,
+        "gradient_accumulation_steps": ACCUMULATE,
+    }
 
-    def test_the_training_ends_with_the_same_bits_as_unwatched(self, trained):
-        for rank in trained[0]:
-            assert rank["watched"] == rank["unwatched"]
 
-    def test_a_training_that_raised_is_incomplete(self, trained):
-        assert run_in(trained[1], "raising").status == "incomplete"
-        assert run_in(trained[1], "healthy").status == "complete"
+def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
+    for rank in trained[0]:
+        assert rank["watched"] == rank["unwatched"]
 
-    @pytest.mark.parametrize("block", python_blocks(PAGE), ids=lambda block: block.first)
-    def test_a_block_of_the_page_runs(self, trained, block):
-        assert_block_ran(block, [rank["page"] for rank in trained[0]])
 
-    @pytest.mark.parametrize("command", examples(PAGE), ids=str)
-    def test_an_example_of_the_page_runs(self, trained, command):
-        assert_example_ran(command, [rank["page"] for rank in trained[0]])
+def test_a_training_that_raised_is_incomplete(trained):
+    assert run_in(trained[1], "raising").status == "incomplete"
+    assert run_in(trained[1], "healthy").status == "complete"
+
+
+test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = hold_pages(PAGE)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """Which steps are compared: by number, or where batches say otherwise."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics.diff_runs import Training, write_training
-from rankscope.record import Run
 from rankscope.tools.diff import DiffClass, compare_runs
 from rankscope.tools.diff.parting import growth_of
 from rankscope.tools.diff.reading import DiffSide, align, dealt_otherwise
@@ -18,7 +15,7 @@ WIDTHS = st.integers(1, 6)
 
 
 @st.composite
-def dealt(draw: st.DrawFn) -> tuple[dict[int, np.ndarray], list[int]]:
+def dealt(draw):
     """Batches by rank, possibly with repeated samples, and a permutation of the ranks."""
     width = draw(WIDTHS)
     ids = st.lists(st.integers(-5, 5), min_size=1, max_size=3)
@@ -56,14 +53,12 @@ def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, numb
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Run:
+def run(folder):
     return write_training(folder / "a", Training())
 
 
-def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
-    run: Run, tmp_path: Path
-):
-    whole: dict[str, np.ndarray] = {}
+def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(run, tmp_path):
+    whole = {}
 
     def keep(step, moment, tensors):
         if (step, moment) == (3, "parameter"):

@@ -1,9 +1,5 @@
 """Each class of difference, in trainings that differ in one thing from one step on."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,44 +8,74 @@ from torch import nn
 from numerics import diff_runs
 from numerics.diff_runs import Training, flip, nothing, write_training
 from rankscope.bus.environment import precision_digest
-from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
-from rankscope.record import Run
-from rankscope.tools.diff import Comparison, DiffClass, Stage, compare_runs
+from rankscope.tools.diff import DiffClass, Stage, compare_runs
 from rankscope.wrappers.facts import precision_flags
 
+
+def decayed(first, lr=0.06):
+    return lambda step: lr if step >= first else 0.05
+
+
+def scaled(factor, moment, first=0):
+    """Return what multiplies all tensors of a moment from a step on."""
+
+    def touch(step, now, tensors):
+        for value in tensors.values() if step >= first and now == moment else ():
+            np.multiply(value, np.float32(factor), out=value)
+
+    return touch
+
+
+COARSE = scaled(1 + 2**-9, "reduced", first=2)
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def base(tmp_path_factory):
     return write_training(tmp_path_factory.mktemp("diff") / "base", Training())
 
 
-def compare(base: Run, path: Path, *, traced: bool = True, **changes: Any) -> Comparison:
+def compare(base, path, *, traced=True, **changes):
     return compare_runs(base, write_training(path / "other", Training(traced=traced, **changes)))
 
 
-def where(comparison: Comparison) -> tuple[int, Stage]:
+def where(comparison):
     assert comparison.parting is not None
     return comparison.parting.step, comparison.parting.stage
 
 
 @TRACES
-def test_the_same_training_twice_is_identical(base: Run, tmp_path: Path, traced: bool):
-    found = compare(base, tmp_path, traced=traced)
-    assert found.kind is DiffClass.IDENTICAL
-    assert found.parting is None
-    assert found.identical
-    assert "10 common steps" in found.headline
+@pytest.mark.parametrize(
+    ("changes", "kind", "place", "words"),
+    [
+        ({}, DiffClass.IDENTICAL, None, "10 common steps"),
+        ({"order": (3, 1, 0, 2)}, DiffClass.ROUNDING, (0, Stage.GRADIENT), "order"),
+        ({"data": 1}, DiffClass.DATA, (0, Stage.SAMPLES), ""),
+        ({"seed": 1}, DiffClass.STATE, (0, Stage.START), ""),
+        ({"lr": decayed(6)}, DiffClass.CONFIGURATION, (6, Stage.SETTINGS), ""),
+    ],
+    ids=["nothing", "order", "data", "initialisation", "learning rate"],
+)
+def test_what_differs_is_told_with_its_class_and_first_step(
+    base, tmp_path, traced, changes, kind, place, words
+):
+    found = compare(base, tmp_path, traced=traced, **changes)
+    assert (found.kind, found.identical) == (kind, kind is DiffClass.IDENTICAL)
+    if place == (0, Stage.START) and not traced:
+        place = (0, Stage.LOSS)
+    assert (found.parting and where(found)) == place
+    assert words in found.headline
+    assert "lr" not in changes or "lr: 0.05 in A, 0.06 in B" in found.causes
+    if traced and kind is DiffClass.ROUNDING:
+        assert 0.3 <= found.parting.relative / found.parting.predicted <= 3
+        assert found.parting.num_tensors == (3, 3)
 
 
 @pytest.mark.parametrize(
     ("ended", "steps"), [("incomplete", 6), ("complete", 6), ("incomplete", 10)]
 )
-def test_a_run_that_was_cut_short_is_not_identical(
-    base: Run, tmp_path: Path, ended: str, steps: int
-):
+def test_a_run_that_was_cut_short_is_not_identical(base, tmp_path, ended, steps):
     found = compare(base, tmp_path, steps=steps, ended=ended)
     cut = ended == "incomplete" and steps == 6
     assert found.kind is DiffClass.IDENTICAL
@@ -61,19 +87,7 @@ def test_a_run_that_was_cut_short_is_not_identical(
     assert (f"rankscope report {tmp_path / 'other'}" in found.advice) is cut
 
 
-@TRACES
-def test_another_order_is_rounding_of_the_predicted_size(base: Run, tmp_path: Path, traced: bool):
-    found = compare(base, tmp_path, traced=traced, order=(3, 1, 0, 2))
-    assert found.kind is DiffClass.ROUNDING
-    assert where(found) == (0, Stage.GRADIENT)
-    assert found.parting is not None
-    if traced:
-        assert 0.3 <= found.parting.relative / found.parting.predicted <= 3
-        assert found.parting.num_tensors == (3, 3)
-    assert "order" in found.headline
-
-
-def test_other_micro_batches_are_a_cause_of_rounding(tmp_path: Path):
+def test_other_micro_batches_are_a_cause_of_rounding(tmp_path):
     runs = [
         write_training(tmp_path / name, Training(order=order, columns={"micro_batches": number}))
         for name, order, number in (("a", (), 1), ("b", (3, 1, 0, 2), 2))
@@ -83,7 +97,7 @@ def test_other_micro_batches_are_a_cause_of_rounding(tmp_path: Path):
     assert "number of micro-batches: 1 in A, 2 in B" in found.causes
 
 
-def test_other_workers_on_the_same_global_batch_are_rounding(base: Run, tmp_path: Path):
+def test_other_workers_on_the_same_global_batch_are_rounding(base, tmp_path):
     found = compare(base, tmp_path, workers=2)
     assert found.kind is DiffClass.ROUNDING
     assert where(found)[0] == 0
@@ -91,30 +105,17 @@ def test_other_workers_on_the_same_global_batch_are_rounding(base: Run, tmp_path
     assert found.causes[0] == "number of workers: 4 in A, 2 in B"
 
 
-@TRACES
 @pytest.mark.parametrize("first", [0, 4])
-def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: bool, first: int):
-    other = write_training(tmp_path / "b", Training(data=1, traced=traced))
-    whole = write_training(tmp_path / "c", Training(deal=lambda s, r: (r + (s >= first)) % 4))
-    found = compare_runs(base, other)
-    assert found.kind is DiffClass.DATA
-    assert where(found) == (0, Stage.SAMPLES)
-    moved = compare_runs(base, whole)
+def test_samples_that_are_dealt_to_other_workers_are_different_data(base, tmp_path, first):
+    moved = compare(base, tmp_path, deal=lambda s, r: (r + (s >= first)) % 4)
     assert moved.kind is DiffClass.DATA
     assert where(moved) == (first, Stage.SAMPLES)
-    assert any("dealt to other workers: worker 0 of B has worker 1's" in s
-               for s in moved.explanation)  # fmt: skip
-
-
-@TRACES
-def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, traced: bool):
-    found = compare(base, tmp_path, traced=traced, seed=1)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Stage.START if traced else Stage.LOSS)
+    words = "dealt to other workers: worker 0 of B has worker 1's"
+    assert any(words in told for told in moved.explanation)
 
 
 @pytest.mark.parametrize(("odd", "same"), [(0, True), (1, False)])
-def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path: Path, odd: int, same: bool):
+def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path, odd, same):
     """The digests of what both begin with decide; here they say so of other parameters."""
     runs = [
         write_training(
@@ -132,15 +133,7 @@ def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path: Path, odd
     assert ("the command lines" in found.advice) is same
 
 
-@TRACES
-def test_another_learning_rate_is_named(base: Run, tmp_path: Path, traced: bool):
-    found = compare(base, tmp_path, traced=traced, lr=lambda s: 0.06 if s >= 6 else 0.05)
-    assert found.kind is DiffClass.CONFIGURATION
-    assert where(found) == (6, Stage.SETTINGS)
-    assert "lr: 0.05 in A, 0.06 in B" in found.causes
-
-
-def record_update(folder: Path, lr: float) -> None:
+def record_update(folder, lr):
     """Record a step of a training for parity."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
@@ -157,9 +150,7 @@ def record_update(folder: Path, lr: float) -> None:
     recorder.close()
 
 
-def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(
-    base: Run, tmp_path: Path
-):
+def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(base, tmp_path):
     runs = [
         write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in (0.05, 0.1)
     ]
@@ -175,8 +166,8 @@ def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(
     assert not any("update differs" in words for words in compare_runs(base, runs[1]).explanation)
 
 
-def flipped(name: str, index: int, bit: int, at: int, moment: str) -> Any:
-    def touch(step: int, now: str, tensors: dict[str, np.ndarray]) -> None:
+def flipped(name, index, bit, at, moment):
+    def touch(step, now, tensors):
         if (step, now) == (at, moment):
             flip(tensors, name, index, bit)
 
@@ -185,7 +176,7 @@ def flipped(name: str, index: int, bit: int, at: int, moment: str) -> Any:
 
 @pytest.mark.parametrize("bit", [3, 22, 30])
 @pytest.mark.parametrize("moment", ["reduced", "parameter"])
-def test_a_flipped_bit_is_found_with_its_tensor(base: Run, tmp_path: Path, bit: int, moment: str):
+def test_a_flipped_bit_is_found_with_its_tensor(base, tmp_path, bit, moment):
     touch = flipped("layers.0", 17, bit, 5, moment)
     with np.errstate(over="ignore", invalid="ignore"):
         found = compare(base, tmp_path, touch=touch)
@@ -196,10 +187,10 @@ def test_a_flipped_bit_is_found_with_its_tensor(base: Run, tmp_path: Path, bit: 
     assert "layers.0" in found.headline
 
 
-def write_diverging(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Run:
+def write_diverging(path, monkeypatch, **changes):
     """Write a run whose parameters are NaN after step 4, so that its losses are from step 5 on."""
 
-    def touch(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
+    def touch(step, moment, tensors):
         if (step, moment) == (4, "parameter"):
             tensors["head"][:] = np.nan
 
@@ -208,20 +199,18 @@ def write_diverging(path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any)
         return write_training(path, Training(traced=False, touch=touch, **changes))
 
 
-def flagged(which: Callable[[int, np.ndarray], Any]) -> Callable[[GatheredStep], StepReport]:
+def flagged(which):
     plain = diff_runs._report
 
-    def report(step: GatheredStep) -> StepReport:
+    def report(step):
         step.workers["nonfinite"][:] = which(step.step, step.workers["loss"])
         return plain(step)
 
     return report
 
 
-def test_losses_of_one_run_that_become_nan_are_a_jump(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    later = {"lr": lambda step: 0.05 if step < 7 else 0.01}  # a scheduler that sees the NaN
+def test_losses_of_one_run_that_become_nan_are_a_jump(base, tmp_path, monkeypatch):
+    later = {"lr": decayed(7, 0.01)}  # a scheduler that sees the NaN
     for name, more in (("b", {}), ("c", later)):
         other = write_diverging(tmp_path / name, monkeypatch, workers=2, **more)
         found = compare_runs(base, other)
@@ -233,16 +222,14 @@ def test_losses_of_one_run_that_become_nan_are_a_jump(
         assert "losses of run A alone" in " ".join(compare_runs(other, base).explanation)
 
 
-def test_infinite_gradients_that_a_scaler_skips_are_no_jump(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_infinite_gradients_that_a_scaler_skips_are_no_jump(base, tmp_path, monkeypatch):
     monkeypatch.setattr(diff_runs, "_report", flagged(lambda step, loss: step == 5))
     found = compare(base, tmp_path, traced=False, workers=2, order=range(2)[::-1])
     assert found.kind is DiffClass.ROUNDING
 
 
-def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path):
-    def touch(step: int, rank: int, gradient: dict[str, np.ndarray]) -> None:
+def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base, tmp_path):
+    def touch(step, rank, gradient):
         if (step, rank) == (4, 1):
             gradient["head"] *= np.float32(1.5)
 
@@ -256,16 +243,11 @@ def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base: Run, tmp_path: Path
 @pytest.mark.parametrize(
     ("changed", "kind"), [({"types": {"bfloat16": 3}}, DiffClass.ROUNDING), ({}, DiffClass.JUMP)]
 )
-def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any, kind: DiffClass):
-    def coarse(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
-        if moment == "reduced" and step >= 2:
-            for value in tensors.values():
-                np.multiply(value, np.float32(1 + 2**-9), out=value)
-
+def test_a_coarser_type_explains_a_larger_distance(tmp_path, changed, kind):
     facts = {"parameters": {"types": {"float32": 3}}}
     one = write_training(tmp_path / "a", Training(info={"training": facts}))
     facts = {"parameters": {"types": {"float32": 3}, **changed}}
-    other = write_training(tmp_path / "b", Training(touch=coarse, info={"training": facts}))
+    other = write_training(tmp_path / "b", Training(touch=COARSE, info={"training": facts}))
     found = compare_runs(one, other)
     assert found.kind is kind
     assert where(found) == (2, Stage.GRADIENT)
@@ -275,15 +257,8 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     ("autocast", "kind", "named"),
     [("off", DiffClass.JUMP, ()), ("bfloat16", DiffClass.ROUNDING, ("autocast",))],
 )
-def test_another_library_flag_is_no_other_type(
-    tmp_path: Path, autocast: str, kind: DiffClass, named: tuple[str, ...]
-):
+def test_another_library_flag_is_no_other_type(tmp_path, autocast, kind, named):
     """A flag of oneDNN is in the digest of the precision: only autocast explains 0.2 %."""
-
-    def coarse(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
-        if moment == "reduced" and step >= 2:
-            for value in tensors.values():
-                np.multiply(value, np.float32(1 + 2**-9), out=value)
 
     runs = []
     for name, mkldnn, cast in (("a", True, "off"), ("b", False, autocast)):
@@ -293,7 +268,7 @@ def test_another_library_flag_is_no_other_type(
             "training": {"parameters": {"types": {"float32": 3}}},
             "ranks": [{"rank": rank, "environment": flags} for rank in range(4)],
         }
-        touch = coarse if name == "b" else nothing
+        touch = COARSE if name == "b" else nothing
         training = Training(info=info, touch=touch, columns={"precision": code})
         runs.append(write_training(tmp_path / name, training))
     found = compare_runs(*runs)
@@ -304,8 +279,8 @@ def test_another_library_flag_is_no_other_type(
     assert any(change.name == "environment.mkldnn" for change in found.changes)
 
 
-def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path: Path):
-    def scaled(step: int, rank: int, gradient: dict[str, np.ndarray]) -> None:
+def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path):
+    def scaled(step, rank, gradient):
         for value in gradient.values():
             np.multiply(value, np.float32(1.05), out=value)
 
@@ -318,7 +293,7 @@ def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path: Pat
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path: Path, workers: int):
+def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path, workers):
     """Dropout draws other masks in two micro-batches than in one, and on four workers."""
     columns = {"rng_used": 4}
     one = write_training(tmp_path / "a", Training(columns={**columns, "micro_batches": 1}))
@@ -333,18 +308,10 @@ def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path: Pa
 
 
 @pytest.mark.parametrize("info", [{}, {"continues": "earlier"}], ids=["new", "continuation"])
-def test_another_update_after_equal_losses_is_other_state_only_of_a_continuation(
-    tmp_path: Path, info: dict[str, Any]
-):
+def test_another_update_after_equal_losses_is_other_state_only_of_a_continuation(tmp_path, info):
     one = write_training(tmp_path / "a", Training(traced=False))
-    odd = Training(traced=False, touch=_shrunk, loss_factor=1 + 1e-7, info=info)
+    odd = Training(traced=False, touch=scaled(0.99, "parameter"), loss_factor=1 + 1e-7, info=info)
     found = compare_runs(one, write_training(tmp_path / "b", odd))
     assert where(found) == (0, Stage.LOSS)
     assert found.kind is (DiffClass.STATE if info else DiffClass.JUMP)
     assert found.headline.startswith("From equal losses, the runs make other") is not bool(info)
-
-
-def _shrunk(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
-    if moment == "parameter":
-        for value in tensors.values():
-            np.multiply(value, np.float32(0.99), out=value)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from numerics.reductions import exact_sums, reduce_mean
+from numerics.test_summation import exact_sums, reduce_mean
 from rankscope.errors import UsageError
 from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure

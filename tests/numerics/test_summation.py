@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numerics.reductions import exact_sums, reduce_mean
 from rankscope.lab.numerics.summation import (
     TYPES,
     Arithmetic,
@@ -31,6 +30,17 @@ def gradients(num_workers, num_elements, seed, spread=3.0):
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((num_workers, num_elements))
     return (values * 10.0 ** rng.uniform(-spread, 0, values.shape)).astype(np.float32)
+
+
+def reduce_mean(values_WN, scheme=Scheme.SEQUENTIAL, arithmetic=None, order=None):
+    """Return the mean ``[N]`` of gradients ``[W, N]`` as a reduction computes it."""
+    arithmetic = arithmetic or Arithmetic()
+    return reduce_buffers(to_buffers(values_WN, arithmetic), scheme, arithmetic, order)
+
+
+def exact_sums(values_WN):
+    """Return the correctly rounded sums over workers ``[N]``."""
+    return np.array([math.fsum(column) for column in values_WN.T.astype(np.float64).tolist()])
 
 
 def order_of(scheme, num_workers, num_elements, rng):

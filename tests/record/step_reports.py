@@ -4,12 +4,9 @@ Values are a function of step, rank and column alone, so that a test can say wha
 without looking at how it was written.
 """
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
-from rankscope.bus.evidence import Column, DType, Source, Table
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
@@ -18,7 +15,7 @@ GROUPS = ("embedding", "layers.0", "head")
 NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
 
 
-def cell(signal: Column, step: int, rank: int) -> Any:
+def cell(signal, step, rank):
     """Return the value of one column in one row; None for every seventh or so."""
     mark = 31 * step + 7 * rank + len(signal.name)
     if signal.dtype is DType.BOOL:
@@ -30,14 +27,14 @@ def cell(signal: Column, step: int, rank: int) -> Any:
     return mark / 3
 
 
-def filled(value: Any, dtype: DType) -> Any:
+def filled(value, dtype):
     """Return a cell as numpy holds it."""
     if value is not None:
         return value
     return MISSING_INT if dtype is DType.INT else np.nan
 
 
-def local_values(step: int, num_workers: int) -> dict[str, Any]:
+def local_values(step, num_workers):
     return {
         s.name: np.array(
             [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
@@ -46,7 +43,7 @@ def local_values(step: int, num_workers: int) -> dict[str, Any]:
     }
 
 
-def make_cosines(step: int, num_workers: int) -> np.ndarray:
+def make_cosines(step, num_workers):
     """Return a symmetric matrix; in steps that 5 divides, the last worker has no direction."""
     rng = np.random.default_rng(step)
     cosines_WW = np.tanh(rng.normal(size=(num_workers, num_workers)))
@@ -57,7 +54,7 @@ def make_cosines(step: int, num_workers: int) -> np.ndarray:
     return cosines_WW
 
 
-def make_differences(step: int, num_workers: int) -> tuple[StateDifference, ...]:
+def make_differences(step, num_workers):
     ranks, no = np.arange(num_workers), np.zeros(num_workers, bool)
     return (
         StateDifference(StateKind.PARAMETER, "head", np.where(ranks == 1, -step, step), no),
@@ -66,15 +63,8 @@ def make_differences(step: int, num_workers: int) -> tuple[StateDifference, ...]
 
 
 def make_report(
-    step: int,
-    num_workers: int = 4,
-    *,
-    micro: int = 1,
-    observed: bool = True,
-    samples: bool = True,
-    groups: bool = False,
-    differences: bool = False,
-) -> StepReport:
+    step, num_workers=4, *, micro=1, observed=True, samples=True, groups=False, differences=False
+):
     """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches.
 
     With ``differences``, a parameter differs on rank 1, and no two workers have the same reduced
@@ -116,7 +106,7 @@ def make_report(
     )
 
 
-def expected_steps(num_steps: int) -> list[dict[str, Any]]:
+def expected_steps(num_steps):
     """Return the rows of the steps table after ``num_steps`` reports."""
     return [
         {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
@@ -125,7 +115,7 @@ def expected_steps(num_steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def expected_workers(num_steps: int, num_workers: int = 4) -> list[dict[str, Any]]:
+def expected_workers(num_steps, num_workers=4):
     """Return the rows of the workers table after ``num_steps`` reports."""
     return [
         {"step": step, "rank": rank}
@@ -138,6 +128,6 @@ def expected_workers(num_steps: int, num_workers: int = 4) -> list[dict[str, Any
     ]
 
 
-def files_of(path: Path) -> list[str]:
+def files_of(path):
     """Return all files of a run, hidden ones too, as paths relative to it."""
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

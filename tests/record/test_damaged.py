@@ -3,8 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,21 +17,21 @@ from report.recorded_runs import record_run
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path):
     return record_run(tmp_path / "run", num_steps=4).path
 
 
-def steps_of(run: Path) -> Path:
+def steps_of(run):
     return next((run / "steps").glob("part-*.parquet"))
 
 
-def read_all(run: Path) -> None:
+def read_all(run):
     opened = Run.open(run)
     opened.findings()
     opened.table(Table.STEPS)
 
 
-CHANGES: dict[str, Callable[[pa.Table], pa.Table]] = {
+CHANGES = {
     "a column twice": lambda rows: rows.append_column("step", rows["step"]),
     "no step": lambda rows: rows.drop_columns(["step"]),
     "null": lambda rows: rows.set_column(0, "step", pa.nulls(len(rows), pa.int64())),
@@ -42,7 +40,7 @@ CHANGES: dict[str, Callable[[pa.Table], pa.Table]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_steps_that_are_none(run: Path, change: str):
+def test_steps_that_are_none(run, change):
     file = steps_of(run)
     pq.write_table(CHANGES[change](pq.read_table(file)), file)
 
@@ -54,7 +52,7 @@ def test_steps_that_are_none(run: Path, change: str):
     ("name", "kind"),
     [("run.json", "pipe"), ("findings.jsonl", "loop"), ("steps/part-000000.parquet", "pipe")],
 )
-def test_no_file_is_waited_for(run: Path, tmp_path: Path, name: str, kind: str):
+def test_no_file_is_waited_for(run, tmp_path, name, kind):
     file = run / name
     file.unlink(missing_ok=True)
     if kind == "pipe":
@@ -62,7 +60,7 @@ def test_no_file_is_waited_for(run: Path, tmp_path: Path, name: str, kind: str):
     else:
         file.symlink_to(file)
 
-    def read() -> None:
+    def read():
         with pytest.raises(RunError, match="cannot read"):
             read_all(run)
 
@@ -86,7 +84,7 @@ os._exit(0)  # Arrow's threads may find no memory to end in
 """
 
 
-def test_a_lack_of_memory_is_no_damage(run: Path):
+def test_a_lack_of_memory_is_no_damage(run):
     count = 16_000_000
     steps = pa.table({"step": pa.array(np.arange(count)), "time": pa.array(np.zeros(count))})
     pq.write_table(steps, steps_of(run), compression="zstd")

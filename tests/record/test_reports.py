@@ -5,53 +5,22 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.agent.assembly import summarize
-from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
+from rankscope.bus.step import GatheredStep, as_recorded
 from rankscope.errors import RunError
-from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 from record.run_files import record
-from record.step_reports import make_report
+from record.step_reports import local_values, make_differences, make_report
 from support.same import assert_same
 
 W = 4
 NAMES = ("embedding", "layers.0", "layers.1", "head")
 
 
-def local_values(rng, width):
-    """Return the columns that workers send: any values, and every fifth or so missing."""
-    columns = {}
-    for s in columns_of(Table.WORKERS, Source.LOCAL):
-        missing = rng.random(width) < 0.2
-        if s.dtype is DType.FLOAT:
-            values = np.where(missing, np.nan, rng.normal(size=width) * 10.0 ** rng.integers(-9, 9))
-            columns[s.name] = np.where(rng.random(width) < 0.05, np.inf, values)
-        elif s.dtype is DType.INT:
-            numbers = rng.integers(-(2**62), 2**62, width)
-            columns[s.name] = np.where(missing, MISSING_INT, numbers)
-        else:
-            columns[s.name] = missing
-    columns["num_samples"] = rng.integers(0, 9, width)
-    return columns
-
-
-def differences(rng, width):
-    """Return up to five pieces of state that differ, each of another kind."""
-    return tuple(
-        StateDifference(
-            kind,
-            f"layers.{number}.{kind}",
-            rng.integers(-(2**63), 2**63, width),
-            (rng.random(width) < 0.5) & (kind is StateKind.REDUCED),
-        )
-        for number, kind in enumerate(list(StateKind)[: rng.integers(0, 6)])
-    )
-
-
-def live_step(step, width, *, groups=NAMES):
+def live_step(step, width):
     """Return a step as the assembly gives it: observed or not, with all that it may hold."""
     rng = np.random.default_rng([step, width])
+    workers = {**local_values(step, width), "num_samples": rng.integers(0, 9, width)}
+    workers["grad_norm"][0] = np.inf if step % 5 else np.nan
     observed = step % 3 < 2
     lengths = [[0] * width, [1] * width, [2] * width, rng.integers(0, 5, width)][step % 4]
     sketches = rng.normal(size=(width, 31)).astype(np.float32) + 0.5
@@ -59,13 +28,15 @@ def live_step(step, width, *, groups=NAMES):
         sketches[0] = 0.0
     if step % 5 == 0:
         sketches[-1, 3] = np.nan
-    narrow = rng.normal(size=(width, len(groups), 11)).astype(np.float32)
+    narrow = rng.normal(size=(width, len(NAMES), 11)).astype(np.float32)
     narrow[:, : step % 2] = np.nan
+    residuals = rng.random((width, len(NAMES)))  # what an audit finds: in some steps, parts of it
+    residuals[rng.random(residuals.shape) < (1.0 if step % 5 == 1 else 0.3)] = np.nan
     return GatheredStep(
         step=step,
         time=1.7e9 + 0.1 * step,
         observed=observed,
-        workers=local_values(rng, width),
+        workers=workers,
         sketches_WK=sketches if observed else None,
         samples=tuple(rng.integers(-(2**63), 2**63, rng.integers(0, 4)) for _ in range(width))
         if step % 6
@@ -77,23 +48,14 @@ def live_step(step, width, *, groups=NAMES):
             for n in lengths
         ),
         micro_scales=tuple(np.full(n, np.nan) if step % 9 == 2 else rng.random(n) for n in lengths),
-        differences=differences(rng, width),
-        groups=groups if observed else (),
-        group_norms_WG=rng.random((width, len(groups))) if observed else None,
+        differences=make_differences(step, width) if step % 2 else (),
+        groups=NAMES if observed else (),
+        group_norms_WG=rng.random((width, len(NAMES))) if observed else None,
         group_sketches_WGK=narrow if observed and step % 4 else None,
-        residuals_WG=residuals(rng, width, len(groups), step) if observed else None,
+        residuals_WG=residuals if observed and step % 5 else None,
         total_residuals_W=rng.random(width) if observed else None,
         interval=1 + step % 2,
     )
-
-
-def residuals(rng, width, num_groups, step):
-    """Return what an audit finds: none in some steps, parts of it in others."""
-    if step % 5 == 0:
-        return None
-    found_WG = rng.random((width, num_groups))
-    found_WG[rng.random((width, num_groups)) < (1.0 if step % 5 == 1 else 0.3)] = np.nan
-    return found_WG
 
 
 @pytest.mark.parametrize("width", [1, 8])

@@ -1,6 +1,9 @@
 import json
 import os
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,7 +12,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.record import RunWriter, writer
+from rankscope.bus.evidence import Table
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
+from rankscope.record import Run, RunWriter, writer
 from rankscope.record.begin import begin_run, end_lost_run
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
 from record.step_reports import (
@@ -103,6 +108,52 @@ def test_steps_and_flushes_from_two_threads(tmp_path):
     run.close()
     assert polars_rows(run.path, "workers") == expected_workers(100, 2)
     assert polars_rows(run.path, "steps") == expected_steps(100)
+
+
+def test_a_large_trace_is_written_before_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "PENDING_BYTES", 10 * 8 * TRACE_WIDTH)
+    run = RunWriter(tmp_path / "run", {}, flush_seconds=100.0)
+    run.add(make_report(0))
+    assert run.flush_if_due(0.0)
+    trace = TensorTrace(
+        (StateKind.PARAMETER,) * 4,
+        tuple("abcd"),
+        np.arange(4),
+        np.ones(4),
+        np.ones((4, TRACE_WIDTH), np.float32),
+    )
+    due = []
+    for step in range(1, 7):
+        report = make_report(step)
+        run.add(replace(report, gathered=replace(report.gathered, trace=trace)))
+        due.append(run.flush_if_due(float(step)))
+    assert due == [False, False, True, False, False, True]
+    run.close()
+    assert len(Run.open(run.path).table(Table.TRACES)) == 24
+
+
+def test_no_column_imports_pandas():
+    """Its import takes most of a second, which the training would spend in waiting for the lock."""
+    work = """
+import sys, numpy as np
+from rankscope.bus.evidence import DType
+from rankscope.record.writer import GrowingPart
+from rankscope.record.schema import pa, to_arrow, to_arrow_lists
+cells = [np.array([1.0, np.nan]), np.array([])]
+columns = {
+    "float": to_arrow(np.array([1.0, np.nan]), DType.FLOAT),
+    "int": to_arrow(np.array([1.0, np.nan]), DType.INT),
+    "bool": to_arrow(np.array([True, False]), DType.BOOL),
+    "text": to_arrow(np.array(["a", "b"], object), DType.TEXT),
+    "floats": to_arrow_lists(cells, DType.FLOATS),
+}
+part, _ = GrowingPart().grown(pa.table(columns))
+part.grown(pa.table(columns))
+assert part.num_bytes and "pandas" not in sys.modules
+from importlib.util import find_spec
+assert find_spec("pandas"), "it is there"
+"""
+    subprocess.run([sys.executable, "-c", work], check=True)
 
 
 # run.json, and the end of a run ---------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.errors import UnsupportedError
+from rankscope.lab.reductions.reduction import OrderedMean
 from support.ddp import (
     SMALL_BUCKETS,
     flat_gradient,
@@ -38,6 +39,8 @@ IN_BUCKETS = {
     for dtype in DTYPES
     for size in (0.001, 0.01, 25)  # the gradient has 0.02
 }
+SIZES = [1, 2, 5, 12, 300_007, 3]  # fewer than W, none left over, some, several blocks, small again
+BUFFERS = [(t, n) for t in (torch.float32, torch.bfloat16, torch.float64) for n in SIZES]
 CASES = {
     **{mode.name: (mode, "fp32") for mode in MODES if mode.name in KEPT},
     MANY_STATIC.name: (MANY_STATIC, "fp32"),
@@ -121,9 +124,31 @@ def refuse(rank: int) -> dict[str, str]:
     return messages
 
 
+def values_of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(10_000 * rank + size)
+    return torch.randn(size, generator=generator).mul(10.0 ** (rank - 1)).to(dtype)
+
+
+def average(rank: int, by_broadcast: bool) -> list[bytes]:
+    """The second half is a broadcast per piece on CPUs, and an all-gather elsewhere."""
+    mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
+    mean._on_cpu = by_broadcast
+    results = []
+    for dtype, size in BUFFERS:
+        exchange = mean.start(values_of(rank, size, dtype))
+        mean.finish(exchange)
+        results.append(as_bits(exchange.result.wait()))
+    return results
+
+
+def as_bits(values: Tensor) -> bytes:
+    return bytes(values.view(torch.uint8).numpy())  # numpy has no bf16
+
+
 def do_all(rank: int) -> dict[str, Any]:
     trained = {name: train_case(rank, *case) for name, case in CASES.items()}
-    return {**trained, "poisoned": poison(rank), "refused": refuse(rank)}
+    averaged = {by_broadcast: average(rank, by_broadcast) for by_broadcast in (True, False)}
+    return {**trained, **averaged, "poisoned": poison(rank), "refused": refuse(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +163,15 @@ def test_the_mean_is_the_sum_in_rank_order_divided_and_rounded_once(on_three, na
             expected = rounded(in_order(step["local"]), CASES[name][1])
             assert expected.any()
             assert step["reduced"].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("by_broadcast", [True, False])
+def test_buffers_of_any_size_and_type_hold_the_mean_in_rank_order(on_three, by_broadcast):
+    for number, (dtype, size) in enumerate(BUFFERS):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        first, *others = (values_of(rank, size, dtype).to(wide) for rank in range(3))
+        expected = as_bits((sum(others, first) / 3).to(dtype))
+        assert [rank[by_broadcast][number] for rank in on_three] == [expected] * 3, (dtype, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

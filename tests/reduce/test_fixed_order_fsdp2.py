@@ -1,12 +1,10 @@
 """What ``fixed_order`` makes of FSDP2's gradients, against sums that numpy has taken."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,8 +12,8 @@ import rankscope
 from rankscope.bus.evidence import Table
 from support.ddp import gather_rows
 from support.fixed_order import in_order, rounded
-from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
-from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
+from support.fsdp2_modes import make_batches, make_net, mode_named
+from support.fsdp2_training import local_gradient, optimize, start, train_step
 from support.ranks import run_ranks
 from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 
@@ -24,8 +22,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 3
 
 
-def _divided(factor: float, *, forced: bool) -> Any:
-    def finish(model: Any) -> nn.Module:
+def _divided(factor, *, forced):
+    def finish(model):
         for module in [model, *model.blocks]:
             module.set_gradient_divide_factor(factor)
             module.set_force_sum_reduction_for_comms(forced)
@@ -34,7 +32,7 @@ def _divided(factor: float, *, forced: bool) -> Any:
     return finish
 
 
-def _separate_group(model: Any) -> nn.Module:
+def _separate_group(model):
     model.set_separate_reduce_scatter_group(True)
     return model
 
@@ -60,7 +58,7 @@ TWO_REPLICAS = {
 }
 
 
-def reduced_by_name(session: Session) -> dict[str, np.ndarray]:
+def reduced_by_name(session):
     return {
         name: parameter.grad.full_tensor().numpy().ravel()
         for name, parameter in session.model.named_parameters()
@@ -68,7 +66,7 @@ def reduced_by_name(session: Session) -> dict[str, np.ndarray]:
     }
 
 
-def reduce_fsdp2(rank: int, mode: Mode) -> dict[str, Any]:
+def reduce_fsdp2(rank, mode):
     """Train one step, and return local and reduced gradients of the next."""
     session = start(mode)
     rankscope.fixed_order(session.model)
@@ -81,7 +79,7 @@ def reduce_fsdp2(rank: int, mode: Mode) -> dict[str, Any]:
     return {"local": local_WP, "reduced": reduced_by_name(session)}
 
 
-def reduce_fsdp2_in_all_modes(rank: int, names: list[str]) -> dict[str, dict[str, Any]]:
+def reduce_fsdp2_in_all_modes(rank, names):
     modes = {**FSDP2, **TWO_REPLICAS}
     return {name: reduce_fsdp2(rank, modes[name]) for name in names}
 
@@ -96,7 +94,7 @@ def in_four():
     return run_ranks(reduce_fsdp2_in_all_modes, 4, list(TWO_REPLICAS))
 
 
-def expected_mean(name: str, local_WP: np.ndarray) -> np.ndarray:
+def expected_mean(name, local_WP):
     if name == "fp16":
         before = BEFORE[len(local_WP)]
         total = rounded(in_order(rounded(local_WP / np.float32(before), "fp16"), 1), "fp16")
@@ -106,7 +104,7 @@ def expected_mean(name: str, local_WP: np.ndarray) -> np.ndarray:
     return rounded(in_order(local_WP, divisor), "bf16" if in_bf16 else "")
 
 
-def check_means(ranks: list[dict[str, Any]], name: str) -> None:
+def check_means(ranks, name):
     for rank in ranks:
         result = rank[name]
         assert result["reduced"].keys() == result["local"].keys()
@@ -136,7 +134,7 @@ class TestFSDP2:
                 np.testing.assert_allclose(found, mean, rtol=1e-4, atol=1e-7)
 
 
-def train_both(rank: int, run_dir: str) -> dict[str, dict[str, bytes]]:
+def train_both(rank, run_dir):
     """Train the same model under DDP and under FSDP2, the latter watched and not."""
     ddp = DistributedDataParallel(make_net(), bucket_cap_mb=0.01)
     rankscope.fixed_order(ddp)

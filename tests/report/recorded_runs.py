@@ -6,10 +6,7 @@ values, and everything that a report says can be checked against the drawn sampl
 
 import functools
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,14 +23,9 @@ BATCH = 4
 DATASET = 6000
 WIDTH = 257
 
-Draw = Callable[[int, int], np.ndarray]
-"""The samples that a rank draws in a step."""
-Change = Callable[[GatheredStep], GatheredStep]
-"""What is different in the steps of a run."""
 
-
-def sampler(reading: str, setting: str, num_workers: int) -> Draw:
-    """Return how samples are drawn under a reading and a setting of the study."""
+def sampler(reading, setting, num_workers):
+    """Return what draws a rank's samples of a step under a reading and a setting of the study."""
     seeds = {
         "s1-1": [0] * num_workers,
         "s1-2": [1] + [0] * (num_workers - 1),
@@ -41,7 +33,7 @@ def sampler(reading: str, setting: str, num_workers: int) -> Draw:
     }[setting]
     orders = [np.random.default_rng(seed).permutation(DATASET) for seed in seeds]
 
-    def draw(step: int, rank: int) -> np.ndarray:
+    def draw(step, rank):
         own = orders[rank][rank::num_workers] if reading == "sharded" else orders[rank]
         at = (step * BATCH + np.arange(BATCH)) % len(own)
         return own[at].astype(np.int64)
@@ -50,14 +42,14 @@ def sampler(reading: str, setting: str, num_workers: int) -> Draw:
 
 
 @functools.cache
-def data_set() -> tuple[np.ndarray, np.ndarray]:
+def data_set():
     """Return how far each sample's loss is off, and each sample's gradient."""
     table = np.random.default_rng(7)
     offsets = table.normal(0, 0.5, DATASET)
     return offsets, table.normal(0, 1, (DATASET, WIDTH)) + 0.2
 
 
-def gathered(step: int, batches: Sequence[np.ndarray], num_steps: int) -> GatheredStep:
+def gathered(step, batches, num_steps):
     """Return what workers with these batches report."""
     num_workers = len(batches)
     offsets, gradients = data_set()
@@ -87,7 +79,7 @@ ODD = 2
 """The rank that :func:`with_everything` makes different, in the second of its groups."""
 
 
-def with_everything(step: GatheredStep) -> GatheredStep:
+def with_everything(step):
     """Return a step with groups, audits, times, and a worker that is odd from step 10 on.
 
     From step 20 on, gradients are measured in every second step.
@@ -122,17 +114,17 @@ def with_everything(step: GatheredStep) -> GatheredStep:
 
 
 def record_run(
-    path: Path,
+    path,
     *,
-    reading: str = "sharded",
-    setting: str = "s1-1",
-    num_workers: int = 8,
-    num_steps: int = 30,
-    change: Change = lambda step: step,
-    status: str = "complete",
-    **info: Any,
-) -> Run:
-    """Record a simulated run and open it. ``running``: it is not closed."""
+    reading="sharded",
+    setting="s1-1",
+    num_workers=8,
+    num_steps=30,
+    change=lambda step: step,
+    status="complete",
+    **info,
+):
+    """Record a simulated run, and open it; one that is ``running`` is not closed."""
     facts = {"model": "tiny (built-in base)", "data": "simulated", "num_workers": num_workers}
     writer = RunWriter(path, {**facts, **info})
     diagnosis = Diagnosis(RunFacts(num_workers))
@@ -150,13 +142,7 @@ def record_run(
     return Run.open(path)
 
 
-def record_study(
-    path: Path,
-    *,
-    readings: Sequence[str] = ("replicated", "sharded"),
-    num_steps: int = 30,
-    **info: Any,
-) -> Path:
+def record_study(path, *, readings=("replicated", "sharded"), num_steps=30, **info):
     """Record a simulated study: its runs and its summary."""
     entries = []
     for reading in readings:

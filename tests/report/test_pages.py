@@ -17,6 +17,7 @@ from rankscope.report import document, write_figures, write_report, write_study_
 from rankscope.report.document import VEGALITE, breakable, render
 from rankscope.report.page import run_view
 from rankscope.report.parts import Tables
+from rankscope.verdict import words
 from rankscope.verdict.assessment import assess
 from report.html_reader import Page
 from report.recorded_runs import gathered, record_run
@@ -55,6 +56,14 @@ def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(copied_run: Run,
 
     assert set(page.figures) == set(page.specs) == RUN_FIGURES | {"timeline"}
     assert_renders(page, sorted(page.specs))
+
+
+def test_every_figure_has_a_title_and_a_place():
+    templates = Path(document.__file__).parent / "templates"
+    text = "".join(path.read_text() for path in sorted(templates.glob("*.html")))
+    placed = set(re.findall(r'\bfigure\([a-z_]+, "([a-z_-]+)"', text))
+    placed |= set(re.findall(r'data-figure="\{\{ view\.key \}\}([a-z_-]+)"', text))
+    assert placed == set(words.TITLES)
 
 
 def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):

@@ -1,14 +1,12 @@
 import re
-from pathlib import Path
-from typing import Any
 
 import altair as alt
 import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.record import Run
 from rankscope.report import figures, series, write_report
+from rankscope.report.compare import compare_view
 from rankscope.report.document import LIGHT, VEGALITE, config
 from rankscope.report.parts import Tables
 from report.html_reader import Page
@@ -21,18 +19,18 @@ DRAWN = {"map-loss": ["light", "dark"], **{name: ["dark"] for name in NEW}}
 
 
 @pytest.fixture(scope="module")
-def page(rich_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Page:
+def page(rich_run, tmp_path_factory):
     path = write_report(rich_run, tmp_path_factory.mktemp("page") / "report.html")
     return Page(path.read_text(encoding="utf-8"))
 
 
-def rows_of(page: Page, name: str, field: str) -> list[dict[str, Any]]:
+def rows_of(page, name, field):
     """Return the table of a figure that has this field."""
     tables = page.specs[name]["datasets"].values()
     return next(rows for rows in tables if rows and field in rows[0])
 
 
-def test_figures_are_valid_and_can_be_drawn(page: Page):
+def test_figures_are_valid_and_can_be_drawn(page):
     assert NEW <= set(page.figures) == set(page.specs)
     for name, modes in DRAWN.items():
         spec = page.specs[name]
@@ -44,7 +42,7 @@ def test_figures_are_valid_and_can_be_drawn(page: Page):
             assert svg.count("<path") > 3, name
 
 
-def test_the_maps_single_out_the_odd_worker(page: Page, rich_run: Run):
+def test_the_maps_single_out_the_odd_worker(page, rich_run):
     columns = ("loss", "grad_norm", "rollout_gap")
     for name, column in [(f"map-{column}", column) for column in columns]:
         rows = rows_of(page, name, "deviation")
@@ -57,7 +55,7 @@ def test_the_maps_single_out_the_odd_worker(page: Page, rich_run: Run):
         np.testing.assert_allclose(rows[-1]["value"], known[rows[-1]["first"]], rtol=1e-3)
 
 
-def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
+def test_the_timeline_leads_to_each_finding(page, rich_run):
     rows = rows_of(page, "timeline", "anchor")
     findings = {finding.id: finding for finding in rich_run.findings()}
     assert len(rows) == len(findings) >= 1
@@ -72,7 +70,7 @@ def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
     assert selections == ["finding"]
 
 
-def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):
+def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path):
     run = record_run(tmp_path / "run", num_workers=96, num_steps=3)
     page = Page(write_report(run).read_text(encoding="utf-8"))
     rows = rows_of(page, "map-loss", "deviation")
@@ -85,7 +83,7 @@ def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):
 
 
 @pytest.mark.parametrize("width", [190, 900])
-def test_a_map_of_groups_has_its_legends_whole_at_any_width(width: int):
+def test_a_map_of_groups_has_its_legends_whole_at_any_width(width):
     names = [f"base_model.model.model.layers.{index}" for index in range(2)]
     cells = [{"deviation": [None, 0], "value": [0, 1], "mark": ["0", ""]}]
     cells += [{"deviation": [0, None], "value": [1, None], "mark": ["", "–"]}]
@@ -110,7 +108,7 @@ def test_a_map_of_groups_has_its_legends_whole_at_any_width(width: int):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.7])
-def test_labels_of_times_lie_on_no_curve(share: float):
+def test_labels_of_times_lie_on_no_curve(share):
     times = [40.0 + 900 * (step == 77) for step in range(80)]
     step = [{"step": at, "value": value} for at, value in enumerate(times)]
     monitor = [{"step": at, "value": share * (30 + 10 * (at % 2))} for at in range(80)]
@@ -127,3 +125,27 @@ def test_labels_of_times_lie_on_no_curve(share: float):
             pixels = (high - np.log(curve[60:])) / (high - low) * chart["height"]
             over, under = pixels.max() < middle - 4, pixels.min() > middle + 4
             assert over or under, text["mark"]["text"]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("other") / "less", num_workers=3, num_steps=20)
+
+
+def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run, other):
+    tables = Tables()
+    view = compare_view(tables, healthy_run, other, "x-")
+
+    assert set(view.specs) == {
+        f"x-compare-{name}" for name in ("loss", "loss_std", "grad_norm_std", "cosine_mean")
+    }
+    for name, spec in view.figures.items():
+        assert name in view.titles
+        svg = vl_convert.vegalite_to_svg(
+            {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
+        )
+        assert "stroke-dasharray" in svg
+        assert ">A<" in svg
+        assert ">B<" in svg
+        letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]
+        assert [mark["clip"] for mark in letters] == [False, False]  # curves are cut when zoomed

@@ -101,6 +101,7 @@ def test_the_kind_of_change_its_micro_batch_and_its_workers_are_named(
     assert (found.first_step, found.evidence["steps"]) == (case.late, case.steps - case.late)
     assert (found.evidence["kind"], found.evidence["micro_batch"]) == (kind, micro)
     assert found.evidence["factor"] == pytest.approx(factor, rel=1e-5)
+    assert (runs[name].per_worker("accumulator_change")[1][case.learnt : case.late] < 1e-6).all()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Every way of using DDP: what real ranks record, against an oracle; and the same bits as alone."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -29,12 +31,15 @@ OTHERS = ("plain", "bucket views", "no_sync", "unused parameters")
 """Modes whose hooks are those of a harder one."""
 
 ALL = [mode for mode in MODES + MORE_MODES if mode.name not in OTHERS]
+PARTS = {"first part": range(1, 3), "second part": range(3, 4)}
+"""Steps of the third training that are watched, by the ends of their runs' names."""
 
 
 def train_in_modes(rank: int, modes: list[Mode], folder: str) -> dict[str, dict[str, Any]]:
     """Train in each mode alone, then watched with a look at the truth before each step.
 
-    The third time is in the tier without sketches, where the reduced gradient shows directions.
+    The third time, parts of it are watched, and in the tier without sketches, where the reduced
+    gradient shows directions.
     """
     warnings = collect_warnings()
     results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in modes}
@@ -53,11 +58,28 @@ def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
         result["grad_scale"].append(watched.multiplier)
         result["reduced_norm"].append(watched.step(step))
     watched.close()
-    scalars = Training(rank, mode, f"{run_dir} in scalars", tier="scalars")
+    in_parts = Training(rank, mode)
+    untouched = what_is_there(in_parts)
     for step in range(STEPS):
-        scalars.step(step)
-    scalars.close()
-    return {**result, "bits": [each.state() for each in (alone, watched, scalars)]}
+        for name, part in PARTS.items():
+            if step == part.start:
+                in_parts.watch(f"{run_dir} {name}", tier="scalars")
+        in_parts.step(step)
+        if any(step == part.stop - 1 for part in PARTS.values()):
+            in_parts.close()
+            assert what_is_there(in_parts) == untouched, mode.name
+    return {**result, "bits": [each.state() for each in (alone, watched, in_parts)]}
+
+
+def what_is_there(training: Training) -> list[Any]:
+    """Return all that the monitor might have left in the training."""
+    hooks = [training.ddp._forward_pre_hooks, training.ddp._forward_hooks]
+    hooks.append(training.optimizer._optimizer_step_post_hooks)
+    for parameter in training.model.parameters():
+        hooks += [parameter._post_accumulate_grad_hooks, parameter._backward_hooks]  # type: ignore[attr-defined]
+    threads = [thread.name for thread in threading.enumerate() if "rankscope" in thread.name]
+    shadow = DistributedDataParallel._match_all_reduce_for_bwd_pass
+    return [[len(registered or ()) for registered in hooks], threads, shadow]
 
 
 class ModeRun(Recorded):
@@ -65,7 +87,7 @@ class ModeRun(Recorded):
         super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in ranks])
         self.ranks = ranks
         self.mode = mode
-        self._scalars = Run.open(folder / f"{mode.name} in scalars")
+        self._folder = folder
         self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
 
     def check_bits(self) -> None:
@@ -84,24 +106,36 @@ class ModeRun(Recorded):
             fine_W = ~self.overflowed_TW[step]
             np.testing.assert_allclose(found_T[step], norms_TW[step, fine_W].std(), **close)
 
-    def check_directions_without_sketches(self) -> None:
+    def check_parts(self) -> None:
+        """Hold what was seen of each part against the truth, as a run of its own."""
+        learns = self.mode.checkpoint == "shared reentrant"
+        for name, steps in PARTS.items():
+            run = Run.open(self._folder / f"{self.mode.name} {name}")
+            assert run.status == "complete"
+            observed_T = run.columns(Table.STEPS, "observed")["observed"].astype(bool)
+            assert observed_T.tolist() == [not learns, *[True] * (len(steps) - 1)]
+            for row, step in enumerate(steps):
+                fine_W = ~self.overflowed_TW[step] & observed_T[row]
+                norms_W = run.per_worker("grad_norm")[1][row]
+                exact_W = self.truth("norm")[step]
+                np.testing.assert_allclose(norms_W[fine_W], exact_W[fine_W], rtol=1e-6)
+                self.check_directions(run, row, step, known=bool(fine_W.all()))
+
+    def check_directions(self, run: Run, row: int, step: int, *, known: bool) -> None:
         """Hold cosines with the others against the gradients in float64."""
-        weighted_T = self._scalars.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"]
-        cosines_TW = self._scalars.per_worker("cosine_rest")[1]
-        for step in range(STEPS):
-            shown = step in self.fine_steps() and self.mode.shows_both_gradients()
-            if not shown:
-                assert np.isnan(cosines_TW[step]).all()
-            elif self.mode.hook == "PowerSGD" and step >= 2:
-                assert np.isfinite(cosines_TW[step]).all()  # of what is not their mean
-            else:
-                gradients = self.gradients(step)
-                sent = to_bfloat16(gradients) if self.mode.hook == "rounding" else gradients
-                expected_W = cosines_with_the_rest(gradients, sent)
-                np.testing.assert_allclose(cosines_TW[step], expected_W, atol=1e-6)
-                if not self.mode.hook:
-                    expected = self.weighted_cosine(step)
-                    np.testing.assert_allclose(weighted_T[step], expected, atol=1e-6)
+        weighted = run.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"][row]
+        cosines_W = run.per_worker("cosine_rest")[1][row]
+        if not (known and self.mode.shows_both_gradients()):
+            assert np.isnan(cosines_W).all()
+        elif self.mode.hook == "PowerSGD" and step >= 2:
+            assert np.isfinite(cosines_W).all()  # of what is not their mean
+        else:
+            gradients = self.gradients(step)
+            sent = to_bfloat16(gradients) if self.mode.hook == "rounding" else gradients
+            expected_W = cosines_with_the_rest(gradients, sent)
+            np.testing.assert_allclose(cosines_W, expected_W, atol=1e-6)
+            if not self.mode.hook:
+                np.testing.assert_allclose(weighted, self.weighted_cosine(step), atol=1e-6)
 
     def check_micro_batches(self) -> None:
         assert self.per_worker("loss_weight").tolist() == self.truth("tokens").tolist()
@@ -169,7 +203,7 @@ def test_a_mode_is_measured_as_it_is_and_keeps_its_bits(runs, mode):
     run.check_groups()
     run.check_micro_batches()
     run.check_scale_and_skipped_steps()
-    run.check_directions_without_sketches()
+    run.check_parts()
 
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)

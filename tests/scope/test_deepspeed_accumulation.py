@@ -91,19 +91,15 @@ MODES = {
     "ZeRO 2 fp32 sums": Mode("", 2, MICRO, "bf16", "fp32"),
     "ZeRO 3": Mode("", 3, MICRO),
 }
-CASES = (
-    {f"{name}, healthy": Case(mode) for name, mode in MODES.items()}
-    | {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in (0, 1, 3)}
-    | {
-        "ZeRO 0, reset": Case(MODES["ZeRO 0"], zero_grad),
-        "ZeRO 1 overlapped, doubled": Case(MODES["ZeRO 1 overlapped"], scaled_by(2)),
-        "ZeRO 2, reset": Case(Mode("", 2, MICRO), drop_sums),
-        "ZeRO 2 fp32 sums, doubled": Case(MODES["ZeRO 2 fp32 sums"], scaled_by(2)),
-        "ZeRO 3, divided": Case(MODES["ZeRO 3"], scaled_by(1 / MICRO)),
-        "ZeRO 2, zero_grad": Case(Mode("", 2, MICRO), zero_grad),
-        "ZeRO 2, in part": Case(Mode("", 2, MICRO), change_one),
-    }
-)
+CASES = {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in (0, 1, 3)} | {
+    "ZeRO 0, reset": Case(MODES["ZeRO 0"], zero_grad),
+    "ZeRO 1 overlapped, doubled": Case(MODES["ZeRO 1 overlapped"], scaled_by(2)),
+    "ZeRO 2, reset": Case(Mode("", 2, MICRO), drop_sums),
+    "ZeRO 2 fp32 sums, doubled": Case(MODES["ZeRO 2 fp32 sums"], scaled_by(2)),
+    "ZeRO 3, divided": Case(MODES["ZeRO 3"], scaled_by(1 / MICRO)),
+    "ZeRO 2, zero_grad": Case(Mode("", 2, MICRO), zero_grad),
+    "ZeRO 2, in part": Case(Mode("", 2, MICRO), change_one),
+}
 KINDS = ("sync.", "numerics.", "loss.scale")
 HARMLESS = ["ZeRO 0, manual", "ZeRO 3, manual", "ZeRO 2, zero_grad"]
 FACTORS = {"reset": 0.0, "doubled": 2.0, "divided": 1 / MICRO}
@@ -120,7 +116,7 @@ def runs(folder: Path) -> dict[str, Run]:
     return {name: Run.open(folder / name) for name in CASES}
 
 
-@pytest.mark.parametrize("name", [*(f"{mode}, healthy" for mode in MODES), *HARMLESS])
+@pytest.mark.parametrize("name", HARMLESS)
 def test_sums_that_stay_raise_nothing(runs, name):
     assert told(runs[name], *KINDS) == {}
 
@@ -135,7 +131,7 @@ def test_what_is_known_is_said_of_each_step(runs, name):
         return
     assert observed.all()
     assert np.isfinite(changes_TW).all()
-    assert (changes_TW < 1e-6).all() == ("healthy" in name or name in HARMLESS)
+    assert (changes_TW < 1e-6).all() == (name in HARMLESS)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition(", ")[2] in FACTORS])

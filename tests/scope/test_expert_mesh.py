@@ -1,7 +1,6 @@
 """Experts on another mesh than the rest: eight workers, whose experts are cut over ``ep``."""
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from support.findings import faults
-from support.loops import collect_warnings, watch
+from support.loops import collect_lines, collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -150,25 +149,14 @@ def train(folder: Path | None, case: dict[str, Any]) -> list[bytes]:
     return [parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()]
 
 
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
 def train_all(rank: int, folder: str) -> dict[str, Any]:
     collect_warnings()
-    log, said = logging.getLogger("rankscope"), Said()
-    log.addHandler(said)
-    log.setLevel(logging.INFO)
+    said = collect_lines()
     results: dict[str, Any] = {"refused": refusal()}
     for name, case in CASES.items():
-        said.lines.clear()
+        said.clear()
         bits = train(Path(folder) / name, case)
-        results[name] = [line for line in said.lines if "gradients" in line or "metrics" in line]
+        results[name] = [line for line in said if "gradients" in line or "metrics" in line]
         if name == "hybrid":
             results["same"] = bits == train(None, case)
     return results
@@ -237,7 +225,7 @@ def test_it_is_said_what_the_metrics_leave_out(results):
     for result in results:
         [said] = result["hybrid"]
         assert said.startswith(
-            "INFO 2 parameters (from experts.0.weight on) are reduced over 4 ranks, the rest over 8"
+            "2 parameters (from experts.0.weight on) are reduced over 4 ranks, the rest over 8"
         )
 
 

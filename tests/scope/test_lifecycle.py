@@ -5,17 +5,14 @@ import logging
 import time
 
 import numpy as np
-import pytest
 import torch
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.errors import UnsupportedError
 from support.accidents import wait_until
 from support.loops import Loop
-from support.models import make_batch, make_model
+from support.models import make_batch
 from support.ranks import on_ranks, run_ranks
 
 
@@ -152,11 +149,6 @@ def test_a_rank_that_raised_is_recorded_so_and_rank_0_prints_the_place_before_it
     wait_until(lambda: Run.open(tmp_path / "run").status == "incomplete")
     ended = Run.open(tmp_path / "run").info["ended"]
     assert {end["why"] for end in ended} == {"its training raised ValueError"}
-
-
-def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match=r"after init_process_group, got TinyLM"):
-        rankscope.watch(make_model(), run_dir=tmp_path / "run")
 
 
 def raising_callback(rank, run_dir):

@@ -32,79 +32,47 @@ class Noisy(nn.Module):
         return self.layers[1](self.layers[0](x).tanh()).square().mean()
 
 
-class Case:
-    """A healthy job under DDP; what differs is for those that derive from it."""
+def train(rank, run_dir, sharded, saved=None, *, copied=False):
+    """Train under FSDP2 or DDP, from what was saved; return what there is to save.
 
-    def __init__(self, rank):
-        torch.manual_seed(0)
-        self.net = Noisy(rank)
-        self.model = self.wrap(self.net)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
-        torch.manual_seed(1 + rank)
-
-    def wrap(self, net):
-        return DistributedDataParallel(net)
-
-    def train(self, run_dir):
-        with watch(self.model, self.optimizer, run_dir=run_dir, canary=False):
-            for _ in range(STEPS):
-                self.model(torch.randn(4, 6)).backward()
-                self.optimizer.step()
-                self.net.zero_grad()
-            return self.saved()
-
-    def saved(self):
-        states = self.net.state_dict(), self.optimizer.state_dict()
-        return *copy.deepcopy(states), self.net.generator.get_state()
-
-    def load(self, saved):
-        model, optimizer, random = saved
-        self.net.load_state_dict(model)
-        self.optimizer.load_state_dict(self.loaded(optimizer))
-        self.net.generator.set_state(self.random(random))
-
-    def loaded(self, optimizer):
-        return optimizer
-
-    def random(self, random):
-        return random
+    ``copied``: each rank goes on with what rank 0 has saved of a moment, or of its generator.
+    """
+    torch.manual_seed(0)
+    net = Noisy(rank)
+    model = fully_shard(net) if sharded else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    torch.manual_seed(1 + rank)
+    if saved is not None:
+        parameters, moments, random = copy.deepcopy(saved)
+        own = (
+            [state["exp_avg"].to_local() for state in moments["state"].values()] if sharded else []
+        )
+        for tensor in (own or [random]) if copied else ():
+            dist.broadcast(tensor, src=0)
+        net.load_state_dict(parameters)
+        optimizer.load_state_dict(moments)
+        net.generator.set_state(random)
+    with watch(model, optimizer, run_dir=run_dir, canary=False):
+        for _ in range(STEPS):
+            model(torch.randn(4, 6)).backward()
+            optimizer.step()
+            net.zero_grad()
+        states = net.state_dict(), optimizer.state_dict()
+        return *copy.deepcopy(states), net.generator.get_state()
 
 
-class RandomOfRankZero(Case):
-    def random(self, random):
-        dist.broadcast(random, src=0)
-        return random
-
-
-class Sharded(Case):
-    def wrap(self, net):
-        return fully_shard(net)
-
-
-class ShardedOfRankZero(Sharded):
-    def loaded(self, optimizer):
-        for state in optimizer["state"].values():
-            dist.broadcast(state["exp_avg"].to_local(), src=0)
-        return optimizer
-
-
-RESTARTS = {Case: (Case, RandomOfRankZero), Sharded: (Sharded, ShardedOfRankZero)}
-"""By the first job: what goes on from its record and its state."""
+KINDS = {"DDP": False, "FSDP2": True}
 
 
 def train_all(rank, folder):
     warnings.simplefilter("ignore")
-    for kind, cases in RESTARTS.items():
-        first = f"{folder}/{kind.__name__}-first"
-        saved = kind(rank).train(first)
-        for case in cases:
-            again = f"{folder}/{case.__name__}"
+    for kind, sharded in KINDS.items():
+        saved = train(rank, f"{folder}/{kind}-first", sharded)
+        for name, copied in {kind: False, f"{kind} of rank 0": True}.items():
             if rank == 0:
-                shutil.copytree(first, again)
+                shutil.copytree(f"{folder}/{kind}-first", f"{folder}/{name}")
             dist.barrier()
-            job = case(rank)
-            job.load(copy.deepcopy(saved))
-            job.train(again)
+            train(rank, f"{folder}/{name}", sharded, saved, copied=copied)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,28 +80,28 @@ def trained(folder):
     run_ranks(train_all, 2, str(folder), timeout=240)
 
 
-def found_in(folder, case):
-    found = told(Run.open(folder / f"{case.__name__}-2"), "state.", "rng.", "sync.")
+def found_in(folder, name):
+    found = told(Run.open(folder / f"{name}-2"), "state.", "rng.", "sync.")
     found.pop("rng-begun-again", None)  # each attempt seeds anew
     return found
 
 
-@pytest.mark.parametrize("case", RESTARTS)
-def test_right_versions_raise_nothing(folder, case):
-    assert found_in(folder, case) == {}
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_versions_raise_nothing(folder, kind):
+    assert found_in(folder, kind) == {}
 
 
-COPIED = "exp_avg is another rank's: rank 1 holds rank 0's"
+COPIED = "rank 1 holds rank 0's"
 
 
 @pytest.mark.parametrize(
-    ("case", "cause", "severity", "ranks", "text"),
+    ("kind", "cause", "severity", "text"),
     [
-        (ShardedOfRankZero, "state.resume_mismatch", Severity.ERROR, (1,), COPIED),
-        (RandomOfRankZero, "rng.resume_mismatch", Severity.WARNING, (1,), "rank 1 holds rank 0's"),
+        ("FSDP2", "state.resume_mismatch", Severity.ERROR, f"exp_avg is another rank's: {COPIED}"),
+        ("DDP", "rng.resume_mismatch", Severity.WARNING, COPIED),
     ],
 )
-def test_what_a_restart_loses_is_named(folder, case, cause, severity, ranks, text):
-    found = found_in(folder, case)[cause]
-    assert (found.severity, found.ranks, found.first_step) == (severity, ranks, STEPS)
+def test_what_a_restart_loses_is_named(folder, kind, cause, severity, text):
+    found = found_in(folder, f"{kind} of rank 0")[cause]
+    assert (found.severity, found.ranks, found.first_step) == (severity, (1,), STEPS)
     assert text in found.explanation

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.faults.mesh_faults import exchange
 from torch import nn
 from torch.nn import functional as F
 
@@ -14,36 +15,20 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 
-class SumOfParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, group):
-        part = part.clone()
-        dist.all_reduce(part, group=group)
-        return part
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
+def same(given, group):
+    return given.clone()
 
 
-class SumOfGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs, group, right):
-        ctx.group, ctx.right = group, right
-        return inputs.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        if ctx.right:
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None, None
+def total(given, group):
+    given = given.clone()
+    dist.all_reduce(given, group=group)
+    return given
 
 
 class Divided(nn.Module):
-    def __init__(self, place, group=None, *, right=True) -> None:
+    def __init__(self, place, *, right):
         super().__init__()
-        self.group, self.right = group, right
+        self.back = total if right else same
         torch.manual_seed(0)
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 4)
@@ -52,24 +37,23 @@ class Divided(nn.Module):
         self.down = nn.Linear(16, 8, bias=False)
 
     def forward(self, inputs):
-        hidden = SumOfGradients.apply(self.norm(inputs), self.group, self.right)
-        return self.head(inputs + SumOfParts.apply(self.down(self.up(hidden).relu()), self.group))
+        hidden = exchange(self.norm(inputs), None, same, self.back)
+        return self.head(inputs + exchange(self.down(self.up(hidden).relu()), None, total, same))
 
 
 def train(rank, folder):
     for name, right in {"right": True, "wrong": False}.items():
         model = Divided(rank, right=right)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}", verify_at=[3])
-        for step in range(6):
-            torch.manual_seed(step)  # the same batch on both
-            inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
-            loss = F.cross_entropy(model(inputs), targets)
-            loss.backward()
-            scope.loss(loss.detach(), weight=8)
-            optimizer.step()
-            optimizer.zero_grad()
-        scope.close()
+        with rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}", verify_at=[3]) as scope:
+            for step in range(6):
+                torch.manual_seed(step)  # the same batch on both
+                inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                scope.loss(loss.detach(), weight=8)
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 def test_ranks_that_hold_parts_of_one_model_are_not_compared_and_its_gradient_is(tmp_path):

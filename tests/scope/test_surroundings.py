@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-import logging
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from rankscope import Run
 from rankscope.bus.bundles import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
-from support.loops import PLAN, collect_warnings, wait_for, watch
+from support.loops import PLAN, collect_lines, collect_warnings, wait_for, watch
 from support.ranks import run_ranks
 from support.surrounded_training import WRAPPERS, Training
 from support.surroundings import SURROUNDINGS
@@ -22,16 +21,11 @@ from support.surroundings import SURROUNDINGS
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 IMPORTED = ("torch.fx.experimental.proxy_tensor", "torch.utils.flop_counter")
-NOT_UNDER_FSDP2 = (
-    *("gradients of samples", "func.grad", "fake pass", "traced pass"),
+UNDER_DDP_ALONE = (
+    *("gradients of samples", "fake pass", "traced pass"),
     *("selective checkpoint", "save_on_cpu", "hooks forbidden", "flop counter", "profiler"),
 )
-"""Which FSDP2 itself does not bear, or which meet the same hooks as others."""
-AS_UNDER_DDP = (
-    *("selective checkpoint", "save_on_cpu", "hooks forbidden", "flop counter"),
-    *("profiler", "fake pass", "traced pass", "gradients of samples"),
-)
-"""Which meet the same hooks on a model without wrapper."""
+"""Which FSDP2 itself does not bear, or which meet the same hooks as others; so without wrapper."""
 NO_PASSES = ("func.grad",)
 """Whose forward passes are none that the monitor could measure."""
 NO_CANARY = {
@@ -67,7 +61,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     scope: Any = None
     if run_dir is not None:
         scope = watch(training.called, training.optimizer, run_dir=run_dir, plan=PLAN)
-    said = _lines()
+    said = collect_lines()
     results = {}
     for name in names:
         training.begin()
@@ -122,15 +116,6 @@ class Root:
                 self._canary.ready(planned, tuple(map(unpack_batch, kept)))
 
 
-def _lines() -> list[str]:
-    lines: list[str] = []
-    handler, log = logging.Handler(), logging.getLogger("rankscope")
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    return lines
-
-
 def left() -> list[Any]:
     """Return what a step may have left behind of surroundings."""
     return [
@@ -154,7 +139,8 @@ def import_all() -> None:
 
 
 def ways_of(wrapper: str) -> list[str]:
-    without = {"FSDP2": NOT_UNDER_FSDP2, "none": AS_UNDER_DDP}.get(wrapper, ())
+    without = () if wrapper == "DDP" else UNDER_DDP_ALONE
+    without += ("func.grad",) if wrapper == "FSDP2" else ()
     return [way for way in SURROUNDINGS if way not in without]
 
 

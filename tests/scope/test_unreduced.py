@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from support.loops import PLAN, Loop, watch
+from support.loops import PLAN, Loop, wait_for, watch
 from support.models import make_batch, make_model
 from support.ranks import alone_and_watched, on_ranks
 
@@ -48,8 +54,8 @@ def never_synchronised(loop, step):
 def reduced_by_hand(loop, step):
     never_synchronised(loop, step)
     for parameter in loop.ddp.parameters():
-        torch.distributed.all_reduce(parameter.grad)
-        parameter.grad /= torch.distributed.get_world_size()
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 LOOPS = {
@@ -107,39 +113,62 @@ def test_what_nothing_reduced_is_named(trained, name):
 
 
 LOCAL = 4
+LAG = 3
+"""Steps until one can be judged: without reduction, it ends when the next one has begun."""
 
 
 def average(loop, *, take=True):
     """Average the parameters, in place or for the others alone."""
     for parameter in loop.ddp.parameters():
         mean = parameter.detach().clone()
-        torch.distributed.all_reduce(mean)
+        dist.all_reduce(mean)
         if take:
-            parameter.data.copy_(mean / torch.distributed.get_world_size())
+            parameter.data.copy_(mean / dist.get_world_size())
 
 
-def local_sgd(rank, run_dir, missed=None, at=LOCAL - 1, **options):
-    """Train in local steps with an average in every fourth one."""
-    loop = Loop(rank, run_dir, plan={**PLAN, "local_steps": LOCAL}, **options)
-    for step in range(50):
+def local_sgd(rank, run_dir, *, every=LOCAL, at=LOCAL - 1, steps=50, missed=None, **options):
+    """Train in local steps with an average after some of them."""
+    loop = Loop(rank, run_dir, **options)
+    for step in range(steps):
+        wait_for(loop.scope, step - LAG)
         never_synchronised(loop, step)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        if step % LOCAL == at:
+        if step % every == at:
             average(loop, take=not (rank == 1 and step == missed))
     loop.close()
 
 
+def by_torch(rank, run_dir):
+    """Train with torch's own hook and averages for local SGD; groups of one rank each."""
+    loop = Loop(rank, run_dir)
+    groups = [dist.new_group([each]) for each in range(2)]
+    state = PostLocalSGDState(None, groups[rank], start_localSGD_iter=8)
+    loop.ddp.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=5, warmup_steps=8)
+    for step in range(UNPLANNED_STEPS):
+        wait_for(loop.scope, step - LAG)
+        plain(loop, step)
+        loop.optimizer.step()
+        averager.average_parameters(loop.ddp.parameters())
+        loop.optimizer.zero_grad()
+    loop.close()
+
+
+PLANNED = {"plan": {**PLAN, "local_steps": LOCAL}}
 LOCAL_JOBS = {
-    "healthy": {},
-    "averages first": {"at": 0},  # as torch's PeriodicModelAverager does
-    "missed": {"missed": 43, "overhead_budget": 0.5},
+    "healthy": PLANNED,
+    "averages first": {"at": 0, **PLANNED},  # as torch's PeriodicModelAverager does
+    "missed": {"missed": 43, "overhead_budget": 0.5, **PLANNED},
 }
+UNPLANNED_STEPS = 60
 
 
 def train_locally(rank, folder):
     for name, job in LOCAL_JOBS.items():
         local_sgd(rank, f"{folder}/{name}", **job)
+    local_sgd(rank, f"{folder}/by hand", every=11, at=10, steps=UNPLANNED_STEPS)
+    by_torch(rank, f"{folder}/by torch")
     unfreeze(rank, folder)
 
 
@@ -157,6 +186,14 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
         assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
         assert (finding.first_step, finding.last_step) == (43, 43)
         assert "though the plan has an average every 4 steps" in finding.explanation
+
+
+@pytest.mark.parametrize("name", ["by hand", "by torch"])
+def test_averages_without_a_plan_are_recognised(trained_locally, name):
+    found = {f.id: f for f in Run.open(trained_locally[1] / name).findings()}
+    assert [f.id for f in found.values() if f.severity > Severity.NOTE] == []
+    assert "equal again now and then" in found["sync.not_reduced"].explanation
+    assert "local_steps" in found["sync.not_reduced"].next_check
 
 
 def unfreeze(rank, folder):

@@ -1,4 +1,4 @@
-"""Reference steps of a causal LM under FSDP2 and tensor parallelism, on real ranks."""
+"""Reference steps of a language model under FSDP2 and tensor parallelism, on real ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from benchmarks.faults.mesh_faults import sum_parts
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
 
 from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
@@ -16,7 +27,7 @@ from support.findings import events_of
 from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
-ALONE = "in model.layers.1.input_layernorm.weight alone: not reduced over tp."
+ALONE = "in layers.1.norm.weight alone: not reduced over tp."
 
 MOVED = "all 4 ranks ran the training's own forward pass"
 SAYS = {
@@ -31,37 +42,97 @@ AT = 1
 """Which step's gradient is computed again."""
 
 
+WIDTH, TOKENS, LENGTH = 32, 96, 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = hidden + self.down(F.silu(self.up(self.norm(hidden))))
+        return added
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = (
+            nn.Embedding(TOKENS, WIDTH),
+            nn.Linear(WIDTH, TOKENS, bias=False),
+        )
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(self.norm(hidden))
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def cut_over_tp(net: Net, tp: DeviceMesh, sequence: str) -> None:
+    """Cut layers, and sequences between them: not, in torch's style, or norms by hand."""
+    begin, end = (
+        {"input_layouts": Shard(1)},
+        {"output_layouts": Shard(1), "use_local_output": False},
+    )
+    if not sequence:
+        begin, end = {}, {}
+    plan: dict[str, Any] = {"up": ColwiseParallel(**begin), "down": RowwiseParallel(**end)}
+    if sequence == "style":
+        plan["norm"] = SequenceParallel()
+    for layer in net.layers:
+        parallelize_module(layer, tp, plan)
+        if sequence == "by hand":
+            part = {"desired_input_layouts": Shard(1), "use_local_output": True}
+            parallelize_module(layer.norm, tp, PrepareModuleInput(input_layouts=Shard(1), **part))
+            back = PrepareModuleOutput(desired_output_layouts=Shard(1), **end)
+            parallelize_module(layer.norm, tp, back)
+    outer: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), **end),
+        "head": ColwiseParallel(output_layouts=Replicate(), **begin),
+    }
+    parallelize_module(net, tp, outer | ({"norm": SequenceParallel()} if sequence else {}))
+
+
 class Training:
     def __init__(self, kind: str, run_dir: str | None) -> None:
-        from support import parallel_llama  # transformers, in ranks alone
-
-        self.llama, self.kind = parallel_llama, kind
+        self.kind = kind
         self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         self.worker = dist.get_rank() // 2
         self.count = 2 if "accumulates" in kind or "lost" in kind else 1
-        self.model = self._shard()
+        self.model: Any = self._shard()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scope: Any = None
         if run_dir is not None:
             at = () if kind == "one asks" and dist.get_rank() % 2 else [AT]
             self.scope = watch(self.model, self.optimizer, run_dir=run_dir, verify_at=at)
 
-    def _shard(self) -> Any:
+    def _shard(self) -> nn.Module:
         sequence = "style" if self.kind.startswith("sequence") else ""
         if "by hand" in self.kind or "forgotten" in self.kind:
             sequence = "by hand"
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"mesh": self.mesh["dp"]}
         if "mixed" in self.kind:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = self.llama.make_llama()
+        torch.manual_seed(0)
+        net = Net()
         if self.kind == "heads by hand":
-            for layer in model.model.layers:
-                layer.self_attn.o_proj.register_forward_pre_hook(self._count_heads)
-        return self.llama.shard(model, self.mesh, sequence=sequence, **options)
+            for layer in net.layers:
+                layer.down.register_forward_pre_hook(self._count_heads)
+        cut_over_tp(net, self.mesh["tp"], sequence)
+        for layer in net.layers:
+            fully_shard(layer, **options)
+        return fully_shard(net, **options)
 
-    def _count_heads(self, module: Any, args: Any) -> None:
-        heads = 4 // self.mesh["tp"].size()
-        args[0].view(2, self.llama.LENGTH, heads, 8)
+    def _count_heads(self, module: nn.Module, args: Any) -> None:
+        args[0].view(2, LENGTH, 4 // self.mesh["tp"].size(), WIDTH // 2)
 
     def train(self) -> list[bytes]:
         """Return all bits afterwards."""
@@ -69,8 +140,9 @@ class Training:
             for micro in range(self.count):
                 last = micro == self.count - 1
                 self.model.set_requires_gradient_sync(last or "lost" in self.kind)
-                batch = self.llama.make_batch(self.worker, step * self.count + micro)
-                self._backward(batch, forgets="lost" in self.kind and last)
+                draw = torch.Generator().manual_seed(1000 * self.worker + step * self.count + micro)
+                ids = torch.randint(TOKENS, (2, LENGTH), generator=draw)
+                self._backward(ids, forgets="lost" in self.kind and last)
             self._change()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -82,18 +154,16 @@ class Training:
         bits = [tensor.view(torch.uint8).numpy().tobytes() for tensor in local]
         return [*bits, torch.get_rng_state().numpy().tobytes()]
 
-    def _backward(self, batch: dict[str, Tensor], *, forgets: bool) -> None:
-        found = self.model(**batch).loss
+    def _backward(self, ids: Tensor, *, forgets: bool) -> None:
+        found = self.model(ids)["loss"]
         if forgets:
             self.optimizer.zero_grad()
         (found / self.count).backward()
 
     def _change(self) -> None:
-        forgotten = ""
-        if "norm forgotten" in self.kind:
-            forgotten = "1.input"
         if "by hand" in self.kind or "forgotten" in self.kind:
-            self.llama.sum_norms(self.model, self.mesh["tp"], but=forgotten)
+            last = ("1.norm",) if "norm forgotten" not in self.kind else ()
+            sum_parts(self.model, ("0.norm", *last), self.mesh["tp"].get_group())
 
 
 def train_each(rank: int, folder: str) -> dict[str, Any]:
@@ -110,10 +180,6 @@ def train_each(rank: int, folder: str) -> dict[str, Any]:
     return told
 
 
-def import_llama() -> None:
-    from support import parallel_llama  # noqa: F401
-
-
 def verifications(run_dir: Path) -> list[dict[str, Any]]:
     return [event for event in events_of(run_dir) if event["cause"].startswith("verify.")]
 
@@ -121,7 +187,7 @@ def verifications(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_each_training_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path):
-    told = run_ranks(train_each, 4, str(tmp_path), timeout=300, prepare=import_llama)
+    told = run_ranks(train_each, 4, str(tmp_path), timeout=300)
     for kind, (cause, severity, sentence) in SAYS.items():
         runs = sorted((tmp_path / kind).iterdir())
         assert len(runs) == 2  # one for each rank along tp

@@ -4,16 +4,19 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
+from rankscope.bus.evidence import Table
 from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
@@ -46,7 +49,7 @@ class Model(nn.Module):
 @functools.cache
 def pairs() -> tuple[dist.ProcessGroup, DeviceMesh]:
     """Return the group of this rank's pair, and a mesh of it that knows no other ranks."""
-    groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    groups = [dist.new_group(ranks) for ranks in np.arange(4).reshape(2, 2)]  # of numpy's numbers
     own = groups[dist.get_rank() // 2]
     return own, DeviceMesh.from_group(own, "cpu", mesh_dim_names=("shard",))
 
@@ -56,7 +59,8 @@ def mesh_of(axis: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", axis))
 
 
-def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
+def train(folder: str | None, case: dict[str, Any]) -> dict[str, Any]:
+    """Return what DDP has trained, the losses, and where the run is."""
     rank = dist.get_rank()
     group, pair = pairs()
     axis = case.get("axis")
@@ -71,7 +75,7 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
     if folder and not (case.get("alone") and rank > 1):
         options = {"canary": False, "plan": case.get("plan")}
         scope = watch(model, optimizer, run_dir=f"{folder}/run", **options)
-    worker = rank // 2 if axis else rank
+    worker, losses = rank // 2 if axis else rank, []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + worker)
         ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
@@ -85,6 +89,7 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
         if scope:
             scope.loss(loss.detach(), weight=labels.numel())
+        losses.append(loss.item())
         loss.backward()
         for parameter in model.parameters() if case.get("averages") or axis == "cp" else ():
             local = parameter.grad if axis is None else parameter.grad.to_local()
@@ -96,24 +101,38 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
         dist.barrier()  # each pair reads what the other has published
     if scope:
         scope.close()
-    return [
-        p.detach().numpy().tobytes()
-        for p in model.parameters()
-        if axis is None and p.is_leaf and not case.get("sharded")
-    ]
+    return {
+        "bits": [
+            p.detach().numpy().tobytes() for p in model.parameters() if not isinstance(p, DTensor)
+        ],
+        "losses": losses,
+        "run_dir": scope and scope.run_dir and str(scope.run_dir),
+    }
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
     warnings = collect_warnings()
     alone = train(None, {})
-    bits = {name: train(f"{folder}/{name}", case) for name, case in CASES.items()}
-    return {"same": bits["DDP over a pair"] == alone, "warnings": warnings}
+    pair, *_ = [train(f"{folder}/{name}", case) for name, case in CASES.items()]
+    assert (pair["bits"], warnings) == (alone["bits"], [])
+    return pair
 
 
 @pytest.fixture(scope="module", autouse=True)
 def trained(folder):
-    for result in run_ranks(train_all, RANKS, str(folder), timeout=240):
-        assert result == {"same": True, "warnings": []}
+    return run_ranks(train_all, RANKS, str(folder), timeout=240)
+
+
+def test_each_pair_compares_its_own_ranks_in_a_run_of_its_own(folder, trained):
+    for first, name in ((0, "run"), (2, "run-from-rank-2")):
+        run, own = Run.open(folder / "DDP over a pair" / name), trained[first : first + 2]
+        assert [rank["run_dir"] for rank in own] == [str(run.path), None]
+        assert run.num_workers == 2
+        losses_TW = np.transpose([rank["losses"] for rank in own])
+        np.testing.assert_allclose(run.per_worker("loss")[1], losses_TW, rtol=1e-6)
+        columns = run.columns(Table.STEPS, "observed", "grad_norm_reduced", "grad_norm_mean")
+        assert columns["observed"].all()
+        assert (columns["grad_norm_reduced"] < columns["grad_norm_mean"]).all()
 
 
 def found(folder: Path, case: str) -> dict[str, dict[str, Any]]:

@@ -9,8 +9,7 @@ import pytest
 from rankscope import Run, WatchOptions
 from rankscope.report import write_report
 from rankscope.session.start import ALERTS
-from sinks.http_server import http_server
-from sinks.mail_server import mail_server
+from sinks.servers import MailServer, WebServer, running
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -41,7 +40,7 @@ def train(rank, folder, hook, mail):
 
 
 def test_alerts_come_from_the_agent_and_their_places_are_recorded_nowhere(tmp_path):
-    with http_server() as http, mail_server() as mail:
+    with running(WebServer) as http, running(MailServer) as mail:
         hook = f"slack:http://127.0.0.1:{http.server_port}/T0/{SECRET}"
         mailto = f"mailto:{SECRET}@example.org?smtp={mail.place}"
         results = run_ranks(train, 2, str(tmp_path), hook, mailto)

@@ -2,10 +2,13 @@
 
 import logging
 import threading
+from collections import Counter
 
 import pytest
 
+from rankscope.bus.finding import Severity
 from rankscope.sinks import hub as hub_module
+from rankscope.sinks.base import MAX_NAMED, step_values
 from rankscope.sinks.hub import Feeder, Sinks
 from rankscope.sinks.specs import PlannedSink
 from record.step_reports import make_report
@@ -60,9 +63,8 @@ def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told, monk
     sink = Gated()
     feeder = Feeder("slow", sink, run_info(tmp_path))
     assert sink.entered.wait(LONG)
-    values = hub_values(tmp_path)
     for step in range(20):
-        feeder.step(values(step))
+        feeder.step(step_values(make_report(step)))
         feeder.finding(finding(id=f"f{step}"))
     assert feeder.lost_steps == 12
     [message] = told()
@@ -73,12 +75,6 @@ def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told, monk
     assert feeder.join(LONG)
     assert [value.step for what, value in sink.got if what == "step"] == list(range(12, 20))
     assert [value for what, value in sink.got if what == "finding"] == [f"f{i}" for i in range(20)]
-
-
-def hub_values(tmp_path):
-    from rankscope.sinks.base import step_values
-
-    return lambda step: step_values(make_report(step))
 
 
 @pytest.mark.parametrize("place", ["open", "step", "finding"])
@@ -110,3 +106,32 @@ def test_a_sink_that_hangs_is_left_behind_and_others_are_not(tmp_path, told):
     [feeder] = [one for one in sinks._feeders if one.name == "stuck"]
     assert feeder.join(LONG)  # it goes on as long as the process does
     assert [what for what, _ in stuck.got] == ["open", "step", "step", "step", "close"]
+
+
+def test_open_findings_are_counted_and_the_first_ranks_they_name_are_shown(tmp_path):
+    seen = Gated(open_gate=True)
+    known = finding(id="old", severity=Severity.ERROR, ranks=(9,))
+    info = run_info(tmp_path, findings=(known,))
+    sinks = Sinks([PlannedSink("seen", lambda: seen)], info)
+    everywhere = finding(id="all", severity=Severity.NOTE, ranks=tuple(range(40)))
+    events = [
+        [],
+        [FINDING, everywhere],
+        [finding(severity=Severity.ERROR)],
+        [finding(id="old", status="closed")],
+    ]
+    for step, found in enumerate(events):
+        sinks.step(make_report(step, 40), found)
+    sinks.close(60)
+    steps = [value for what, value in seen.got if what == "step"]
+    note, warning, error = Severity
+    assert [Counter(step.open_findings) for step in steps] == [
+        Counter({error: 1}),
+        Counter({error: 1, note: 1, warning: 1}),
+        Counter({error: 2, note: 1}),
+        Counter({error: 1, note: 1}),
+    ]
+    assert steps[0].named == (9,)
+    assert steps[1].named[:4] == (9, 1, 3, 0)
+    assert len(steps[-1].named) == MAX_NAMED
+    assert steps[-1].flat()["rankscope/findings_warning"] == 0

@@ -9,12 +9,12 @@ from rankscope.sinks.base import SinkError
 from rankscope.sinks.delivery import MOST_ALERTS, PASSWORD, PAUSES, USER
 from rankscope.sinks.mail import MailSink
 from sinks.findings import FINDING, finding, run_info
-from sinks.mail_server import MailServer, mail_server
+from sinks.servers import MailServer, running
 
 
 @pytest.fixture
 def server():
-    with mail_server() as there:
+    with running(MailServer) as there:
         yield there
 
 

@@ -1,12 +1,19 @@
 """Sinks as users name them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.errors import UsageError
-from rankscope.sinks import plan_alerts, plan_sinks
+from rankscope.sinks import plan_alerts, plan_sinks, specs
+from rankscope.sinks.base import STEP_SIGNALS, WORKER_SIGNALS, step_values
 from rankscope.sinks.command import CommandSink
 from rankscope.sinks.jsonl import JsonLinesSink
+from record.step_reports import make_report
+
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "trackers.md"
 
 
 @pytest.mark.parametrize(
@@ -86,3 +93,27 @@ def test_what_can_be_no_alert_is_said_without_its_secret(alerts):
     with pytest.raises(UsageError, match="slack:URL") as raised:
         plan_alerts(alerts)
     assert "secret" not in str(raised.value)
+
+
+def test_every_sink_has_a_form_and_a_line_in_the_documentation():
+    forms = [re.match(r"[a-z]+", form)[0] for form in specs.FORMS]
+    assert forms == list(specs._KINDS)
+    assert specs._PACKAGES.keys() | specs._IN_TRAINING <= set(forms)
+    page = PAGE.read_text()
+    for form in specs.FORMS:
+        without, whole = re.sub(r"\[.*?\]", "", form), re.sub(r"[\[\]]", "", form)
+        names = ", ".join(f'`"{name}"`' for name in dict.fromkeys((without, whole)))
+        assert f"| {names} |" in page
+
+
+def test_all_names_are_documented_and_no_other():
+    rows = re.findall(r"^\| `(rankscope[^`]*)` \| (.*) \|$", PAGE.read_text(), re.M)
+    columns = {name: re.findall(r"`(\w+)`", cell) for name, cell in rows}
+    assert columns == {
+        "rankscope/…": [s.name for s in STEP_SIGNALS],
+        "rankscope/findings_…": [str(severity) for severity in Severity],
+        "rankscope_workers/…": [s.name for s in WORKER_SIGNALS],
+    }
+    names = {name.replace("…", column) for name, cells in columns.items() for column in cells}
+    shown = step_values(make_report(1)).flat()
+    assert {re.sub(r"/(min|mean|max)$", "", name) for name in shown} <= names

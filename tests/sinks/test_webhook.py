@@ -9,12 +9,12 @@ from rankscope.sinks.base import SinkError, plain_finding
 from rankscope.sinks.delivery import PAUSES
 from rankscope.sinks.webhook import WebhookSink
 from sinks.findings import FINDING, finding, run_info
-from sinks.http_server import http_server
+from sinks.servers import WebServer, running
 
 
 @pytest.fixture
 def server():
-    with http_server() as there:
+    with running(WebServer) as there:
         yield there
 
 

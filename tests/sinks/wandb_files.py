@@ -9,16 +9,13 @@ padding.
 import json
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32 * 1024
 
 
-def records(path: Path, seconds: float = 60.0) -> list[Record]:
+def records(path, seconds=60.0):
     """Return all records of the one run under a directory, once W&B's process has written all."""
     [file] = path.rglob("*.wandb")
     deadline = time.monotonic() + seconds
@@ -30,7 +27,7 @@ def records(path: Path, seconds: float = 60.0) -> list[Record]:
         time.sleep(0.01)
 
 
-def _parse(data: bytes) -> Iterator[Record]:
+def _parse(data):
     at, whole = 7, b""
     while at + 7 <= len(data):
         left = BLOCK - at % BLOCK
@@ -49,27 +46,27 @@ def _parse(data: bytes) -> Iterator[Record]:
             whole = b""
 
 
-def _items(items: Any) -> dict[str, Any]:
+def _items(items):
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
 
 
-def history(path: Path) -> list[dict[str, Any]]:
+def history(path):
     """Return the rows of the run's history by name, without W&B's own."""
     rows = [_items(r.history.item) for r in records(path) if r.HasField("history")]
     rows = [{name: v for name, v in row.items() if not name.startswith("_")} for row in rows]
     return [row for row in rows if row]
 
 
-def summary(path: Path) -> dict[str, Any]:
+def summary(path):
     """Return what was put into the run's summary by hand."""
-    merged: dict[str, Any] = {}
+    merged = {}
     for record in records(path):
         if record.HasField("summary"):
             merged |= _items(record.summary.update)
     return merged
 
 
-def alerts(path: Path) -> list[tuple[str, str, str]]:
+def alerts(path):
     """Return title, text and level of each alert."""
     found = [record.alert for record in records(path) if record.HasField("alert")]
     return [(alert.title, alert.text, alert.level) for alert in found]

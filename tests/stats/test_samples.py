@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.stats.draws import DrawnSamples, SortedMap, count_common, in_order
-from rankscope.stats.samples import SampleLedger
+from rankscope.stats.draws import DrawnSamples, SampleShare, SortedMap, count_common, in_order
+from rankscope.stats.samples import SampleLedger, ThinningLedger
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 streams = st.tuples(
@@ -100,3 +100,47 @@ def test_a_map_agrees_with_a_dict_however_it_is_filled(num_keys):
     found, values = one.find(everything)
     assert dict(zip(everything[found].tolist(), values[found].tolist(), strict=True)) == truth
     assert count_common(everything, np.array(list(truth))) == len(truth)
+
+
+def drawn(*steps):
+    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
+
+
+@pytest.mark.parametrize("halvings", [1, 5])
+def test_a_share_is_nested_and_of_its_size(halvings):
+    share = SampleShare()
+    samples = np.arange(1 << 16)
+    before = np.ones(len(samples), bool)
+    for _ in range(halvings):
+        share.halve()
+        admitted = share.admits(samples)
+        assert not (admitted & ~before).any()
+        before = admitted
+    p = 0.5**halvings
+    error = np.sqrt(len(samples) * p * (1 - p))
+    assert abs(before.sum() - len(samples) * p) <= 5 * error
+    assert share.one_in == 2**halvings
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, 1500])
+def test_how_many_steps_are_taken_together_makes_no_difference(capacity):
+    rng = np.random.default_rng(3)
+    alone, together = ThinningLedger(capacity), ThinningLedger(capacity)
+    for _ in range(60):
+        order = rng.permutation(2000)[: 5 * 3 * 4].reshape(5, 3, 4)
+        steps = [list(batches) for batches in order]
+        if rng.random() < 0.4:
+            steps[3][1] = steps[0][1]
+        if rng.random() < 0.2:
+            steps[2][1] = steps[2][0]
+        expected = [seen for batches in steps for seen in alone.observe(drawn(batches))]
+        found = list(together.observe(drawn(*steps)))
+        for one, other in zip(found, expected, strict=True):
+            assert one.samples.tolist() == other.samples.tolist()
+            assert (one.counts, one.drawn, one.remembered) == (
+                other.counts,
+                other.drawn,
+                other.remembered,
+            )
+    assert together.one_in == alone.one_in
+    assert (together.one_in > 1) == (capacity == 1500)

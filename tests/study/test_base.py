@@ -1,7 +1,3 @@
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,28 +13,28 @@ SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_s
 RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
 
 
-def _bits(model: torch.nn.Module) -> dict[str, bytes]:
+def _bits(model):
     return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
 
 
-def _load(cache: Path, records: Sequence[Record] = RECORDS, **options: Any) -> torch.nn.Module:
+def _load(cache, records=RECORDS, **options):
     chosen = {"seed": 0, "steps": 3, "config": SMALL, **options}
     return load_base(records, cache_dir=cache, **chosen)[0]
 
 
-def _load_in_process(cache: Path, together: Any, queue: Any) -> None:
+def _load_in_process(cache, together, queue):
     together.wait()
     queue.put(_bits(_load(cache)))
 
 
-def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_reads_the_cache(tmp_path, monkeypatch):
     first = _bits(_load(tmp_path))
     monkeypatch.setattr(base, "train", lambda *_: pytest.fail("trained again"))
     assert _bits(_load(tmp_path)) == first
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
 
 
-def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bits(tmp_path):
     first = _bits(_load(tmp_path / "a"))
     threads = torch.get_num_threads()
     torch.manual_seed(99)
@@ -52,7 +48,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["config.json", "cut"])
-def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_entry_is_made_anew(tmp_path, damage):
     first = _bits(_load(tmp_path))
     entry = tmp_path / cache_key(RECORDS, 0, 3, SMALL)
     if damage == "cut":
@@ -66,7 +62,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_at_once(tmp_path: Path) -> None:
+def test_two_processes_at_once(tmp_path):
     context = forked()
     together, queue = context.Barrier(2), context.Queue()
     other = context.Process(target=_load_in_process, args=(tmp_path, together, queue))
@@ -79,22 +75,21 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     return train_tokenizer(load_records(None).held_out)
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+def _ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_every_text_survives(tokenizer: Any, text: str) -> None:
+def test_every_text_survives(tokenizer, text):
     assert tokenizer.decode(_ids(tokenizer, text)) == text
 
 
-def test_special_tokens_inside_a_text_are_text(tokenizer: Any) -> None:
+def test_special_tokens_inside_a_text_are_text(tokenizer):
     for text in ("a</s>b", "<s>", "<pad>"):
         assert not {0, 1, 2} & set(_ids(tokenizer, text))
         assert tokenizer.decode(_ids(tokenizer, text)) == text

@@ -1,23 +1,29 @@
 import json
+import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rankscope.errors import DataError
+from rankscope.lab.study.builtin import generate
+from rankscope.lab.study.config import Setting, StudyConfig
 from rankscope.lab.study.data import Record, load_records
+from rankscope.verdict.coverage import checks_of, missing_steps
+
+BESIDE = Path(__file__).parents[3] / "shared" / "data" / "alpaca_data.json"
+REAL = Path(os.environ.get("RANKSCOPE_ALPACA", BESIDE))
 
 
-def _rows(count: int) -> list[dict[str, Any]]:
+def _rows(count):
     return [{"instruction": f"Do {i}.", "input": "", "output": f"Done {i}."} for i in range(count)]
 
 
-def _write(path: Path, rows: object) -> str:
+def _write(path, rows):
     path.write_text(json.dumps(rows))
     return str(path)
 
 
-def _indices(records: tuple[Record, ...]) -> list[int]:
+def _indices(records):
     return [record.index for record in records]
 
 
@@ -25,18 +31,22 @@ def _indices(records: tuple[Record, ...]) -> list[int]:
     ("total", "limit", "selected", "first_held"),
     [(1000, None, 900, 900), (1000, 744, 744, 900), (1000, 745, 671, 671), (7, None, 6, 6)],
 )
-def test_split(
-    tmp_path: Path, total: int, limit: int | None, selected: int, first_held: int
-) -> None:
+def test_split(tmp_path, total, limit, selected, first_held):
     loaded = load_records(_write(tmp_path / "d.json", _rows(total)), limit=limit)
     end = total if limit is None or total - limit >= 256 else min(limit, total)
     assert _indices(loaded.records) == list(range(selected))
     assert _indices(loaded.held_out) == list(range(first_held, end))
 
 
-def test_real_format(alpaca_file: Path) -> None:
-    loaded = load_records(str(alpaca_file), limit=1000)
-    rows = json.loads(alpaca_file.read_text())
+def test_real_format(tmp_path):
+    path = REAL
+    if not path.is_file():  # a generated file of its format and quirks
+        rows = list(generate(7, 5000))
+        for index in (40, 900, 3000):
+            rows[index]["output"] = ""
+        path = Path(_write(tmp_path / "alpaca_data.json", rows))
+    loaded = load_records(str(path), limit=1000)
+    rows = json.loads(path.read_text())
     assert loaded.total == len(rows)
     assert len(loaded.records) + loaded.skipped_empty == 1000
     assert loaded.skipped_empty == sum(not row["output"].strip() for row in rows[:1000])
@@ -45,7 +55,7 @@ def test_real_format(alpaca_file: Path) -> None:
     assert min(_indices(loaded.held_out)) >= 1000
 
 
-def test_blank_outputs_are_skipped_and_keep_the_others_indices(tmp_path: Path) -> None:
+def test_blank_outputs_are_skipped_and_keep_the_others_indices(tmp_path):
     rows = _rows(20)
     rows[1]["output"] = ""
     rows[5]["output"] = " \n"
@@ -54,7 +64,7 @@ def test_blank_outputs_are_skipped_and_keep_the_others_indices(tmp_path: Path) -
     assert _indices(loaded.records) == [i for i in range(18) if i not in (1, 5)]
 
 
-def test_lines_and_lists_hold_the_same_records(tmp_path: Path) -> None:
+def test_lines_and_lists_hold_the_same_records(tmp_path):
     rows = [*_rows(9), {"instruction": "naïve\u2028", "input": "é\n", "output": "ü", "text": "x"}]
     lines = tmp_path / "d.jsonl"
     text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -78,7 +88,7 @@ GOOD = '{"instruction": "a", "input": "", "output": "b"}'
         ("d.jsonl", f"{GOOD}\n\n{GOOD[:-1]}\n".encode(), "d.jsonl, line 3: not valid JSON"),
     ],
 )
-def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_bad_files_are_one_line(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -87,12 +97,12 @@ def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, messa
     assert "\n" not in str(caught.value)
 
 
-def test_data_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_set_by_name(monkeypatch):
     import datasets  # a second, for all who collect tests
 
     rows = _rows(40)
 
-    def load_dataset(name: str, split: str) -> Any:
+    def load_dataset(name, split):
         assert (name, split) == ("someone/instructions", "train")
         return datasets.Dataset.from_list(rows)
 
@@ -100,3 +110,18 @@ def test_data_set_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_records("someone/instructions")
     assert loaded.name == "someone/instructions"
     assert loaded.records[5] == Record(5, "Do 5.", "", "Done 5.")
+
+
+def test_the_default_steps_complete_every_check():
+    config = StudyConfig()
+    checks = checks_of(config.workers, {})
+    assert missing_steps(checks, config.steps) == 0
+    assert missing_steps(checks, config.steps - 1) == 1
+
+
+def test_seeds_of_the_settings():
+    assert {Setting.S1_1.seed_of(rank, 5) for rank in range(8)} == {5}
+    odd, *others = (Setting.S1_2.seed_of(rank, 5) for rank in range(8))
+    assert odd != 5
+    assert set(others) == {5}
+    assert len({Setting.S1_3.seed_of(rank, 5) for rank in range(1024)}) == 1024

@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,9 +13,7 @@ class Bytes:
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
 
-    def __call__(
-        self, texts: str | list[str], *, add_special_tokens: bool = True, **_: object
-    ) -> dict[str, Any]:
+    def __call__(self, texts, *, add_special_tokens=True, **_):
         if isinstance(texts, list):
             return {"input_ids": [self(t, add_special_tokens=False)["input_ids"] for t in texts]}
         bos = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
@@ -27,11 +23,11 @@ class Bytes:
 RECORDS = [Record(5, "Say it.", "", "yes"), Record(7, "Say it.", "now", "certainly")]
 
 
-def _ids(text: str) -> list[int]:
+def _ids(text):
     return [10 + byte for byte in text.encode()]
 
 
-def test_prompt_response_and_end_token() -> None:
+def test_prompt_response_and_end_token():
     encoded = encode(RECORDS, Bytes(), 1000)
     texts = [[*_ids(prompt(record) + record.output), 2] for record in RECORDS]
     assert encoded.indices.tolist() == [record.index for record in RECORDS]
@@ -41,7 +37,7 @@ def test_prompt_response_and_end_token() -> None:
     assert encoded.truncated == encoded.skipped_truncated == 0
 
 
-def test_maximum_length() -> None:
+def test_maximum_length():
     head = len(prompt(RECORDS[0]))
     full = head + len("yes") + 1
     for max_length, kept, truncated in ((full, 1, 0), (full - 1, 1, 1), (head + 1, 1, 1)):
@@ -55,7 +51,7 @@ def test_maximum_length() -> None:
         encode(RECORDS[:1], Bytes(), head)
 
 
-def test_collate_pads_on_the_right_and_labels_the_response_only() -> None:
+def test_collate_pads_on_the_right_and_labels_the_response_only():
     encoded = encode(RECORDS, Bytes(), 1000)
     inputs, indices = encoded.collate([1, 0])
     assert indices == [7, 5]

@@ -3,36 +3,27 @@
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rankscope.bus.evidence import Table
 from rankscope.record import Run
-from support.study_command import (
-    Done,
-    StudyCommand,
-    has_rows,
-    names,
-    shared_folder,
-    tables,
-    tree,
-)
+from support.study_command import Done, StudyCommand, has_rows, names, tables, tree
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> StudyCommand:
-    return StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
+def study(folder):
+    return StudyCommand(folder)
 
 
 LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 120}
 
 
 @pytest.fixture(scope="module")
-def stopped(study: StudyCommand, folder: Path) -> Done:
+def stopped(study, folder):
     """Ctrl-C, twice, in the second of two trainings."""
     path = folder / "stopped"
     begun = study.begin(path, **LONG)
@@ -42,12 +33,12 @@ def stopped(study: StudyCommand, folder: Path) -> Done:
     return Done(path, begun.finish())
 
 
-def says_how_to_go_on(done: Done) -> bool:
+def says_how_to_go_on(done):
     line = f"rankscope: Interrupted. What was measured is in {done.path}; continue with --resume."
     return done.err.splitlines()[-1] == line
 
 
-def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
+def test_ctrl_c_ends_in_one_line(stopped):
     assert stopped.code == 130
     assert says_how_to_go_on(stopped), stopped.err
     assert [line.split(":")[0] for line in stopped.err.splitlines()] == [
@@ -58,7 +49,7 @@ def test_ctrl_c_ends_in_one_line(stopped: Done) -> None:
     ]
 
 
-def test_what_was_measured_is_readable(stopped: Done) -> None:
+def test_what_was_measured_is_readable(stopped):
     run = Run.open(stopped.path / "runs" / "replicated-s1-1")
     steps, losses_TW = run.per_worker("loss")
     assert 0 < len(steps) < 120
@@ -68,9 +59,7 @@ def test_what_was_measured_is_readable(stopped: Done) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(
-    study: StudyCommand, stopped: Done, folder: Path
-) -> tuple[Done, dict[str, tuple[int, int]]]:
+def resumed(study, stopped, folder):
     path = folder / "resumed"
     shutil.copytree(stopped.path, path)
     (path / "models" / ".sharded-s1-1.partial-1").mkdir()
@@ -78,7 +67,7 @@ def resumed(
     return Done(path, study.call(path, **LONG, resume=True)), before
 
 
-def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]]]) -> None:
+def test_resume_does_what_is_left(resumed):
     done, before = resumed
     assert done.code == 0, done.err
     after = tree(done.path)
@@ -95,9 +84,7 @@ def test_resume_does_what_is_left(resumed: tuple[Done, dict[str, tuple[int, int]
     assert names(done.path / "models") == ["sharded-s1-1"]
 
 
-def test_resumed_and_uninterrupted_measure_the_same(
-    resumed: tuple[Done, dict[str, tuple[int, int]]], stopped: Done
-) -> None:
+def test_resumed_and_uninterrupted_measure_the_same(resumed, stopped):
     whole = tables(resumed[0].path / "runs" / "replicated-s1-1")[Table.WORKERS]
     part = tables(stopped.path / "runs" / "replicated-s1-1")[Table.WORKERS]
     assert part.num_rows > 0
@@ -112,7 +99,7 @@ def test_resumed_and_uninterrupted_measure_the_same(
         assert all(interrupted in (None, value) for value, interrupted in pairs), name
 
 
-def test_a_killed_worker_ends_the_study(study: StudyCommand, folder: Path) -> None:
+def test_a_killed_worker_ends_the_study(study, folder):
     path = folder / "killed"
     begun = study.begin(path, **LONG)
     begun.wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"))
@@ -125,7 +112,7 @@ def test_a_killed_worker_ends_the_study(study: StudyCommand, folder: Path) -> No
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0
 
 
-def test_a_signal_to_the_launcher_alone(study: StudyCommand, folder: Path) -> None:
+def test_a_signal_to_the_launcher_alone(study, folder):
     path = folder / "terminated"
     begun = study.begin(path, **LONG)
     begun.wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"))

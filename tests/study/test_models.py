@@ -1,6 +1,4 @@
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
@@ -16,7 +14,7 @@ from rankscope.lab.study.encoding import encode
 from rankscope.lab.study.models import build_pangu, load_model
 
 RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
-TINY_LLAMA: dict[str, Any] = {
+TINY_LLAMA = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -25,7 +23,7 @@ TINY_LLAMA: dict[str, Any] = {
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
+def directory(tmp_path):
     """A Hugging Face directory with a model and its own tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM  # a second, for all who collect tests
 
@@ -37,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def test_padding_does_not_change_the_loss(tmp_path: Path) -> None:
+def test_padding_does_not_change_the_loss(tmp_path):
     loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=2)
     samples = encode(RECORDS, loaded.tokenizer, 128)
     positions = [int(samples.lengths.argmin()), int(samples.lengths.argmax())]
@@ -51,7 +49,7 @@ def test_padding_does_not_change_the_loss(tmp_path: Path) -> None:
     assert float(together) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_directory(directory: Path) -> None:
+def test_directory(directory):
     loaded = load_model(str(directory))
     assert loaded.label == str(directory)
     assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
@@ -59,7 +57,7 @@ def test_directory(directory: Path) -> None:
     assert loaded.tokenizer.pad_token_id == 0
 
 
-def test_remote_code_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_remote_code_is_refused(directory, tmp_path):
     ran = tmp_path / "ran"
     (directory / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
     path = directory / "config.json"
@@ -76,7 +74,7 @@ def test_remote_code_is_refused(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Any:
+def small(monkeypatch):
     """Shrink the architecture, so that weights for it are quickly written."""
     config = models.pangu_config()
     config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
@@ -87,7 +85,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def published(small: Any, tmp_path: Path) -> tuple[Path, Any]:
+def published(small, tmp_path):
     """A directory as published, in two shards, and the model that it was made from."""
     from transformers import LlamaForCausalLM  # a second, for all who collect tests
 
@@ -108,7 +106,7 @@ def published(small: Any, tmp_path: Path) -> tuple[Path, Any]:
     return folder, model.float()
 
 
-def _sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
+def _sentencepiece(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
     text = folder.parent / "text"
@@ -126,7 +124,7 @@ def _sentencepiece(folder: Path) -> sentencepiece.SentencePieceProcessor:
     return sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
-def test_size_of_the_real_architecture() -> None:
+def test_size_of_the_real_architecture():
     with torch.device("meta"):
         model = build_pangu()
     hidden, heads, key_values, mlp = 1536, 12 * 128, 6 * 128, 6144
@@ -135,12 +133,12 @@ def test_size_of_the_real_architecture() -> None:
     expected = 153_376 * hidden + 26 * block + hidden
     assert sum(p.numel() for p in model.parameters()) == expected
     assert expected == pytest.approx(1.156e9, rel=5e-4)
-    config: Any = model.config
+    config = model.config
     assert config.rope_parameters["rope_theta"] == 4e6
     assert config.rms_norm_eps == 1e-5
 
 
-def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) -> None:
+def test_published_weights_compute_what_they_did(published):
     folder, original = published
     loaded = load_model("pangu-1b", weights=folder)
     assert loaded.label == "pangu-1b (weights from published)"
@@ -149,12 +147,12 @@ def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) ->
     tokens = torch.arange(40).reshape(2, 20)
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(tokens).logits, original(tokens).logits)
-    model: Any = loaded.model
+    model = loaded.model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_sentencepiece_tokenizer(published: tuple[Path, Any], tmp_path: Path) -> None:
+def test_sentencepiece_tokenizer(published, tmp_path):
     folder, _ = published
     processor = _sentencepiece(folder)
     roles = {"eos_token": "[unused10]", "bos_token": {"content": "<s>"}, "pad_token": None}

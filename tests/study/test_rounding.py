@@ -20,8 +20,6 @@ from rankscope.lab.study.rounding_result import (
     ORDER,
     WORKERS,
     GrowthOptions,
-    GrowthResult,
-    PairResult,
     fit_growth,
 )
 from support.benchmarks import load_benchmark
@@ -32,21 +30,21 @@ BASE_STEPS = 10
 
 
 @pytest.fixture(scope="module")
-def result() -> GrowthResult:
+def result():
     return run_growth(GrowthOptions(steps=STEPS, workers=4, base_steps=BASE_STEPS, evaluations=2))
 
 
-def pair_of(result: GrowthResult, name: str) -> PairResult:
+def pair_of(result, name):
     pair = result.pair(name)
     assert pair is not None
     return pair
 
 
-def reduce_once(gradients, arithmetic: StudiedReduction):
+def reduce_once(gradients, arithmetic):
     return Reducer(arithmetic, 1000, 0).reduce(gradients)
 
 
-def test_the_same_training_again_gives_the_same_bits(result: GrowthResult):
+def test_the_same_training_again_gives_the_same_bits(result):
     control = pair_of(result, CONTROL)
 
     assert control.identical
@@ -59,7 +57,7 @@ def test_the_same_training_again_gives_the_same_bits(result: GrowthResult):
 
 
 @pytest.mark.parametrize("name", [ORDER, WORKERS])
-def test_the_order_alone_parts_at_once_by_the_size_of_rounding(result: GrowthResult, name: str):
+def test_the_order_alone_parts_at_once_by_the_size_of_rounding(result, name):
     pair = pair_of(result, name)
 
     assert not pair.identical
@@ -71,9 +69,7 @@ def test_the_order_alone_parts_at_once_by_the_size_of_rounding(result: GrowthRes
     assert min(layer["first_step"] or 99 for layer in pair.layers) == 1
 
 
-def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(
-    result: GrowthResult,
-):
+def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(result):
     order, data = pair_of(result, ORDER), pair_of(result, DATA)
     for name, roundoff in ((BFLOAT16, 2.0**-8), (FLOAT16, 2.0**-11), (FLOAT16_SCALED, 2.0**-11)):
         pair = pair_of(result, name)
@@ -113,7 +109,7 @@ def test_growth_is_fitted_by_the_law_that_made_it():
     assert "in jumps" in fit_growth([1e-8, 1e-8, 1e-8, 1e-8, 1e-3, 1e-3, 1e-3, 1.1e-3]).words
 
 
-def _two_bucket_sizes(rank: int) -> tuple[list[float], list[float]]:
+def _two_bucket_sizes(rank):
     options = GrowthOptions(steps=STEPS, workers=3, base_steps=0)
     ingredients = prepare_growth(options)
     benchmark = load_benchmark("rounding_growth")

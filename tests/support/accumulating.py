@@ -135,10 +135,6 @@ class WaitsInBF16(Waits):
     options = BF16
 
 
-class ReducesInReplicas(Reduces):
-    replicas = True
-
-
 class WaitsUnsharded(Waits):
     def wrap(self) -> None:
         super().wrap()
@@ -255,7 +251,7 @@ class ReducesChangedAfterwards(ReducesClipped):
 class UnderDDP(Waits):
     """Has so many layers that most hooks can be spared."""
 
-    steps, late, learnt = 13, 4, 4
+    steps, late, learnt = 8, 4, 4
     num_layers = 9
 
     def wrap(self) -> None:
@@ -348,12 +344,16 @@ class DDPOneLayer(UnderDDP):
 
 
 class DDPLeftOver(DDPAlwaysOne):
+    steps = 13
+
     def zero(self, step: int) -> None:
         if step % 4 != 3:
             self.optimizer.zero_grad()
 
 
 class DDPLayerChangedAfterwards(DDPAlwaysOne):
+    steps = 13
+
     def reduced(self, step: int) -> None:
         for parameter in self.net.layers[2].parameters() if step >= self.late else ():
             assert parameter.grad is not None
@@ -361,7 +361,8 @@ class DDPLayerChangedAfterwards(DDPAlwaysOne):
 
 
 ABSTRACT = (
-    *("Waits", "WaitsClipped", "AlwaysOne", "SharpnessAware", "ReducesDivided", "UnderDDP"),
+    *("Waits", "WaitsClipped", "WaitsUnsharded", "AlwaysOne", "SharpnessAware", "Reduces"),
+    *("ReducesDivided", "UnderDDP"),
 )
 """Those of which only a derived one is trained."""
 
@@ -374,12 +375,10 @@ def cases(base: type[Waits]) -> dict[str, type[Waits]]:
 
 
 HEALTHY = (
-    *("WaitsInBF16", "WaitsUnsharded", "WaitsInShorterWindows", "WaitsWithAPenalty"),
-    *("WaitsWithAScaleOutsideLater", "Reduces", "ReducesClipped", "ReducesInReplicas"),
-    *("ReducesOffloaded", "ReducesWithDecayInTheLoss", "ReducesSharpnessAware", "ZeroedInPlace"),
-    *("DDPInBuckets", "DDPPreparedLate", "DDPReducedElsewhere"),
-    *("DDPInShorterWindows", "DDPAlwaysOne"),
-    *("DDPWithAScaleOutside", "DDPSharpnessAware"),
+    *("WaitsInBF16", "WaitsInShorterWindows", "WaitsWithAPenalty", "WaitsWithAScaleOutsideLater"),
+    *("ReducesClipped", "ReducesOffloaded", "ReducesWithDecayInTheLoss", "ReducesSharpnessAware"),
+    *("ZeroedInPlace", "DDPReducedElsewhere", "DDPInShorterWindows", "DDPAlwaysOne"),
+    *("DDPInBuckets", "DDPPreparedLate", "DDPWithAScaleOutside", "DDPSharpnessAware"),
 )
 
 COMPARED = (

@@ -37,6 +37,16 @@ def collect_warnings() -> list[str]:
     return warnings
 
 
+def collect_lines() -> list[str]:
+    """Return a list that gets every line of the monitor in this process, notes too."""
+    lines: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("rankscope")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
 def root_of(loop: "Loop") -> Any:
     """Return what judges the steps of a loop, which lives in a thread of rank 0."""
     agent = loop.scope._handle.agent.agent

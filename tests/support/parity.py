@@ -5,18 +5,15 @@ import multiprocessing as mp
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.tools.parity.compare import decide
-from rankscope.tools.parity.reading import Recording, read_side
-from rankscope.tools.parity.result import Answer
+from rankscope.tools.parity.reading import read_side
 from support.forked_ranks import _become, _run, end_with
 
-Rules = Sequence[tuple[str, Sequence[str]]]
 TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
 
 
@@ -28,25 +25,12 @@ class Layout:
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def layout(
-    ranks: int, *words: str, script: str = TRAINING, variables: Mapping[str, str] | None = None
-) -> Layout:
+def layout(ranks, *words, script=TRAINING, variables=None):
     return Layout(ranks, words, script, variables or {})
 
 
-Run = Callable[[Callable[..., None], Sequence[object], float], tuple[int, str, str]]
-"""Runs a function in a process that ranks are then forked from; see ``support.forked_ranks``."""
-
-
-def record(
-    folder: Path,
-    one: Layout,
-    steps: int = 3,
-    *,
-    timeout: float = 280.0,
-    run: Run = _run,
-    **parity: Any,
-) -> tuple[int, str]:
+def record(folder, one, steps=3, *, timeout=280.0, run=_run, **parity):
+    """Record a layout; ``run`` runs a function in a process that ranks are then forked from."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -64,14 +48,14 @@ def record(
     return code, out + err
 
 
-def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _fork(ranks, command, environment):
     gc.freeze()
     forking = mp.get_context("fork")
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)] or [{}]
     end_with([forking.Process(target=_main, args=(command, {**environment, **p})) for p in places])
 
 
-def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _main(command, environment):
     import torch
 
     torch.set_num_threads(1)
@@ -81,13 +65,13 @@ def _main(command: Sequence[str], environment: Mapping[str, str]) -> None:
 class Recordings:
     """Recordings of layouts in a folder; each layout is recorded once."""
 
-    def __init__(self, folder: Path, run: Run = _run) -> None:
+    def __init__(self, folder, run=_run):
         self._folder = folder
         self._run = run
-        self._known: dict[str, Recording] = {}
+        self._known = {}
         self._count = 0
 
-    def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Recording:
+    def side(self, one, name, steps, **parity):
         key = repr((one, steps, sorted(parity.items())))
         if key not in self._known:
             place = self._folder / str(self._count)  # a failed one leaves its folder behind
@@ -98,20 +82,11 @@ class Recordings:
         return replace(self._known[key], name=name)
 
 
-def answer_of(
-    recordings: Recordings,
-    a: Layout,
-    b: Layout,
-    steps: int = 3,
-    *,
-    rules_a: Rules = (),
-    rules_b: Rules = (),
-    **parity: Any,
-) -> Answer:
+def answer_of(recordings, a, b, steps=3, *, rules_a=(), rules_b=(), **parity):
     """Compare the two sides of a pair as the command does."""
     sides = {"A": (a, rules_a), "B": (b, rules_b)}
 
-    def again(side: Recording, eps: float) -> Recording:
+    def again(side, eps):
         one, rules = sides[side.name]
         return recordings.side(one, "moved", steps, eps=eps, rules=rules, **parity)
 

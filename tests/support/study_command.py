@@ -1,10 +1,9 @@
 """Runs ``rankscope study`` with real workers: in a process of its own, or one after the other.
 
-All tests of a session share one cache with one base model. Its data is a small file of short
-records, and its training a few steps: what these tests hold does not depend on a good one.
+The tests of a file share a cache with a base model. Its data is a small file of short records, and
+its training a few steps: what these tests hold does not depend on a good one.
 """
 
-import fcntl
 import json
 import os
 import signal
@@ -12,9 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -37,28 +34,6 @@ def short_records() -> list[Record]:
     return [row for row, _ in zip(rows, range(240), strict=False)]
 
 
-def shared_folder(base: Path) -> Path:
-    """Return the folder that all tests of a session share; make its data and base model once."""
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "study-command"
-    folder.mkdir(exist_ok=True)
-    data = folder / "records.json"
-    with _locked(folder):  # without it, each test process would train a base
-        if not data.exists():
-            partial = data.with_name("partial.json")
-            partial.write_text(json.dumps(short_records()))
-            _cache_base(partial, folder / "cache")
-            partial.replace(data)
-    return folder
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process of the session holds the folder's lock, and hold it."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
 def _cache_base(data: Path, cache: Path) -> None:
     """Put a base model of 8 steps where a study on this data looks for its own."""
     from rankscope.lab.study import base
@@ -74,16 +49,23 @@ def _cache_base(data: Path, cache: Path) -> None:
 
 
 class StudyCommand:
-    """``rankscope study`` with the session's data and cache.
+    """``rankscope study`` with its own data, short records, and its own cache, both in a folder.
 
     A process of its own is what a user starts. What many tests need are studies that just run:
     :meth:`call` does them one after the other in a common process, which imports torch once.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, unusable: bool = False) -> None:
         self.folder = folder
         self._host: Host | None = None
-        self.data = folder / "records.json"
+        self.data = folder / ("records.jsonl" if unusable else "records.json")
+        rows = short_records()
+        if unusable:
+            rows[3]["output"] = ""
+            rows[5]["output"] = " \n"
+            rows[7]["instruction"] = "word " * 400
+        self.data.write_text("\n".join(map(json.dumps, rows)) if unusable else json.dumps(rows))
+        _cache_base(self.data, folder / "cache")
         self.environment = {
             **os.environ,
             "XDG_CACHE_HOME": str(folder / "cache"),
@@ -132,40 +114,6 @@ class StudyCommand:
             folder = Path(tempfile.mkdtemp(prefix="host-", dir=self.folder))
             self._host = Host(folder, self.environment)
         return self._host
-
-
-@dataclass(frozen=True)
-class FinishedStudy:
-    """The study of all combinations that all tests of a session share; none of them changes it."""
-
-    done: "Done"
-    options: Mapping[str, Any]
-
-    @classmethod
-    def make_once(cls, study: StudyCommand) -> "FinishedStudy":
-        """Return it; the first test process that asks for it runs it, as a user would."""
-        data = study.folder / "records.jsonl"
-        path = study.folder / "new" / "finished"  # a parent that does not exist either
-        options = {"data": data, "workers": 3, "steps": 7, "accumulation": 2, "max_length": 256}
-        printed = study.folder / "finished.json"
-        with _locked(study.folder):
-            if not printed.exists():
-                _write_unusable(data)
-                _cache_base(data, study.folder / "cache")
-                run = study.run(path, **options)
-                printed.write_text(json.dumps([run.returncode, run.stdout, run.stderr]))
-        ended = subprocess.CompletedProcess([], *json.loads(printed.read_text()))
-        assert ended.returncode == 0, ended.stderr
-        return cls(Done(path, ended), options)
-
-
-def _write_unusable(data: Path) -> None:
-    """Write the session's records, of which three cannot be used."""
-    rows = short_records()
-    rows[3]["output"] = ""
-    rows[5]["output"] = " \n"
-    rows[7]["instruction"] = "word " * 400
-    data.write_text("\n".join(map(json.dumps, rows)))
 
 
 class Begun:

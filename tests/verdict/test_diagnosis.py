@@ -1,12 +1,15 @@
 """Diagnoses of simulated jobs, healthy and not."""
 
+import importlib
 import itertools
+import pkgutil
 
 import numpy as np
 import pytest
 
+from rankscope import evidence
 from rankscope.agent.assembly import summarize
-from rankscope.bus.detector import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import events_of
@@ -32,14 +35,14 @@ HEALTHY = {
     "padding at the border": (lambda: sharded(1001, 8, 4), 200),
     "sampler and loader drop": (
         lambda: sharded(1005, 8, 4, drop_last=True, loader_drop_last=True),
-        300,
+        150,
     ),
     "tiny data": (lambda: sharded(10, 8, 4), 100),
     "accumulation over borders": (
         lambda: accumulated(sharded(197, 8, 4, loader_drop_last=True), 4),
-        200,
+        100,
     ),
-    "single samples": (lambda: sharded(803, 8, 1), 400),
+    "single samples": (lambda: sharded(803, 8, 1), 250),
 }
 PADDED = {  # step and number of the samples that fill the first epoch up
     "padding at the border": (31, 7),
@@ -71,12 +74,12 @@ def test_a_healthy_job_resumed_inside_an_epoch_has_a_note_at_most():
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_equal_seeds_without_sharding_are_duplicate_batches_and_nothing_else(batch):
-    found, events = diagnose(replicated(900, batch, [0] * 8), 300)
+    found, events = diagnose(replicated(900, batch, [0] * 8), 150)
     assert set(found) == {DUPLICATES}
     finding = found[DUPLICATES]
     assert finding.severity is Severity.ERROR
     assert finding.ranks == tuple(range(8))
-    assert (finding.first_step, finding.last_step) == (0, 299)
+    assert (finding.first_step, finding.last_step) == (0, 149)
     assert finding.evidence["workers_with_own_batches"] == 1
     assert "Ranks 0–7" in finding.explanation
     assert events[0].step == {1: 2, 4: 0}[batch]
@@ -134,7 +137,7 @@ def test_one_content_that_occurs_very_often_accuses_nobody():
                 batches[t // 2 % 8][0] = -1
             yield batches
 
-    found, _ = diagnose(stream(), 300, named=False)
+    found, _ = diagnose(stream(), 150, named=False)
     assert all(finding.severity is Severity.NOTE for finding in found.values())
 
 
@@ -216,3 +219,25 @@ def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied
     stuck = steps_with([FINE, *[bad] * 30])[0][NONFINITE]
     assert stuck.severity is Severity.WARNING
     assert "the parameters are as they were" in stuck.explanation
+
+
+def below(kind):
+    return [each for one in kind.__subclasses__() for each in (one, *below(one))]
+
+
+def takes_steps(kind):
+    """Return whether a class is a detector itself, and no base of others."""
+    inherited = Detector.observe, Detector.observe_step
+    return (kind.observe, kind.observe_step) != inherited
+
+
+def test_every_detector_is_asked():
+    for module in pkgutil.walk_packages(evidence.__path__, f"{evidence.__name__}."):
+        importlib.import_module(module.name)
+    asked = {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}
+    known = {
+        kind
+        for kind in below(Detector)
+        if kind.__module__.startswith("rankscope.") and takes_steps(kind)
+    }
+    assert known == asked

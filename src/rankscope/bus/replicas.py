@@ -84,6 +84,8 @@ class StateKind(StrEnum):
     """A parameter that is trained, and was not when the session began; how many are, so far."""
     ROUNDED = "rounded"
     """Updates of parameters of low precision against what rounding loses."""
+    MISSED = "missed"
+    """Calls in a row in which the optimizer finds no gradient."""
     CONSTANT = "constant"
     """An input of the model that stays the same from step to step."""
     EXCHANGED = "exchanged"

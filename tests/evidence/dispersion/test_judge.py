@@ -56,7 +56,7 @@ def test_shared_data_without_names_are_found_in_ten_steps():
 )
 def test_a_spread_that_is_over_has_an_end_and_the_ratio_of_its_steps(key, fault, ratio):
     bad, good = Job(0, **fault), Job(1)
-    found = watch([(bad if 60 <= t < 90 else good).step(t) for t in range(300)])
+    found = watch([(bad if 60 <= t < 90 else good).step(t) for t in range(200)])
     last = [evidence for _, evidence in found if evidence.key == key][-1]
     assert last.status == "closed"
     assert abs(last.first_step - 60) <= 5

@@ -10,7 +10,13 @@ from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff, make_combiner
+from rankscope.evidence.environment.judge import (
+    DROPOUT,
+    EVALUATES,
+    DifferentModes,
+    DropoutOff,
+    make_combiner,
+)
 from rankscope.evidence.environment.probe import ModeMeter
 from rankscope.wrappers.facts import FLAGS_EVERY
 from support.stepping import evidence_of, named_message, run, words
@@ -70,13 +76,30 @@ def test_dropout_counts_beside_trained_parameters():
     assert dropout_off(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)).eval()) == 0
 
 
-@pytest.mark.parametrize(("off", "found"), [([1] * 4, True), ([1, 1, 1, 0], False)])
-def test_dropout_that_is_off_everywhere_is_a_note(off, found):
+def test_batch_normalisation_counts_once_the_model_was_in_training_mode():
+    one = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    meter, found = ModeMeter(one), []
+    for mode in (one.eval, one.train, one[1].eval, one.eval, one.train):
+        mode()
+        meter.read(len(found), due=True)
+        found.append(meter.take()[0]["dropout_off"])
+    assert found == [0, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("off", "key", "said"),
+    [
+        ([1] * 4, DROPOUT, "in evaluation mode in training steps since step 0"),
+        ([2] * 4, EVALUATES, "in evaluation mode in training steps since step 0, and was in"),
+        ([1, 1, 1, 0], None, ""),
+    ],
+)
+def test_what_is_off_everywhere_is_a_note(off, key, said):
     told = run(DropoutOff(), 3, width=4, dropout_off=off)
-    assert [one.key for one in told] == [DROPOUT] * (2 * found)
-    if found:
+    assert [one.key for one in told] == ([key] * 2 if key else [])
+    if key:
         assert (told[0].severity, told[0].first_step, told[0].ranks) == (Severity.NOTE, 0, ())
-        assert "in evaluation mode in training steps since step 0" in words(told[0])
+        assert said in words(told[0])
 
 
 def test_modules_in_another_mode_are_named_until_they_are_alike_again():

@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS, THAW = 24, 6
+STEPS, THAW = 16, 6
 CASES = ("ddp", "fsdp2", "group", "stays")
 
 

@@ -13,8 +13,8 @@ from rankscope.bus.messages import HeldValues
 from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.judge import LostUpdates
-from rankscope.evidence.optimizer.probe import WINDOW, OptimizerProbe, RestMeter
+from rankscope.evidence.optimizer.judge import LostUpdates, OptimizerWithoutGradients
+from rankscope.evidence.optimizer.probe import WINDOW, MissedGradients, OptimizerProbe, RestMeter
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -79,3 +79,42 @@ def test_a_session_begins_once_however_many_steps_pass_without_an_update():
         probe.begin_step(step, paused=False)
         begun.append(probe.collect(None) is not None)
     assert begun == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("right", []),
+        ("zeroed", ["found no gradient: .grad was None in all of its 5 parameters", "is learnt."]),
+        ("zeroed at first", ["in a row up to step 7", "Later calls find one."]),
+        ("another's parameters", ["in a row up to step 7", "None of them is a parameter of the"]),
+        ("gradients elsewhere", ["in a row up to step 7", "They have gradients in main_grad"]),
+        ("trained by others", []),
+    ],
+)
+def test_an_optimizer_that_finds_no_gradient_is_named_unless_parameters_change(way, said):
+    net = Net(torch.float32)
+    held = Net(torch.float32) if way == "another's parameters" else net
+    optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
+    for parameter in net.parameters() if way == "gradients elsewhere" else ():
+        parameter.main_grad = torch.ones_like(parameter)
+    meter, detector, found = MissedGradients(net, optimizer), OptimizerWithoutGradients(), []
+    for number in range(10):
+        if way == "right" or (way == "zeroed at first" and number == 9):
+            for parameter in net.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        meter.before_update()
+        optimizer.step()
+        pending = meter.see_update()
+        if way == "trained by others":
+            with torch.no_grad():
+                net.last.bias.add_(1.0)
+        if pending is not None:
+            message = named_message(number, {KEY: {"missed": pending.read()}})
+            rows = HeldValues(KEY).combine(as_columns([message]), {})
+            found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
+    assert bool(found) is bool(said)
+    for one in found:
+        assert (one.severity, one.first_step) == (Severity.ERROR, 0)
+    text = " ".join(map(words, found))
+    assert all(part in text for part in said)

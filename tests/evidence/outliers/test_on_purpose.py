@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-LENGTH, STEPS = 16, 60
+LENGTH, STEPS = 16, 40
 END = StepEnd(0, True, frozenset(), 1)
 
 

@@ -73,8 +73,10 @@ def test_a_constant_seed_makes_the_workers_of_a_rank_alike():
     assert collected_after_an_epoch(loader)["loader_rng_repeats"] == 2
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_batches_are_the_same_as_without_the_meter(context):
+@pytest.mark.parametrize(
+    ("context", "processes"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)]
+)
+def test_batches_are_the_same_as_without_the_meter(context, processes):
     def batches(context, *, watch):
         torch.manual_seed(5)
         loader = loader_of(
@@ -84,6 +86,7 @@ def test_batches_are_the_same_as_without_the_meter(context):
             worker_init_fn=partial(seed_numpy, 3),
             multiprocessing_context=context,
             shuffle=True,
+            num_workers=processes,
         )
         meter = LoaderMeter(loader) if watch else None
         return epoch(loader), torch.rand(1).item(), meter and meter.collect()
@@ -91,7 +94,7 @@ def test_batches_are_the_same_as_without_the_meter(context):
     alone, drawn, _ = batches("fork", watch=False)
     watched, drawn_watched, collected = batches(context, watch=True)
     assert (watched, drawn_watched) == (alone, drawn)
-    assert collected["loader_rng_repeats"] == 2  # numpy's alone
+    assert collected["loader_rng_repeats"] == (2 if processes > 1 else 0)  # numpy's alone
     assert len(collected) == 4
 
 
@@ -123,8 +126,11 @@ def fail(worker_id):
 def test_an_error_of_the_loaders_own_function_arrives_as_before():
     loader = loader_of("numpy", worker_init_fn=fail)
     LoaderMeter(loader)
+    batches = iter(loader)
     with pytest.raises(ValueError, match="the user's own error"):
-        epoch(loader)
+        next(batches)
+    for process in batches._workers:  # or torch waits five seconds for each
+        process.terminate()
 
 
 def test_a_failure_of_ours_does_not_end_a_worker(monkeypatch):

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS, BACK = 20, 2
+STEPS, BACK = 12, 2
 
 
 def train(rank, run_dir, model, begin):

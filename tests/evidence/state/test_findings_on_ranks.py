@@ -20,7 +20,7 @@ from .test_frozen import make_teacher
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 20
+STEPS = 12
 
 
 class Counting(nn.Module):
@@ -42,7 +42,7 @@ class Counting(nn.Module):
 
 def counting(rank, kind):
     model = DistributedDataParallel(Counting(kind).bfloat16(), broadcast_buffers=False)
-    return model, lambda step: model(torch.randint(8, (4, 50)))
+    return model, lambda step: model(torch.randint(8, (4, 90)))
 
 
 @contextmanager

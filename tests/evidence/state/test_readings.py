@@ -1,24 +1,10 @@
-"""Many parts of tensors that are read at once: in C, and by one launch of the Triton kernel."""
-
-import importlib.util
+"""Many parts of tensors that are read at once; the Triton kernel is in ``test_measure_many.py``."""
 
 import pytest
 import torch
 
 from rankscope.evidence.state.readings import PendingDigests
 from rankscope.gradients.digest import digest_bits
-from support import interpreted_digest
-from support.interpreted import interpreter
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
-
-
-@pytest.fixture(scope="module")
-def process():
-    with interpreter() as process:
-        yield process
 
 
 def test_parts_have_the_digests_of_single_tensors():
@@ -51,19 +37,3 @@ def test_sums_of_squares(dtype):
     for (tensor, start, stop), square in zip(cases, squares, strict=True):
         exact = float(tensor.reshape(-1)[start:stop].double().square().sum())
         assert square == pytest.approx(exact, rel=1e-6)
-
-
-@needs_triton
-def test_the_kernel_yields_the_digests_of_single_tensors(process):
-    assert process.submit(interpreted_digest.errors_of_digests).result() == []
-
-
-@needs_triton
-def test_the_kernel_yields_sums_of_squares(process):
-    for found, exact in process.submit(interpreted_digest.squares).result():
-        assert found == pytest.approx(exact, rel=1e-12)
-
-
-@needs_triton
-def test_samples_have_the_same_digests_by_the_kernel(process):
-    assert process.submit(interpreted_digest.batches_that_differ).result() == []

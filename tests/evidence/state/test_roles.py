@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from rankscope.bus.replicas import StateKind
+from rankscope.evidence.state.plan import read_roles, replaced_parameters
 from rankscope.evidence.state.roles import (
     Role,
     Roles,
     UnchangedParameters,
+    alike_shards,
     replaced_differences,
     role_differences,
     role_word,
@@ -129,3 +133,57 @@ def test_a_replaced_parameter_counts_once_all_workers_have_seen_it_rest():
     [found] = replaced_differences(before, now)
     assert (found.kind, found.name) == (StateKind.RESTING, "block.weight")
     assert np.all(found.digests_W & Role.REPLACED)
+
+
+def names_of(*starts_W):
+    return [found.name for found in alike_shards(starts_W)]
+
+
+def test_all_matrices_have_to_begin_alike_on_all_ranks():
+    one, other = [["a", "0", 1], ["b", "0", 2]], [["a", "1", 1], ["b", "1", 2]]
+    assert names_of(one, other) == ["a", "b"]
+    assert names_of(one, [["a", "1", 1], ["b", "1", 3]]) == []  # one that repeats on purpose
+    assert names_of(one, [["a", "1", 1]]) == []  # one alone that is known
+
+
+def test_replicas_of_a_shard_are_not_compared_with_each_other():
+    one, other = [["a", "0", 1], ["b", "0", 2]], [["a", "1", 3], ["b", "1", 4]]
+    assert names_of(one, one) == []
+    assert names_of(one, one, other, other) == []
+
+
+def test_the_role_of_each_parameter_is_seen():
+    layers = {name: nn.Linear(2, 2, bias=False) for name in ("held", "twice", "forgotten", "tied")}
+    layers["frozen"] = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    layers["tied"].weight = layers["held"].weight
+    model = nn.ModuleDict(layers)
+    optimizer = torch.optim.SGD(layers[name].weight for name in ("held", "twice", "frozen"))
+    optimizer.param_groups[0]["params"].append(layers["twice"].weight)
+    roles, left_out = read_roles(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
+    held = Role.TRAINED | Role.OWNED
+    assert dict(zip(roles.names, roles.words, strict=True)) == {
+        "held.weight": held,
+        "twice.weight": held | Role.TWICE,
+        "forgotten.weight": Role.TRAINED | Role.LEFT_OUT,
+        "tied.weight": role_word(held, "held.weight"),
+        "frozen.weight": Role.OWNED | Role.LEFT_OUT,
+    }
+    assert left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
+
+
+def test_only_tensors_that_never_get_a_gradient_replace_parameters():
+    model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("own", "lost", "unused")})
+    for name in ("own", "lost"):
+        model[name](torch.ones(3)).sum().backward()
+    others = [nn.Parameter(p.detach().clone()) for p in model["lost"].parameters()]
+    optimizer = torch.optim.SGD([*model["own"].parameters(), *others], lr=0.1, momentum=0.9)
+    assert list(replaced_parameters(model, optimizer)) == ["lost.weight", "lost.bias"]
+    others[0].grad = torch.ones(2, 3)
+    assert list(replaced_parameters(model, optimizer)) == ["lost.bias"]
+    optimizer.step()
+    others[0].grad = None
+    assert list(replaced_parameters(model, optimizer)) == ["lost.bias"], "it was updated before"
+    optimizer.add_param_group({"params": [model["lost"].bias]})
+    assert replaced_parameters(model, optimizer) == {}
+    without = torch.optim.SGD(model["own"].parameters(), lr=0.1)
+    assert replaced_parameters(model, without) == {}, "left out, and nothing in their place"

@@ -55,7 +55,7 @@ def _normalise_on_rank(rank, folder):
         warnings = collect_warnings()
         torch.manual_seed(rank)
         scope = rankscope.watch(ddp, optimizer, run_dir=f"{folder}/{name}", canary=False)
-        for step in range(24):
+        for step in range(16):
             share = 1.0
             if "accumulating" in name:
                 share = 0.5

@@ -15,7 +15,7 @@ TWO_WINDOWS = WARM_UP + 2 * WINDOW
 HOSTS = ["a"] * 4 + ["b"] * 4
 
 
-def simulate(num_steps=600, num_workers=8, slow=None, *, noise=0.03, seed=0):
+def simulate(num_steps=450, num_workers=8, slow=None, *, noise=0.03, seed=0):
     """Return seconds ``[T, W]`` for which workers are busy; ``slow(t)`` adds to them."""
     rng = np.random.default_rng(seed)
     busy_TW = 0.3 * np.exp(noise * rng.standard_normal((num_steps, num_workers)))
@@ -49,10 +49,10 @@ def watch(busy_TW, hosts=(), detector=None, start=0):
 
 HEALTHY = {
     "even": simulate(),
-    "very uneven batches, two workers": simulate(1500, 2, noise=0.5),
-    "all slow": simulate(slow=on(range(8), 0.3, range(200, 600))),
+    "very uneven batches, two workers": simulate(800, 2, noise=0.5),
+    "all slow": simulate(slow=on(range(8), 0.3, range(200, 450))),
     "another one slow in each step": simulate(slow=lambda t: on([t * 5 % 8], 0.2)(t)),
-    "a checkpoint now and then": simulate(slow=on([0], 30.0, range(0, 600, 10))),
+    "a checkpoint now and then": simulate(slow=on([0], 30.0, range(0, 450, 10))),
     "slow to start": simulate(slow=on([3], 5.0, range(WARM_UP))),
     "slow for a window and a half": simulate(slow=on([3], 0.2, range(160, 235))),
     "slow, but others are last": simulate(slow=on([3], 0.05), noise=0.5),
@@ -78,8 +78,8 @@ def test_a_slow_worker_is_named_after_two_windows(num_workers):
     assert first.numbers["share_of_step"] == pytest.approx(0.06 / 0.38, rel=0.25)
     assert {(one.key, one.status) for _, one in later} == {("time.straggler:rank-1", "open")}
     last = later[-1][1]
-    assert last.numbers["seconds_lost"] == pytest.approx(550 * 0.06, rel=0.25)
-    assert last.count == pytest.approx(550, abs=5)  # eleven whole windows
+    assert last.numbers["seconds_lost"] == pytest.approx(400 * 0.06, rel=0.25)
+    assert last.count == pytest.approx(400, abs=5)  # eight whole windows
 
 
 @pytest.mark.parametrize(("last", "slow"), [(24, [False, True, False]), (25, [False] * 3)])

@@ -20,7 +20,6 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer = build(kind)
-    model.train(end != "in evaluation mode")
     train(rank, model, optimizer)
     logging.info("rank %d has trained", rank)
     told = {"argv": sys.argv[1:], "path": sys.path, "digest": digest(model)}

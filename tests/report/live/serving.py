@@ -6,10 +6,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
@@ -22,7 +19,7 @@ SECONDS_PER_STEP = 0.4
 
 
 @contextlib.contextmanager
-def serving(directory: Path, **options: Any) -> Iterator[Any]:
+def serving(directory, **options):
     """Serve a directory on a free port until the block ends."""
     options = {"port": 0, "poll_seconds": 0.05, "refresh_seconds": 0.0, **options}
     server = live_server(directory, **options)
@@ -43,11 +40,11 @@ class Answer:
     text: str
 
     @property
-    def json(self) -> Any:
+    def json(self):
         return json.loads(self.text)
 
 
-def get(server: Any, path: str, *, method: str = "GET", **headers: str) -> Answer:
+def get(server, path, *, method="GET", **headers):
     """Ask a server, with exactly these headers besides the ones that a request must have.
 
     It takes compressed answers, as a browser does, unless the headers do not.
@@ -68,7 +65,7 @@ def get(server: Any, path: str, *, method: str = "GET", **headers: str) -> Answe
 
 
 @contextlib.contextmanager
-def events(server: Any, topic: str, have: str = "") -> Iterator[Iterator[tuple[str, str]]]:
+def events(server, topic, have=""):
     """Listen to a page's events: pairs of name and data, without those that say it is alive."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     connection.request("GET", f"/events?topic={topic}&have={have}")
@@ -76,7 +73,7 @@ def events(server: Any, topic: str, have: str = "") -> Iterator[Iterator[tuple[s
     assert response.status == 200
     assert response.headers["content-type"].startswith("text/event-stream")
 
-    def read() -> Iterator[tuple[str, str]]:
+    def read():
         name = ""
         while line := response.readline().decode().rstrip("\r\n") or "-":
             field, _, value = line.partition(": ")
@@ -94,9 +91,7 @@ def events(server: Any, topic: str, have: str = "") -> Iterator[Iterator[tuple[s
 class Training:
     """A training that is under way: every call writes more steps of it."""
 
-    def __init__(
-        self, path: Path, *, num_workers: int = 4, reading: str = "sharded", **info: Any
-    ) -> None:
+    def __init__(self, path, *, num_workers=4, reading="sharded", **info):
         facts = {"num_workers": num_workers, "model": "tiny (built-in base)", "data": "simulated"}
         self.writer = RunWriter(path, {**facts, **info})
         self.num_workers = num_workers
@@ -109,7 +104,7 @@ class Training:
         self._began = time.time() - 60
         self.step = 0
 
-    def steps(self, number: int, *, reading: str = "") -> None:
+    def steps(self, number, *, reading=""):
         """Take steps and flush, as if the last one was taken just now."""
         draw = self._draws[reading or self._reading]
         for _ in range(number):
@@ -122,6 +117,6 @@ class Training:
             self.step += 1
         self.writer.flush()
 
-    def close(self) -> None:
+    def close(self):
         self.writer.add_findings(self._diagnosis.close())
         self.writer.close()

@@ -5,12 +5,10 @@ With ``RANKSCOPE_SCREENSHOTS=1`` the test of the looks also writes the pictures 
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import expect
 
 from report.live.chromium import PATIENCE
 from report.live.serving import Training, serving
@@ -35,7 +33,7 @@ CUT_OFF = """() => [...document.querySelectorAll("figure.panel, .timeline a, .to
 class Site:
     """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         for name, reading, steps in (
             ("healthy", "sharded", 40),
@@ -54,7 +52,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Site]:
+def site(tmp_path_factory, browser):
     made = Site(tmp_path_factory.mktemp("site") / "runs")
     with serving(made.root) as server:
         made.url = server.url
@@ -62,13 +60,13 @@ def site(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator
 
 
 @pytest.fixture
-def page(browser: Browser, site: Site) -> Iterator[Page]:
+def page(browser, site):
     """A page that must not complain, and must not ask anyone but this server."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
     opened = context.new_page()
     opened.set_default_timeout(PATIENCE)
-    complaints: list[str] = []
-    asked: list[str] = []
+    complaints = []
+    asked = []
     opened.on(
         "console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None
     )
@@ -82,13 +80,13 @@ def page(browser: Browser, site: Site) -> Iterator[Page]:
     assert complaints == []
 
 
-def opened(page: Page, site: Site, path: str) -> Page:
+def opened(page, site, path):
     page.goto(site.url + path)
     expect(page.locator("#link")).to_have_text("Live")
     return page
 
 
-def figure(page: Page, name: str) -> Locator:
+def figure(page, name):
     """Scroll a figure into view and return it when it is drawn."""
     place = page.locator(f'[data-figure="{name}"]')
     place.scroll_into_view_if_needed()
@@ -96,7 +94,7 @@ def figure(page: Page, name: str) -> Locator:
     return place
 
 
-def test_all_runs_at_a_glance(page: Page, site: Site):
+def test_all_runs_at_a_glance(page, site):
     site.live.steps(1)
     opened(page, site, "")
     rows = page.locator("tbody tr")
@@ -108,7 +106,7 @@ def test_all_runs_at_a_glance(page: Page, site: Site):
     expect(page.locator("h1")).to_contain_text("train on the same batches")
 
 
-def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page: Page, site: Site):
+def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page, site):
     site.live.steps(1)
     first = site.live.step
     opened(page, site, "run/pretrain/live")
@@ -145,7 +143,7 @@ def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page
     expect(page.locator("output")).to_have_text("step 0")
 
 
-def test_a_fault_that_begins_is_found_in_the_open_page(page: Page, site: Site):
+def test_a_fault_that_begins_is_found_in_the_open_page(page, site):
     opened(page, site, "run/pretrain/live")
     expect(page.locator(".verdict .badge")).not_to_have_text("Error")
     site.live.steps(8, reading="replicated")
@@ -157,7 +155,7 @@ def test_a_fault_that_begins_is_found_in_the_open_page(page: Page, site: Site):
     expect(details).to_have_attribute("open", "")
 
 
-def test_print_has_every_figure(page: Page, site: Site):
+def test_print_has_every_figure(page, site):
     opened(page, site, "run/sft/forgotten-sampler")
     figures = page.locator("[data-figure]")
     expect(page.locator("[data-drawn]")).to_have_count(figures.count())
@@ -169,7 +167,7 @@ def test_print_has_every_figure(page: Page, site: Site):
     assert pdf.count(b"/Type /Page\n") > 1
 
 
-def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site):
+def test_a_phone_shows_all_without_scrolling_sideways(page, site):
     page.set_viewport_size({"width": 400, "height": 800})
     opened(page, site, "run/sft/forgotten-sampler")
     page.evaluate("document.querySelector('.next').append('module.' + 'long_name'.repeat(12))")
@@ -184,11 +182,11 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site):
     assert page.evaluate(CUT_OFF) == []
 
 
-def names(page: Page) -> list[str]:
+def names(page):
     return page.locator("tbody tr:visible [data-item-link]").all_inner_texts()
 
 
-def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site: Site):
+def test_runs_are_filtered_sorted_and_shown_with_their_settings(page, site):
     site.live.steps(1)
     opened(page, site, "")
     first = names(page)
@@ -227,7 +225,7 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site
     expect(page.locator("#order")).to_have_text("by optimizer.lr")
 
 
-def test_a_name_that_is_a_script_is_only_a_name(page: Page, site: Site):
+def test_a_name_that_is_a_script_is_only_a_name(page, site):
     opened(page, site, "")
     page.locator("tbody a", has_text="<script>").click()
     expect(page.locator("#crumb")).to_have_text(HOSTILE)
@@ -235,7 +233,7 @@ def test_a_name_that_is_a_script_is_only_a_name(page: Page, site: Site):
     assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
 
 
-def test_everything_is_reached_with_the_keyboard(page: Page, site: Site):
+def test_everything_is_reached_with_the_keyboard(page, site):
     opened(page, site, "")
     page.keyboard.press("j")
     page.keyboard.press("j")
@@ -268,7 +266,7 @@ def test_everything_is_reached_with_the_keyboard(page: Page, site: Site):
         ("compare", "compare?a=sft/forgotten-sampler&b=sft/healthy", "light", "compare-loss"),
     ],
 )
-def test_looks(page: Page, site: Site, name: str, path: str, mode: Any, reach: str | None):
+def test_looks(page, site, name, path, mode, reach):
     page.emulate_media(color_scheme=mode, reduced_motion="reduce")
     site.live.steps(1)
     opened(page, site, path)

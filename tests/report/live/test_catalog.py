@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from rankscope.errors import RunError
@@ -7,13 +5,13 @@ from rankscope.report.live import catalog
 from rankscope.report.live.catalog import MAX_DEPTH, ListedPlace, places, stamp
 
 
-def run_at(path: Path) -> Path:
+def run_at(path):
     path.mkdir(parents=True)
     (path / "run.json").write_text("{}")
     return path
 
 
-def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path: Path):
+def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path):
     for name in ("a", "study/runs/s1-1", "study/runs/s1-2", ".hidden/run", "a/inside"):
         run_at(tmp_path / name)
     run_at(tmp_path.joinpath(*"123456"[: MAX_DEPTH - 1], "deep"))
@@ -25,9 +23,7 @@ def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path: Path):
     assert found["study/runs/s1-2"].path == tmp_path / "study/runs/s1-2"
 
 
-def test_many_folders_of_data_hide_no_run_beside_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_many_folders_of_data_hide_no_run_beside_them(tmp_path, monkeypatch):
     for number in range(60):
         (tmp_path / "data/train" / f"n{number:08}" / "images").mkdir(parents=True)
     runs = [f"runs/exp-{n}/2026/november/seed-0" for n in range(3)]
@@ -49,7 +45,7 @@ def test_many_folders_of_data_hide_no_run_beside_them(
         *("steps/part-000000.parquet", "rollups/samples/part-000000.parquet"),
     ],
 )
-def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part: str):
+def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path, part):
     served = tmp_path / "served"
     run = run_at(served / "run")
     secret = tmp_path / "secret"

@@ -1,12 +1,8 @@
 """Pages of a file in a browser: on a phone, on paper, and at a step that the address names."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 
-from rankscope.record import Run
 from rankscope.report import write_comparison, write_report, write_study_report
 from report.live.chromium import PATIENCE
 
@@ -17,7 +13,7 @@ EMPTY = """() => [...document.querySelectorAll("[data-figure]")].filter(
 
 
 @pytest.fixture(scope="module")
-def pages(study: Path, copied_run: Run, healthy_run: Run) -> dict[str, Path]:
+def pages(study, copied_run, healthy_run):
     return {
         "study": write_study_report(study),
         "run": write_report(copied_run),
@@ -26,14 +22,14 @@ def pages(study: Path, copied_run: Run, healthy_run: Run) -> dict[str, Path]:
 
 
 @pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
+def page(browser):
     context = browser.new_context(viewport={"width": 400, "height": 800}, color_scheme="light")
     context.set_default_timeout(PATIENCE)
     yield context.new_page()
     context.close()
 
 
-def test_an_address_may_name_a_step(page: Page, pages: dict[str, Path]):
+def test_an_address_may_name_a_step(page, pages):
     page.goto(pages["run"].as_uri() + "#step-4")
     shown = page.locator("#frame-name")
     expect(shown).to_have_text("step 4")
@@ -49,7 +45,7 @@ SCALES = """() => [...document.querySelectorAll("[data-figure] .stage:not(.next)
 """How much the page scales each figure that is shown, and the words in it."""
 
 
-def test_words_in_figures_are_as_large_on_paper_as_on_a_screen(page: Page, pages: dict[str, Path]):
+def test_words_in_figures_are_as_large_on_paper_as_on_a_screen(page, pages):
     """Also from a phone, whose figures are as wide as the window, three of them in a row."""
     page.goto(pages["study"].as_uri())
     expect(page.locator("[data-figure=dashboard] svg")).to_be_visible()

@@ -6,8 +6,6 @@ import re
 import shutil
 import socket
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +18,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory):
+def served(tmp_path_factory):
     root = tmp_path_factory.mktemp("served") / "runs"
     for name, reading in (("good", "sharded"), (HOSTILE.replace("/", ""), "replicated")):
         training = Training(root / name, reading=reading, name=HOSTILE)
@@ -36,7 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
         yield server
 
 
-def test_a_page_of_a_run_holds_what_the_report_holds(served: Any):
+def test_a_page_of_a_run_holds_what_the_report_holds(served):
     answer = get(served, "/run/good")
     page = Page(answer.text)
 
@@ -49,7 +47,7 @@ def test_a_page_of_a_run_holds_what_the_report_holds(served: Any):
 
 
 @pytest.mark.parametrize("path", ["/", "/run/good", "/api/run/good", "/nothing"])
-def test_who_takes_no_compressed_answer_gets_a_plain_one(served: Any, path: str):
+def test_who_takes_no_compressed_answer_gets_a_plain_one(served, path):
     plain = get(served, path, accept_encoding="identity")
     packed = get(served, path)
     assert "content-encoding" not in plain.headers
@@ -65,14 +63,14 @@ def test_who_takes_no_compressed_answer_gets_a_plain_one(served: Any, path: str)
         "/api/run/..", "/events",
     ],
 )  # fmt: skip
-def test_nothing_else_is_reachable(served: Any, path: str):
+def test_nothing_else_is_reachable(served, path):
     answer = get(served, path)
     assert answer.status == 404
     assert "root:" not in answer.text
 
 
 @pytest.mark.parametrize(("name", "words"), [("broken", "damaged"), ("half", "damaged")])
-def test_a_damaged_run_says_so_calmly(served: Any, name: str, words: str):
+def test_a_damaged_run_says_so_calmly(served, name, words):
     answer = get(served, f"/run/{name}")
     page = Page(answer.text)
 
@@ -83,7 +81,7 @@ def test_a_damaged_run_says_so_calmly(served: Any, name: str, words: str):
     assert "Traceback" not in answer.text
 
 
-def test_a_flush_is_pushed_to_those_who_listen(tmp_path: Path):
+def test_a_flush_is_pushed_to_those_who_listen(tmp_path):
     training = Training(tmp_path / "run")
     training.steps(2)
     with (
@@ -109,12 +107,12 @@ def test_a_flush_is_pushed_to_those_who_listen(tmp_path: Path):
         assert "Complete" in get(server, "/api/run/run").json["main"]
 
 
-def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path: Path):
+def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path):
     now = time.time()
     clock = [now]
     pages = board.Board(tmp_path, lambda: clock[0], refresh_seconds=0)
 
-    def main_of(topic: str) -> str:
+    def main_of(topic):
         sheet = pages.sheet(topic)
         assert sheet is not None
         return sheet.main
@@ -137,7 +135,7 @@ def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path: Path):
     assert "Averaged loss" in gone
 
 
-def test_a_run_that_leads_out_is_not_read(tmp_path: Path):
+def test_a_run_that_leads_out_is_not_read(tmp_path):
     Training(tmp_path / "secret").steps(2)
     served = tmp_path / "served"
     shutil.copytree(tmp_path / "secret", served / "run")
@@ -161,12 +159,12 @@ def test_a_run_that_leads_out_is_not_read(tmp_path: Path):
         ("localhost.evil.example:8321", 421), ("localhost:80@evil.example", 421),
     ],
 )  # fmt: skip
-def test_only_names_of_this_machine_are_answered(served: Any, host: str, status: int):
+def test_only_names_of_this_machine_are_answered(served, host, status):
     assert get(served, "/", Host=host).status == status
     assert get(served, "/api/runs", Host=host).status == status
 
 
-def test_a_token_is_asked_for_and_kept_in_a_cookie(tmp_path: Path):
+def test_a_token_is_asked_for_and_kept_in_a_cookie(tmp_path):
     with serving(tmp_path, token="s3cret-ü") as server:
         assert server.url.endswith("?token=s3cret-%C3%BC")
         for path in ("/", "/api/runs", "/events?topic=runs", "/?token=wrong", "/assets/x/y"):
@@ -193,7 +191,7 @@ def test_a_token_is_asked_for_and_kept_in_a_cookie(tmp_path: Path):
             assert re.search(r"url=/(?=[\w%])[\w%./]*\"", goes_on), goes_on
 
 
-def test_other_addresses_than_loopback_get_a_token(tmp_path: Path):
+def test_other_addresses_than_loopback_get_a_token(tmp_path):
     with serving(tmp_path, host="0.0.0.0") as server:
         assert len(server.token) >= 20
         assert f"?token={server.token}" in server.url
@@ -201,7 +199,7 @@ def test_other_addresses_than_loopback_get_a_token(tmp_path: Path):
         assert get(server, f"/?token={server.token}", Host="node7:80").status == 200
 
 
-def test_a_name_that_is_no_utf8_is_shown_as_far_as_it_can_be(tmp_path: Path):
+def test_a_name_that_is_no_utf8_is_shown_as_far_as_it_can_be(tmp_path):
     odd = os.fsdecode(b"mod\xe8le")
     for name in (odd, "good"):
         training = Training(tmp_path / name, name="\ud800" if name == "good" else name)
@@ -216,7 +214,7 @@ def test_a_name_that_is_no_utf8_is_shown_as_far_as_it_can_be(tmp_path: Path):
     assert "mod?le" in news["title"]
 
 
-def test_viewers_who_never_finish_a_request_are_left(tmp_path: Path):
+def test_viewers_who_never_finish_a_request_are_left(tmp_path):
     with serving(tmp_path, request_seconds=3.0) as server, contextlib.ExitStack() as stack:
         slow = []
         for _ in range(300):

@@ -15,7 +15,7 @@ COLUMNS = (
         ("lr_changes", DType.INT, "", Source.LOCAL, Tail.NONE, "changes of that learning rate between the forward passes of the step"),
         ("precision", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the precision of the forward pass: types of parameters, autocast, TF32, determinism"),
         ("modes", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the modules in training and in evaluation mode, read in every 16th step"),
-        ("dropout_off", DType.INT, "", Source.LOCAL, Tail.NONE, "1 where all dropout layers beside trained parameters are in evaluation mode, else 0; read with the modes"),
+        ("dropout_off", DType.INT, "", Source.LOCAL, Tail.NONE, "1 where all dropout layers beside trained parameters are in evaluation mode, 2 where the model has none and batch normalisation, and is in evaluation mode as a whole after training mode, else 0; read with the modes"),
     ),
 )
 # fmt: on

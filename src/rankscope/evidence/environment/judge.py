@@ -32,6 +32,7 @@ from rankscope.stats.arrays import Ints
 CAUSE = "env.mismatch"
 MODES_DIFFER = "compute.modes_differ"
 DROPOUT = "dropout-off"
+EVALUATES = "evaluation-mode"
 _READINGS = 2
 
 STEPS_IN_A_ROW = 3
@@ -161,25 +162,27 @@ class DifferentModes(Detector):
 
 
 class DropoutOff(Detector):
-    """Dropout layers that are all in evaluation mode, on all workers, while the model trains."""
+    """Dropout layers, or a whole model, in evaluation mode on all workers, while it trains."""
 
     def __init__(self) -> None:
-        self._span = PersistentFault(_READINGS)
+        self._spans = {DROPOUT: PersistentFault(_READINGS), EVALUATES: PersistentFault(_READINGS)}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step in which modes were read; report dropout that is off, and its end."""
+        """Process a step in which modes were read; report what is off, and its end."""
         if not step.all_known("dropout_off"):
             return ()
-        off_W = step.gathered.workers["dropout_off"] == 1
-        ranks = range(len(off_W)) if off_W.all() else ()
-        span = self._span
-        if not span.observe(step.gathered.step, ranks):
-            return ()
-        over = "" if span.open else " It is on again."
-        numbers = {"readings": span.count}
-        return (
-            span.evidence(MODES_DIFFER, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),
-        )
+        off_W = step.gathered.workers["dropout_off"]
+        found = []
+        for value, (key, span) in enumerate(self._spans.items(), start=1):
+            ranks = range(len(off_W)) if (off_W == value).all() else ()
+            if span.observe(step.gathered.step, ranks):
+                again = " It is on again." if key == DROPOUT else " It is in training mode again."
+                over = "" if span.open else again
+                fields, numbers = {"over": over}, {"readings": span.count}
+                found.append(
+                    span.evidence(MODES_DIFFER, Severity.NOTE, (), fields, numbers, key=key)
+                )
+        return found
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -20,6 +20,7 @@ _DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
 )
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 
 
@@ -28,15 +29,18 @@ class ModeMeter(Probe):
 
     Also in the step with which a training in evaluation mode begins.
 
-    The names are sent only when a mode has changed. Dropout is off where each such layer beside
-    trained parameters is in evaluation mode.
+    The names are sent only when a mode has changed. Dropout is off (1) where each such layer beside
+    trained parameters is in evaluation mode. It is 2 for a model with batch normalisation in its
+    place that was in training mode before, and is in evaluation mode as a whole.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[tuple[str, nn.Module]] = []
         self._dropouts: list[nn.Module] = []
-        self._off = False
+        self._has_norms = False
+        self._has_trained = False  # in training mode
+        self._off = 0
         self._flags: bytes | None = None
         self._digest = math.nan
         self._present = False
@@ -72,7 +76,13 @@ class ModeMeter(Probe):
         if step % (_LISTED_EVERY * FLAGS_EVERY) == 0 or not self._parts:
             self._parts = list(self._module.named_modules())
             self._dropouts = list(_dropouts(self._module))
-        self._off = bool(self._dropouts) and not any(each.training for each in self._dropouts)
+            self._has_norms = any(isinstance(part, _NORMS) for _, part in self._parts)
+        self._has_trained |= self._module.training
+        if self._dropouts:
+            self._off = int(not any(each.training for each in self._dropouts))
+        else:
+            evaluates = self._has_norms and self._has_trained and not self._module.training
+            self._off = 2 if evaluates else 0
         flags = bytes([part.training for _, part in self._parts])
         if flags == self._flags:
             return

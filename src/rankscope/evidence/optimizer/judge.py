@@ -656,6 +656,49 @@ def half_step(value: float, dtype: str) -> float:
     return step / 4 if mantissa == 0.5 else step / 2
 
 
+UNSEEN = "optimizer-without-gradients"
+
+
+class OptimizerWithoutGradients(Detector):
+    """An optimizer that finds no gradient in call after call, while no parameter changes."""
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault()
+        self._numbers: dict[str, int] = {}
+        self._ranks: list[int] = []
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report calls without a gradient, or their end."""
+        rows = held_values(step.gathered.differences, StateKind.MISSED, KEY)
+        calls_W = rows.get("calls", _NOTHING)
+        missed_W = (calls_W != MISSING_INT) & (calls_W > 0)
+        number = step.gathered.step
+        if missed_W.any():
+            self._numbers = {name: int(v_W[missed_W].max()) for name, v_W in rows.items()}
+            self._ranks = _unless_all(np.flatnonzero(missed_W).tolist(), len(missed_W))
+            first = number - self._numbers["calls"] + 1
+            self._fault.see(number, first=first, before=number - first)
+        elif not len(calls_W) or not self._fault.close():
+            return
+        numbers = self._numbers
+        known = count(numbers["parameters"], "parameter")
+        if numbers["foreign"] == numbers["parameters"]:
+            where = " None of them is a parameter of the model."
+        elif numbers["elsewhere"]:
+            where = " They have gradients in main_grad, where Megatron-core's wrapper puts them."
+        else:
+            where = ""
+        fields = {
+            "step": f"{number:,}",
+            "parameters": known,
+            "calls": count(numbers["calls"], "call"),
+            "on": f" on {name_ranks(self._ranks)}" if self._ranks else "",
+            "where": where,
+            "learnt": " Nothing is learnt." if self._fault.open else " Later calls find one.",
+        }
+        yield self._fault.evidence(UNSEEN, Severity.ERROR, self._ranks, fields, numbers)
+
+
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
-    return OptimizerStart(), LostUpdates()
+    return OptimizerStart(), LostUpdates(), OptimizerWithoutGradients()

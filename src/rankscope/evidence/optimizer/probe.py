@@ -395,6 +395,80 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
+_FIRST_MISSED = 8  # calls without a gradient, until parameters are compared; then twice as many
+_MOST_COMPARED = 16  # parameters
+_ELSEWHERE = "main_grad"  # where Megatron-core's wrapper accumulates gradients
+
+
+class MissedGradients:
+    """Counts calls in a row in which the optimizer finds no gradient, and no parameter changes.
+
+    Some optimizers take gradients from elsewhere, and others are not known: then parameters change.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._found = True
+        self._calls = 0  # in a row
+        self._num_sent = 0  # of these
+        self._before: PendingReading | None = None
+        self._moves = False  # without gradients
+
+    def before_update(self) -> None:
+        """Look for a gradient before a call."""
+        self._found = self._finds_any()
+
+    def see_update(self) -> Awaited[dict[str, int]] | None:
+        """Count a call that has ended; return the number at times, and once more when it is 0."""
+        if self._moves:
+            return None
+        if self._found or self._finds_any():
+            ended, self._calls, self._num_sent = self._num_sent > 0, 0, 0
+            return Awaited([], partial(dict, calls=0, parameters=0)) if ended else None
+        self._calls += 1
+        if self._calls == 1:
+            self._before = self._read()
+        if self._before is None or self._calls < max(_FIRST_MISSED, 2 * self._num_sent):
+            return None
+        self._num_sent = self._calls
+        held = list(self._held())
+        own = {id(parameter) for parameter in self._module.parameters()}
+        numbers = {
+            "calls": self._calls,
+            "parameters": len(held),
+            "elsewhere": sum(getattr(one, _ELSEWHERE, None) is not None for one in held),
+            "foreign": sum(id(one) not in own for one in held),
+        }
+        now = self._read()
+        return Awaited([self._before, now], partial(self._unless_moved, self._before, now, numbers))
+
+    def _held(self) -> Iterator[Tensor]:
+        for each in all_of(self._optimizer):
+            for group in each.param_groups:
+                yield from group["params"]
+
+    def _finds_any(self) -> bool:
+        """Return whether a parameter has a gradient, or the optimizer holds none."""
+        first = next(self._held(), None)
+        return first is None or any(parameter.grad is not None for parameter in self._held())
+
+    def _read(self) -> PendingReading:
+        trained = [one for one in self._module.parameters() if one.requires_grad]
+        reading = PendingDigests()
+        for each in (list(self._held()), trained):
+            for parameter in each[:: len(each) // _MOST_COMPARED + 1]:
+                reading.add(local_of(parameter).detach())
+        return reading.begin()
+
+    def _unless_moved(
+        self, before: PendingReading, now: PendingReading, numbers: dict[str, int]
+    ) -> dict[str, int]:
+        (digests_before, _), (digests_now, _) = before.read(), now.read()
+        self._moves = list(digests_before) != list(digests_now)
+        return {} if self._moves else numbers
+
+
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
 
@@ -404,6 +478,7 @@ class OptimizerProbe(Probe):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
+        self._missed = MissedGradients(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._begun = False
@@ -420,6 +495,10 @@ class OptimizerProbe(Probe):
             self._begun = True
             self._readings[StateKind.STARTED] = self._read()
 
+    def before_update(self) -> None:
+        """Look for a gradient."""
+        self._missed.before_update()
+
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Count the call; of several optimizers, those of the first one."""
         self._caller = self._caller or optimizer
@@ -429,6 +508,9 @@ class OptimizerProbe(Probe):
         rest = self._rest.see_update()
         if rest is not None:
             self._readings[StateKind.ROUNDED] = rest
+        missed = self._missed.see_update()
+        if missed is not None:
+            self._readings[StateKind.MISSED] = missed
 
     def see_saved(self) -> None:
         """Read what is saved, unless it was read since the last call."""

@@ -1,11 +1,46 @@
-"""A mail server on the loopback that keeps what it is sent."""
+"""A web server and a mail server on the loopback, which keep what they are sent."""
 
+import json
 import socketserver
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email import message_from_bytes, policy
-from typing import Any
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any, TypeVar
+
+
+class WebServer(HTTPServer):
+    """``answers`` are its next status codes, some with a place to go on to; then it takes all."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Web)
+        self.answers: list[Any] = []
+        self.got: list[Any] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/hook"
+
+
+class _Web(BaseHTTPRequestHandler):
+    server: WebServer
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        answer = self.server.answers.pop(0) if self.server.answers else 200
+        code, place = answer if isinstance(answer, tuple) else (answer, None)
+        kind = self.headers["Content-Type"]
+        self.server.got.append((self.path, kind, json.loads(body), code))
+        self.send_response(code)
+        if place is not None:
+            self.send_header("Location", place)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.server.got.append((self.path, None, None, "GET"))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 class MailServer(socketserver.ThreadingTCPServer):
@@ -15,7 +50,7 @@ class MailServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Conversation)
+        super().__init__(("127.0.0.1", 0), _Mail)
         self.answers: list[str] = []
         self.recipients: list[str] = []
         self.messages: list[Any] = []
@@ -26,7 +61,7 @@ class MailServer(socketserver.ThreadingTCPServer):
         return f"127.0.0.1:{self.server_address[1]}"
 
 
-class _Conversation(socketserver.StreamRequestHandler):
+class _Mail(socketserver.StreamRequestHandler):
     server: MailServer
 
     def handle(self) -> None:
@@ -53,10 +88,13 @@ class _Conversation(socketserver.StreamRequestHandler):
         self.wfile.write(f"{text}\r\n".encode())
 
 
+Server = TypeVar("Server", WebServer, MailServer)
+
+
 @contextmanager
-def mail_server() -> Iterator[MailServer]:
-    """Run a mail server in a thread."""
-    with MailServer() as server:
+def running(made: type[Server]) -> Iterator[Server]:
+    """Run a server in a thread."""
+    with made() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
