@@ -263,6 +263,8 @@ def measure(run: Run) -> Values:
     drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
+    if run.num_workers == 1:  # nothing to be apart from
+        columns |= {name: np.full(len(losses), math.nan) for name in _MEANS}
     return {
         "num_workers": run.num_workers,
         "steps": run.num_rows(Table.STEPS),
