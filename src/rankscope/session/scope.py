@@ -256,8 +256,8 @@ class Scope:
 
         Args:
             samples: One id per sample (integers, strings, or other plain values: bytes, tuples,
-                UUIDs), or the tensors of the batch. Anything else is declined in one line of the
-                log.
+                UUIDs), by which all ranks tell the samples of the whole data set apart, or the
+                tensors of the batch. Anything else is declined in one line of the log.
         """
         self._guard(self._collector.give_samples, samples)
 
