@@ -70,7 +70,7 @@ def test_equal_batches_are_an_error(columns):
 )
 def test_ids_of_the_training_alone_are_no_proof_where_losses_differ(columns, severity):
     """They may be places in each rank's own shard."""
-    given = {"loss": [2.0, 2.1, 1.5, 1.6], "samples_named": [True] * 4}
+    given = {"loss": [2.0, 2.1, 1.5, 1.6], "grad_norm": [1.0] * 4, "samples_named": [True] * 4}
     [evidence] = found(**{**given, **columns})
     assert (evidence.cause, evidence.severity) == ("data.duplicate_batches", severity)
     doubtful = severity is Severity.WARNING
