@@ -178,6 +178,10 @@ def test_an_early_end_stands_before_a_note(tmp_path):
     assert end.startswith("The record ends early, with step")
     assert rest == "Tokens count differently."
     assert verdict.recommendation == "See the log of rank 0: others may only have followed."
+    usual = replace(note, id="loss.token_weighting")  # the usual mean leaves a run healthy
+    meant = judge(assess(run).values, [usual])
+    assert meant.headline.startswith("Healthy: ")
+    assert meant.recommendation.endswith("if this is meant: Tokens count differently.")
 
 
 def ending(rank, last_step, time, why):

@@ -90,8 +90,9 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     missing = missing_steps(progress.checks, _steps(values, progress))
     if not verdict.severity and missing:
         verdict = _too_early(verdict, values, progress, missing)
-    if verdict.recommendation == NOTHING_TO_CHANGE and any(map(_depends, findings)):
-        return replace(verdict, recommendation=_IF_MEANT)
+    noted = next(filter(_depends, findings), None)
+    if verdict.recommendation == NOTHING_TO_CHANGE and noted is not None:
+        return replace(verdict, recommendation=_IF_MEANT.format(first_sentence(noted)))
     return verdict
 
 
@@ -124,7 +125,7 @@ def _is_harmless(finding: Finding) -> bool:
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
 
 
-_IF_MEANT = "Nothing to change, if what the note says is meant."
+_IF_MEANT = "Nothing to change, if this is meant: {}"
 
 
 def _depends(finding: Finding) -> bool:
