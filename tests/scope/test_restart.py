@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -12,8 +14,10 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
-from rankscope.record import writer
+from rankscope.record import RunWriter, writer
+from rankscope.record.begin import WriterLock
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.session.opening import _still_trains, host_name
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
@@ -72,6 +76,18 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     assert (duplicates.first_step, duplicates.last_step) == (0, last + 10)
     assert duplicates.evidence["steps"] == last + 11
     assert [len(warnings) for *_, warnings in results] == [1, 0]
+
+
+def test_a_run_that_another_job_still_trains_is_not_continued(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    ended.wait()
+    for pid, trains in ((os.getpid(), True), (ended.pid, False)):
+        ranks = [{"rank": 0, "host": host_name(), "pid": pid}]
+        run = RunWriter(tmp_path / str(trains), {"num_workers": 1, "ranks": ranks}).path
+        assert not _still_trains(run)
+        lock = WriterLock(run)  # as its agent holds it
+        assert _still_trains(run) is trains
+        lock.release()
 
 
 def few_steps(rank, run_dir, **options):

@@ -155,6 +155,16 @@ def writer_is_gone(run: Path) -> bool:
 
     False, too, where that is unknown: on another machine, or before there were locks.
     """
+    return _writer_is_here(run) is False
+
+
+def writer_is_here(run: Path) -> bool:
+    """Return whether a process of this machine is known to write a run."""
+    return _writer_is_here(run) is True
+
+
+def _writer_is_here(run: Path) -> bool | None:
+    """Return whether the process that wrote a run on this machine lives; None if unknown."""
     try:
         import fcntl
 
@@ -162,13 +172,15 @@ def writer_is_gone(run: Path) -> bool:
         descriptor = os.open(run / LOCK_FILE, flags)
         try:
             if not _was_here(json.loads(os.read(descriptor, _MOST_BYTES))):
-                return False
+                return None
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
         finally:
             os.close(descriptor)
     except (OSError, ValueError, ImportError):
-        return False
-    return True
+        return None
+    return False
 
 
 def _machine() -> list[str]:

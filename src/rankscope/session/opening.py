@@ -37,7 +37,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.private import find
-from rankscope.record.begin import begin_run, end_lost_run, is_run
+from rankscope.record.begin import begin_run, end_lost_run, is_run, writer_is_here
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
@@ -297,7 +297,9 @@ def _begin(
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
         previous, path = _free_directory(run_dir)
-        start = _state_after(previous, info) if request.options["resume"] else None
+        busy = previous is not None and _still_trains(previous)
+        goes_on = request.options["resume"] and not busy
+        start = _state_after(previous, info) if goes_on else None
         described = dict(info)
         if previous is not None and start is not None:
             described |= {"continues": previous.name, "first_step": start["step"] + 1}
@@ -310,8 +312,9 @@ def _begin(
         if previous is not None:
             held = place if store is None else store.address
             new = path if copied_to is None else copied_to.address
-            goes_on = "" if start is None else _CONTINUES
-            _log.warning("%s already holds a run; this one is recorded in %s%s", held, new, goes_on)
+            run = "a run that still trains" if busy else "a run"
+            then = "" if start is None else _CONTINUES
+            _log.warning("%s already holds %s; this one is recorded in %s%s", held, run, new, then)
         return RootRun(
             path,
             copied_to,
@@ -319,6 +322,26 @@ def _begin(
             tuple(sink.spec for sink in planned if sink.spec),
             tuple(sink for sink in planned if not sink.spec),
         ), described.get("first_step", 0)
+
+
+def _still_trains(previous: Path) -> bool:
+    """Return whether another job on this host writes into a run's directory, and trains."""
+    if not writer_is_here(previous):
+        return False
+    try:
+        ranks = parse(read_file(previous / "run.json"))["ranks"]
+        pids = [int(rank["pid"]) for rank in ranks if rank["host"] == host_name()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return any(map(_lives, pids))
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process runs: not one that has ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (OSError, IndexError):
+        return False
 
 
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
