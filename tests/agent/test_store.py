@@ -13,7 +13,9 @@ from rankscope import Run, files
 from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
 from rankscope.bus.evidence import Table
+from rankscope.errors import RunError
 from rankscope.record import RunWriter
+from rankscope.verdict.assessment import assess
 from record.run_files import make_finding
 from record.step_reports import make_report
 from support.accidents import wait_until
@@ -120,6 +122,25 @@ def come_back(folder):
 
 def recorded(folder):
     return Run.open(folder / "run").columns(Table.STEPS, "step")["step"].tolist()
+
+
+def test_a_record_that_cannot_be_written_to_its_end_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "_LAST_PAUSES", ())
+    for whole in (0, 2):
+        path = tmp_path / str(whole)
+        record = Recorder(RunWriter(path, {"num_workers": 4}))
+        record.add_many([make_report(step) for step in range(whole)])
+        assert record.flush()
+        if whole:
+            (path / "workers").rename(tmp_path / "kept")
+        (path / "workers").write_text("in its place")
+        record.add_many([make_report(step) for step in range(whole, 5)])
+        with pytest.raises(RunError, match="cannot write"):
+            record.close("complete")
+        run = Run.open(path)
+        missing = {"first_step": whole, "steps": 5 - whole, "why": "File exists"}
+        assert (run.status, run.info["unwritten"]) == ("incomplete", missing)
+        assert "could not be written (File exists)" in assess(run).headline
 
 
 @pytest.mark.parametrize("limit", ["MOST_KEPT_BYTES", "GIVE_UP_SECONDS"])

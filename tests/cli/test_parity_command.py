@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shlex
 import sys
 import time
 
 import pytest
 
+from rankscope.cli import parity
 from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, _rules_of, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
@@ -63,7 +65,8 @@ def test_a_command_that_fails_is_named_with_its_last_words(command, tmp_path):
     )
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(tmp_path):
+def test_what_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parity, "FIRST_LINE_SECONDS", 0.1)
     child = "import time; time.sleep(600)"
     text = (
         "import os, subprocess, sys, time\n"
@@ -79,6 +82,9 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path):
     with pytest.raises(CommandError, match="A had not ended in time"):
         run_commands([hangs, other], 8.0, together=True)
     assert time.monotonic() - begun < 200
+    lines = capsys.readouterr().err
+    assert all(f"Running {each.name}: " in lines for each in (hangs, other))
+    assert re.search(r"A runs for \d s: 0 of 1 step recorded", lines)
     pids = [int((tmp_path / "pid").read_text())]
     pids += [each._process.pid for each in (hangs, other)]
     assert all(state_of(pid) in ("", "Z") for pid in pids)

@@ -86,6 +86,7 @@ def named_samples(rank, run_dir):
             with loop.ddp.no_sync() if micro == 0 else contextlib.nullcontext():
                 loss = loop.ddp(**batch)["loss"]
                 loss.backward()
+            loop.scope.loss("ten", weight=3)
             loop.scope.loss(10.0 * step + micro + rank, weight=3)
         loop.optimizer.step()
     loop.scope.close()
@@ -95,7 +96,8 @@ def named_samples(rank, run_dir):
 def test_samples_and_losses_that_are_given_belong_to_their_step(trained):
     """Ids come before the forward pass, losses here after the backward pass."""
     warnings, run = told(trained, named_samples)
-    assert warnings == [[], []]
+    line = "loss() expected numbers or a tensor of them as value, got str; what backward shows is "
+    assert [[text.startswith(line) for text in texts] for texts in warnings] == [[True], [True]]
     assert run.columns(Table.WORKERS, "samples_named")["samples_named"].all()
     columns = run.columns(Table.SAMPLES, "step", "rank", "samples")
     for step, rank, samples in zip(*columns.values(), strict=True):

@@ -55,6 +55,8 @@ def refused(_, folder):
     """Return the words by which arguments of other kinds are refused."""
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    endless: dict = {}
+    endless["again"] = endless
     wrong = [
         {"model": optimizer, "optimizer": model},
         {"model": None},
@@ -65,6 +67,7 @@ def refused(_, folder):
         {"run_dir": None},
         {"on_finding": "print"},
         {"config": "x"},
+        {"config": endless},
     ]
     found = []
     for given in wrong:
@@ -89,6 +92,8 @@ def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
         "run_dir to be a path, got NoneType",
         "on_finding to be a function of a finding, got str",
         "config to map names to values, got str",
+        "plain values in config, got some that cannot be read (RecursionError), or that hold "
+        "themselves",
     ]
     for words, end in zip(found, expected, strict=True):
         assert words.endswith(f"watch() expected {end}")

@@ -1,5 +1,6 @@
 """Assessments of recorded runs whose samples, losses and gradients are simulated."""
 
+import math
 import shutil
 from dataclasses import replace
 from itertools import islice
@@ -13,6 +14,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
+from rankscope.verdict import assessment
 from rankscope.verdict.assessment import assess, progress_of
 from rankscope.verdict.diagnosis import Diagnosis
 from rankscope.verdict.verdicts import RunProgress, judge
@@ -73,7 +75,8 @@ def test_healthy_shards(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
-def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
+def test_too_few_steps_are_not_called_healthy(tmp_path, monkeypatch, status, word):
+    monkeypatch.setattr(assessment, "_LEAST_SILENCE", math.inf)
     run = record_run(tmp_path / "run", status=status)
     found = assess(run)
     assert (found.severity, found.word) == (None, "early")
@@ -108,7 +111,8 @@ def test_one_worker_has_nothing_to_compare(tmp_path):
     found = assess(run)
     assert found.severity is None
     assert "nothing to compare" in found.headline
-    assert found.values["cosine_mean"] is None
+    for name in ("cosine_mean", "loss_std", "grad_norm_std"):
+        assert found.values[name] is None
 
 
 def test_a_run_without_steps(tmp_path):
@@ -122,13 +126,32 @@ def test_a_run_without_steps(tmp_path):
     place = ListedPlace("run", run.path, "run")
     listed = glance(place, stamp(place, tmp_path))
     assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
-    removed = record_run(tmp_path / "removed")
-    shutil.rmtree(removed.path / "steps")
-    lost = assess(Run.open(removed.path))
-    assert lost.headline.startswith("The steps of this run are missing: workers/ of its directory")
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [("steps/", "sharded"), ("workers/", "sharded"), ("findings.jsonl", "replicated")],
+)
+def test_a_directory_that_lacks_what_was_written_is_not_healthy(tmp_path, name, reading):
+    run = record_run(tmp_path / "run", reading=reading)
+    part = run.path / name
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    found = assess(Run.open(run.path))
+    assert found.severity is Severity.WARNING
+    assert found.headline.startswith(f"A part of this record is missing: {name} of its directory")
+    place = ListedPlace("run", run.path, "run")
+    assert glance(place, stamp(place, tmp_path)).severity == "warning"
+
+
+def test_a_run_that_is_silent_and_has_no_end_is_not_healthy(tmp_path):
+    run = record_run(tmp_path / "run", num_steps=40)  # of 2023
+    assert assess(run).severity is None
+    begun = Run(run.path, run.info | {"status": "running"})
+    assert "no end: the training stopped, or this is a copy" in assess(begun).headline
+    assert assess(begun).severity is Severity.NOTE
 
 
 @pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])
@@ -147,7 +170,8 @@ def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, 
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "num_steps": 2}], ids=["healthy", "nothing proven"]
 )
-def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
+def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, monkeypatch, options):
+    monkeypatch.setattr(assessment, "_LEAST_SILENCE", math.inf)
     found = {}
     for status in ("running", "complete", "incomplete"):
         found[status] = assess(record_run(tmp_path / status, status=status, **options))
@@ -177,6 +201,10 @@ def test_an_early_end_stands_before_a_note(tmp_path):
     assert end.startswith("The record ends early, with step")
     assert rest == "Tokens count differently."
     assert verdict.recommendation == "See the log of rank 0: others may only have followed."
+    usual = replace(note, id="loss.token_weighting")  # the usual mean leaves a run healthy
+    meant = judge(assess(run).values, [usual])
+    assert meant.headline.startswith("Healthy: ")
+    assert meant.recommendation.endswith("if this is meant: Tokens count differently.")
 
 
 def ending(rank, last_step, time, why):

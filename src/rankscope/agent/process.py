@@ -408,6 +408,9 @@ def serve(descriptor: int, secret: str, parent: int) -> None:
     _log.propagate = False
     _log.addFilter(make_printable)
     _log.addHandler(LinesToTraining(agent))
+    own = logging.StreamHandler()  # also of what comes when no rank is left to log it
+    own.setLevel(logging.WARNING)
+    _log.addHandler(own)
     try:
         agent.run()
     finally:

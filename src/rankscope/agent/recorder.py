@@ -1,5 +1,6 @@
 """Writes the record for the root; a file system that fails for a while ends nothing."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -92,12 +93,26 @@ class Recorder:
             try:
                 self._write()
                 self._writer.close(status, **facts)
-            except RunError:
+            except RunError as error:
                 if pause is None:
+                    self._end_early(error, facts)
                     raise
                 time.sleep(pause)
             else:
                 return
+
+    def _end_early(self, error: RunError, facts: dict[str, Any]) -> None:
+        """Record what is missing: a small file may be written where the rest may not."""
+        waiting = self._writer.waiting_steps
+        facts["failed_writes"] = self._failures + 1 + len(_LAST_PAUSES)
+        if waiting or self._has_ended:
+            facts["unwritten"] = {
+                "first_step": min(waiting, default=self._first_left_out),
+                "steps": len(waiting) + self._num_left_out,
+                "why": getattr(error.__cause__, "strerror", None) or str(error),
+            }
+        with contextlib.suppress(RunError):
+            self._writer.end_early(**facts)
 
     @property
     def _has_ended(self) -> bool:

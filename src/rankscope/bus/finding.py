@@ -29,6 +29,11 @@ class Severity(IntEnum):
     def __str__(self) -> str:
         return self.name.lower()
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Severity | None":
+        """Return the member of a name in JSON, such as ``"error"``."""
+        return next((each for each in cls if str(each) == value), None)
+
 
 _ORDER = (
     *("id", "status", "step", "cause", "severity", "ranks", "groups", "first_step", "last_step"),

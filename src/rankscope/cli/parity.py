@@ -23,6 +23,7 @@ from rich.text import Text
 
 from rankscope.agent.rank_processes import ending_of
 from rankscope.bus.parity import FOLDER
+from rankscope.bus.words import count
 from rankscope.cli.output import (
     HtmlOption,
     JsonOption,
@@ -186,7 +187,6 @@ class _Pair:
         commands = [Command("B", self.b, self.folder / "b", job_b)]
         if recorded is None:
             commands.insert(0, Command("A", self.a, self.folder / "a", job_a))
-        _announce(commands)
         run_commands(commands, self.timeout, together=self.parallel and not self.same_start)
         side_a = read_side(recorded or self.folder / "a", "A")
         side_b = read_side(self.folder / "b", "B")
@@ -216,7 +216,6 @@ class _Pair:
 
         folder = self.folder / place
         commands = [Command(name, command, folder, job)]
-        _announce(commands)
         run_commands(commands, self.timeout, together=False)
         return read_side(folder, name)
 
@@ -292,10 +291,9 @@ def _check(side: Recording, steps: int, name: str) -> None:
         raise NotRecordedError(f"{name} ended after {len(side.steps)} of {steps} steps")
 
 
-def _announce(commands: Sequence["Command"]) -> None:
-    """Say what is being run: a training may take long before its first step."""
-    words = "; ".join(f"{each.name.rstrip(',')}: {each.text}" for each in commands)
-    terminal(stderr=True).print(plain(f"  Running {words} …", "dim"), soft_wrap=True)
+def _say(words: str) -> None:
+    """Print a line of progress: a training may take long before its first step."""
+    terminal(stderr=True).print(plain(f"  {words} …", "dim"), soft_wrap=True)
 
 
 def _recorded_run(given: str) -> Path | None:
@@ -356,6 +354,9 @@ def render_answer(answer: Answer, console: Console) -> None:
 GRACE_SECONDS = 10.0
 """How long processes may take to end after a signal."""
 
+FIRST_LINE_SECONDS = 15.0
+"""Seconds until a line says how far a training is; each further one comes after twice as many."""
+
 _LOG = "output.txt"
 _MOST_WORDS = 200
 _RAISED = re.compile(r"(\[\w+\]: *)?[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
@@ -383,6 +384,7 @@ class Command:
         """Start it; CommandError if it cannot be, UsageError without such a script or command."""
         words = shlex.split(self.text)
         command = command_for(words, module=False, original=[sys.executable])
+        _say(f"Running {self.name.rstrip(',')}: {self.text}")
         self.directory.mkdir(parents=True, exist_ok=True)
         name = name_of(words, module=False)
         job = ScriptJob(str(self.directory.absolute()), name, parity=asdict(self.parity))
@@ -401,18 +403,35 @@ class Command:
 
     def wait(self, until: float) -> None:
         """Wait for its end, until a time of the monotonic clock; CommandError if it fails."""
-        assert self._process is not None
-        try:
-            code = self._process.wait(max(until - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            self.end()
-            raise CommandError(
-                f"{self.name} had not ended in time and was ended; give a longer --timeout, or see "
-                f"where it hangs: {self._last_words()}"
-            ) from None
+        begun = time.monotonic()
+        pause = FIRST_LINE_SECONDS
+        while (code := self._code_in(min(pause, until - time.monotonic()))) is None:
+            if time.monotonic() >= until:
+                self.end()
+                raise CommandError(
+                    f"{self.name} had not ended in time and was ended; give a longer --timeout, or "
+                    f"see where it hangs: {self._last_words()}"
+                )
+            seconds = time.monotonic() - begun
+            pause = max(pause, seconds)
+            steps = f"{self._num_steps} of {count(self.parity.steps, 'step')} recorded"
+            _say(f"{self.name.rstrip(',')} runs for {seconds:.0f} s: {steps}")
         self._end_others()
         if code:
             raise CommandError(f"{self.name} {ending_of(code)}: {self._last_words()}")
+
+    def _code_in(self, seconds: float) -> int | None:
+        """Return its exit code within so many seconds; None if it still runs."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(max(seconds, 0.0))
+        return None
+
+    @property
+    def _num_steps(self) -> int:
+        """How many steps some rank has recorded."""
+        ranks = (self.directory / FOLDER).glob("rank-*")
+        return max((len([*rank.glob("step-*")]) for rank in ranks), default=0)
 
     def end(self) -> None:
         """End all its processes; does nothing after its end."""

@@ -17,7 +17,13 @@ from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
-from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run, writer_is_gone
+from rankscope.record.begin import (
+    FINDINGS_FILE,
+    INFO_FILE,
+    SCHEMA_VERSION,
+    is_run,
+    writer_is_gone,
+)
 from rankscope.record.rollups import (
     MAX_ROWS,
     Cells,
@@ -106,6 +112,18 @@ class Run:
         return "interrupted" if status == "running" and writer_is_gone(self.path) else status
 
     @property
+    def lost(self) -> str:
+        """What the directory lacks though it was written, such as ``workers/``; empty if nothing.
+
+        A copy may be incomplete.
+        """
+        found = {table: step_range(self.path, table) for table in (Table.STEPS, Table.WORKERS)}
+        if any(found.values()) and not all(found.values()):
+            return next(f"{table}/" for table, steps in found.items() if not steps)
+        written = self.info.get("finding_events") and self._findings is None
+        return FINDINGS_FILE if written and not (self.path / FINDINGS_FILE).exists() else ""
+
+    @property
     def version(self) -> str:
         """A value that changes with every flush and finding: names, sizes, times of three files.
 
@@ -115,7 +133,7 @@ class Run:
             RunError: The files of the steps cannot be listed.
         """
         last = parts_in(self.path / Table.STEPS)[-1:]  # each flush writes this table after the rest
-        files = [self.path / INFO_FILE, self.path / "findings.jsonl", *last]
+        files = [self.path / INFO_FILE, self.path / FINDINGS_FILE, *last]
         return " ".join(map(_stamp, files))
 
     @property
@@ -323,7 +341,7 @@ class Run:
         """
         if self._findings is not None:
             return self._findings
-        file = self.path / "findings.jsonl"
+        file = self.path / FINDINGS_FILE
         try:
             content = read_file(file)
         except FileNotFoundError:

@@ -9,10 +9,10 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
-from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
+from rankscope.record.begin import FINDINGS_FILE, INFO_FILE, begin_run, now, text_of
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
@@ -251,6 +251,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()
         self._file_lock = threading.RLock()
         self._num_steps = 0
+        self._num_events = 0  # of findings
         self._num_traced = 0  # rows of traces since the last flush
         self._last_flush: float | None = None
         self._flushes_without_state = 0
@@ -285,7 +286,8 @@ class RunWriter:
         lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in findings]
         if lines:
             with self._file_lock:
-                append(self.path / "findings.jsonl", "".join(lines).encode())
+                append(self.path / FINDINGS_FILE, "".join(lines).encode())
+                self._num_events += len(lines)
 
     def describe(self, **facts: Any) -> None:
         """Put facts into ``run.json``, with the next flush."""
@@ -345,7 +347,20 @@ class RunWriter:
                 return
             self.flush()
             self._info |= {"status": status, "finished": now(), "steps": self._num_steps}
-            self._info |= facts
+            self._info |= {"finding_events": self._num_events, **facts}
+            replace(self.path / INFO_FILE, text_of(self._info))
+            self._closed = True
+
+    @property
+    def waiting_steps(self) -> tuple[int, ...]:
+        """The steps that are not written yet."""
+        return tuple(int(step) for step in self._tables[Table.STEPS].waiting("step"))
+
+    def end_early(self, **facts: Any) -> None:
+        """Record in ``run.json`` that the run ends without the rows that are not written yet."""
+        with self._file_lock:
+            self._info |= {"status": "incomplete", "finished": now()}
+            self._info |= {"steps": self._num_steps - len(self.waiting_steps), **facts}
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
 
@@ -380,6 +395,10 @@ class _PartWriter:
     def waiting_bytes(self) -> int:
         """Estimated memory of the rows that are not written yet."""
         return self._pending_bytes + self._staged_bytes
+
+    def waiting(self, name: str) -> Iterator[Any]:
+        """Yield a column of the rows that are not written yet."""
+        return chain.from_iterable(rows[name] for rows in (*self._staged, *self._pending))
 
     def stage(self) -> None:
         """Mark all rows added so far for the next write."""

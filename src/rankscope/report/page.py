@@ -143,8 +143,8 @@ def _metric_figures(
     }
     for note, null in zip(("null", "null-cosine"), nulls.values(), strict=True):
         notes[note] = "known" if _known(null) else ""
-    specs = {}
-    for name in ("loss_std", "grad_norm_std", "cosine_mean"):
+    specs: dict[str, Spec] = {}
+    for name in ("loss_std", "grad_norm_std", "cosine_mean") if source.num_workers > 1 else ():
         points = _curve(source, name, observed=name != "loss_std")
         if not _known(points):
             continue

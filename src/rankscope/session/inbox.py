@@ -77,7 +77,10 @@ def last_line(
     if watched is not None and recorded >= judged:
         return f"{watched}; to see what there is: {shows}"
     if not judged:
-        return f"the last steps were not judged before the training ended; to see all: {shows}"
+        return (
+            "the last steps were not judged before the training ended; to see all, once the agent "
+            f"has closed the record: {shows}"
+        )
     if not recorded:
         return f"the run could not be recorded to its end in {place}; to see what was: {shows}"
     return f"the run is recorded in {place}; to see it: {shows}"

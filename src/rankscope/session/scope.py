@@ -55,6 +55,7 @@ from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
 from rankscope.wrappers.find import is_compiled, is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
+from rankscope.wrappers.labels import problem_of
 from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
@@ -114,6 +115,7 @@ class Scope:
         self._monitor = _Monitor.RUNNING
         self._off_after: int | None = None  # the last step before the monitor was switched off
         self._forward = _Forward.NONE
+        self._declined_loss = False  # a call of ``loss``
         self._training = False  # the last forward pass of the model counts
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.wrapped.device))
@@ -216,7 +218,7 @@ class Scope:
 
         Without it, that is the model's ``.loss`` or the scalar on which ``backward`` is called.
         From the first call on, the latter does not count. What is no loss is declined in one line
-        of the log.
+        of the log, and the latter counts on.
 
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one
@@ -242,6 +244,12 @@ class Scope:
             self._guard(partial(self._take_given_loss, **more), value, weight)
 
     def _take_given_loss(self, value: Any, weight: Any, **more: Any) -> None:
+        problem = problem_of(value, weight, factor=more["factor"], constant=more["constant"])
+        if problem:
+            if not self._declined_loss:
+                self._declined_loss = True
+                _log.warning("%s; what backward shows is recorded in its place", problem)
+            return
         self._losses.remove()
         self._collector.give_loss(value, weight, **more)
 
@@ -256,8 +264,8 @@ class Scope:
 
         Args:
             samples: One id per sample (integers, strings, or other plain values: bytes, tuples,
-                UUIDs), or the tensors of the batch. Anything else is declined in one line of the
-                log.
+                UUIDs), by which all ranks tell the samples of the whole data set apart, or the
+                tensors of the batch. Anything else is declined in one line of the log.
         """
         self._guard(self._collector.give_samples, samples)
 
@@ -413,7 +421,7 @@ class Scope:
             _log.log(
                 level,
                 "the monitor's agent still works or waits for other ranks or hosts; the training "
-                "goes on, and the agent closes the record by itself",
+                "goes on, and the agent closes the record by itself, later",
             )
 
     def _agent_computed(self, seconds: float) -> bool:

@@ -22,6 +22,7 @@ from rankscope.bus.probe import Channel
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence import EVIDENCE
+from rankscope.files import to_plain
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
@@ -260,6 +261,14 @@ def _check_given(optimizer: object, run_dir: object, on_finding: object, config:
         raise _expected("on_finding to be a function of a finding", on_finding)
     if config is not None and not isinstance(config, Mapping):
         raise _expected("config to map names to values", config)
+    try:
+        to_plain(config or {})
+    except Exception as error:
+        kind = type(error).__name__
+        raise UsageError(
+            f"watch() expected plain values in config, got some that cannot be read ({kind}), or "
+            "that hold themselves"
+        ) from None
 
 
 def _check_held(optimizer: Any, wrapped: Wrapped) -> None:

@@ -8,6 +8,7 @@ an import.
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -91,7 +92,9 @@ def _plan(sink: Any) -> PlannedSink:
         kind, _, rest = sink.partition(":")
         if kind not in _KINDS:
             # The rest after the kind may be a secret.
-            raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}")
+            near = get_close_matches(kind, _KINDS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}{hint}")
         planned = _KINDS[kind](rest)
         if kind in _PACKAGES and find_spec(_PACKAGES[kind]) is None:
             raise MissingExtraError(f"the sink {kind!r}", kind)
@@ -99,6 +102,8 @@ def _plan(sink: Any) -> PlannedSink:
     if isinstance(sink, Sink) and not isinstance(sink, type):
         name = getattr(sink, "name", type(sink).__name__)
         return PlannedSink(str(name), lambda: sink)
+    if isinstance(sink, type):
+        raise UsageError(f"a sink must be an object, got the class: {sink.__name__}()")
     raise UsageError(
         "a sink must be a string, or an object with open, step, finding and close, got "
         f"{sink!r}; the strings are {', '.join(FORMS)}"

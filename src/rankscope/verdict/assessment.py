@@ -1,8 +1,11 @@
 """The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
 
 import glob
+import itertools
 import math
 import shlex
+import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,6 +238,12 @@ def _next_command(run: Run, finding: Finding) -> str:
     return next(filter(None, commands), "")
 
 
+_STEPS_OF_PATIENCE = 8
+_FLUSH_SECONDS = 10.0
+_RECENT = 50  # steps
+_LEAST_SILENCE = 600.0
+
+
 def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
@@ -244,14 +253,33 @@ def progress_of(run: Run) -> RunProgress:
     agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
     last_step = -1 if steps is None else steps[1]
     endings = read_endings(run.info)
+    unwritten = run.info.get("unwritten")
     return RunProgress(
         run.status,
         last_step,
         earlier,
         endings=endings,
         agent_ended=agent_ended,
-        lost=steps is None and step_range(run.path, Table.WORKERS) is not None,
+        unwritten="" if unwritten is None else _why_unwritten(unwritten),
+        lost=run.lost,
+        silent_seconds=silent_seconds(run) if run.status == "running" else 0.0,
     )
+
+
+def patience(time_T: Floats) -> float:
+    """Return the longest pause that is usual for a run, in seconds; of steps at these times."""
+    recent = [b - a for a, b in itertools.pairwise(time_T[-_RECENT:].tolist()) if b > a]
+    usual = statistics.median(recent) if recent else 0.0
+    return _STEPS_OF_PATIENCE * usual + _FLUSH_SECONDS
+
+
+def silent_seconds(run: Run) -> float:
+    """Return the seconds since the last step of a run, if they are more than usual, else 0."""
+    time_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
+    if not len(time_T) or not math.isfinite(time_T[-1]):
+        return 0.0
+    silent = time.time() - float(time_T[-1])
+    return silent if silent > max(_LEAST_SILENCE, patience(time_T)) else 0.0
 
 
 def measure(run: Run) -> Values:
@@ -261,6 +289,8 @@ def measure(run: Run) -> Values:
     drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
+    if run.num_workers == 1:  # nothing to be apart from
+        columns |= {name: np.full(len(losses), math.nan) for name in _MEANS}
     return {
         "num_workers": run.num_workers,
         "steps": run.num_rows(Table.STEPS),
@@ -391,6 +421,11 @@ def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
     }
 
 
+def _why_unwritten(unwritten: Mapping[str, Any]) -> str:
+    why = unwritten.get("why")
+    return f"its directory could not be written {f'({why})' if why else 'for too long'}"
+
+
 def _describe_missing(run: Run) -> tuple[str, ...]:
     """Describe the recorded gaps of a run, and their ranks."""
     sentences = []
@@ -406,7 +441,7 @@ def _describe_missing(run: Run) -> tuple[str, ...]:
     if unwritten:
         sentences.append(
             f"The record ends before step {unwritten['first_step']:,}, and lacks "
-            f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
+            f"{count(unwritten['steps'], 'step')}: {_why_unwritten(unwritten)}."
         )
     for rank, steps in run.info.get("without_room", {}).items():
         sentences.append(

@@ -8,7 +8,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.assessment import Sibling, worst_of
 from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
-from rankscope.verdict.words import consequence_of
+from rankscope.verdict.words import consequence_of, title_of_finding
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -118,7 +118,9 @@ def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: 
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     notes = len(findings) - len(faults)
     if not faults:
-        noted = f" ({count(notes, 'note')})" if notes else ""
+        title = title_of_finding(ranked(findings)[0]) if notes else ""
+        first = f"note: {title}" if notes == 1 else f"{count(notes, 'note')}, first: {title}"
+        noted = f" ({first})" if notes else ""
         joint = "; " if coverage.limits else ", but "
         waits = missing and coverage.enough
         more = f"{joint}some checks need {count(missing, 'more step')}" if waits else ""

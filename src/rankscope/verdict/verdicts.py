@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rankscope.bus.detector import BEGUN_ANEW, Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
-from rankscope.bus.words import all_workers, count, name_ranks
+from rankscope.bus.words import all_workers, count, duration, name_ranks
 from rankscope.stats.bets import bound_in_words
 from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
 from rankscope.verdict.dispersion import (
@@ -54,7 +54,9 @@ class RunProgress:
     coverage: MeasuredParts | None = None  # what was measured; None if unknown
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
-    lost: bool = False  # whether workers have rows, and steps none
+    unwritten: str = ""  # why the last steps could not be written, if so
+    lost: str = ""  # what its directory lacks though it was written
+    silent_seconds: float = 0.0  # since the last step of one that has no end, if that is unusual
 
     @property
     def ended(self) -> bool:
@@ -84,13 +86,16 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _as_measured(verdict, coverage)
     if faults:
         return verdict
-    if progress.cut_short:
+    if progress.lost:
+        return _lost(progress)
+    if progress.cut_short or progress.silent_seconds:
         return _cut_short(verdict, progress)
     missing = missing_steps(progress.checks, _steps(values, progress))
     if not verdict.severity and missing:
         verdict = _too_early(verdict, values, progress, missing)
-    if verdict.recommendation == NOTHING_TO_CHANGE and any(map(_depends, findings)):
-        return replace(verdict, recommendation=_IF_MEANT)
+    noted = next(filter(_depends, findings), None)
+    if verdict.recommendation == NOTHING_TO_CHANGE and noted is not None:
+        return replace(verdict, recommendation=_IF_MEANT.format(first_sentence(noted)))
     return verdict
 
 
@@ -123,7 +128,7 @@ def _is_harmless(finding: Finding) -> bool:
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
 
 
-_IF_MEANT = "Nothing to change, if what the note says is meant."
+_IF_MEANT = "Nothing to change, if this is meant: {}"
 
 
 def _depends(finding: Finding) -> bool:
@@ -186,6 +191,8 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
 
 
 def _duplicates(values: Values, finding: Finding) -> Verdict:
+    if finding.severity is Severity.WARNING:
+        return Verdict(first_sentence(finding), finding.next_check)
     num_workers = _number(values, "num_workers")
     useful = _number(finding, "workers_with_own_batches")
     whole = len(finding.ranks) == num_workers
@@ -232,11 +239,6 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
-_LOST = Verdict(
-    "The steps of this run are missing: workers/ of its directory has rows, and steps/ has none.",
-    "Restore steps/ from where the run was copied or cleaned up; the other tables can be read.",
-    Severity.WARNING,
-)
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -244,12 +246,32 @@ _INTERRUPTED_BEFORE = Verdict(
 )
 
 
+_MAKE_ROOM = "Make room there, or let run_dir name another place; the training itself went on."
+
+
+def _lost(progress: RunProgress) -> Verdict:
+    return Verdict(
+        f"A part of this record is missing: {progress.lost} of its directory was written, and is "
+        "not there.",
+        f"Restore {progress.lost} from where the run was copied or cleaned up; the rest can be "
+        "read.",
+        Severity.WARNING,
+    )
+
+
+def silence(progress: RunProgress) -> str:
+    """Return since when a run without an end has no more steps."""
+    return f"No step for {duration(progress.silent_seconds)}, and no end"
+
+
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
+    if progress.lost:
+        return _lost(progress)
     if not progress.ended:
         return _NOTHING_YET
-    if progress.lost:
-        return _LOST
+    if progress.unwritten:
+        return Verdict(f"Nothing was recorded: {progress.unwritten}.", _MAKE_ROOM, Severity.WARNING)
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
         return _INTERRUPTED_BEFORE
     if not progress.agent_ended:
@@ -340,6 +362,10 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
 
 def _why_it_ended(progress: RunProgress) -> str:
     """Return where to see why the record ends early."""
+    if progress.silent_seconds:
+        return "See the log of the training; if this is a copy, see the run where it was written."
+    if progress.unwritten:
+        return _MAKE_ROOM
     first = progress.endings.first
     if first is not None:
         return f"See the log of {name_ranks(first.ranks)}: others may only have followed."
@@ -347,7 +373,11 @@ def _why_it_ended(progress: RunProgress) -> str:
 
 
 def _describe_end(progress: RunProgress) -> str:
+    if progress.silent_seconds:
+        return f"{silence(progress)}: the training stopped, or this is a copy of its record."
     early = f"The record ends early, with step {progress.last_step:,}"
+    if progress.unwritten:
+        return f"{early}: {progress.unwritten}."
     if progress.endings.headline:
         return f"{early}. {progress.endings.headline}"
     return f"{early}: the training stopped there, or went on unwatched."

@@ -522,7 +522,9 @@ class LoadedRun:
 
     def __repr__(self) -> str:
         verdict = self._verdict()
-        return f"<rankscope run {verdict.title}: {verdict.assessment.headline}>"
+        found = verdict.assessment
+        steps = count(self.run.num_rows(Table.STEPS), "step")
+        return f"<rankscope run {verdict.title}, {found.word}, {steps}: {found.headline}>"
 
     def _repr_html_(self) -> str:
         verdict = self._verdict()

@@ -54,6 +54,37 @@ def own(tensor: Tensor) -> Tensor:
     return local_of(tensor.detach())
 
 
+def problem_of(value: Any, weight: Any = None, **more: Any) -> str:
+    """Return why something is no loss, or no weight of it, in words; empty if it is one.
+
+    ``more`` are numbers that come with it, or None.
+    """
+    given = {"value": value, "weight": weight, **more}
+    for name, each in given.items():
+        if _shape_of(each) is None and (each is not None or name == "value"):
+            kind = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            return f"loss() expected numbers or a tensor of them as {name}, got {kind}"
+    shape, weights = _shape_of(value), _shape_of(weight)
+    if shape is not None and len(shape) > 1:
+        words = "a scalar or one loss per sample"
+        return f"loss() expected {words}, got shape {tuple(shape)}; reduce it over tokens first"
+    if shape is not None and weights is not None and shape.numel() != weights.numel():
+        numbers = f"{weights.numel()} weights for {shape.numel()} losses"
+        return f"loss() expected one weight per loss, got {numbers}"
+    return ""
+
+
+def _shape_of(value: Any) -> torch.Size | None:
+    """Return the shape of real numbers; None of anything else."""
+    if isinstance(value, float | int):
+        return torch.Size()
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    return None if tensor.is_complex() else tensor.shape
+
+
 def shifts_labels(module: torch.nn.Module) -> bool:
     """Return whether a model predicts the next token, and shifts its labels by one itself.
 

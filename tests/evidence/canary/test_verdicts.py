@@ -139,11 +139,15 @@ def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
         ),
         ({"again": (5, 5, 5, 7)}, "Rank 3 does not repeat its own result"),
         ({"digests": (5, 5, 6, 6)}, "Any of ranks 0–3 may be wrong"),
+        (
+            {"digests": (5, 5, 6, 6), "differs": 3, "kinds": [StateKind.HOOK]},
+            "Look at head.weight, or run the same batches on another machine",
+        ),
     ],
 )
 def test_findings_are_in_plain_words(how, words):
     diagnosis = Diagnosis(RunFacts(4))
     [finding] = [f for f in diagnosis.observe(step(**how)) if f.id.startswith("canary")]
-    assert words in finding.explanation
+    assert words in f"{finding.explanation} {finding.next_check}"
     assert "before step 32" in finding.explanation.lower()
     assert "{" not in finding.explanation + finding.next_check

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.wrappers.backward_loss import unscaled
+from rankscope.wrappers.labels import problem_of
 from support.collected import to_arrays
 
 
@@ -61,14 +62,13 @@ def test_given_losses_win_and_unknown_weights_are_nan():
         (torch.ones(2) * 1j, None, "numbers or a tensor of them as value, got torch.complex64"),
     ],
 )
-def test_what_is_no_loss_is_declined_once_and_the_next_one_counts(value, weight, words, caplog):
-    meter = LossMeter(shifted=False)
-    meter.give(value, weight)
-    meter.give(value, weight)
-    meter.give(3.0)
-    [line] = caplog.messages
-    assert line.startswith(f"a loss is not recorded: loss() expected {words}")
-    assert [loss.tolist() for loss in to_arrays(meter.collect()[0])[0]] == [[3.0]]
+def test_what_is_no_loss_is_said(value, weight, words):
+    assert problem_of(value, weight).startswith(f"loss() expected {words}")
+
+
+@pytest.mark.parametrize("value", [2.5, 3, [1.0, 2.0], torch.ones(2), np.float32(1), None])
+def test_numbers_are_a_loss_or_its_weight(value):
+    assert problem_of(value if value is not None else 1.0, value, factor=2, constant=None) == ""
 
 
 class TestWhatTheLossWasMultipliedBy:

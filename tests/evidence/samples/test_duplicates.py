@@ -60,6 +60,23 @@ def test_equal_batches_are_an_error(columns):
     assert (evidence.cause, evidence.severity) == ("data.duplicate_batches", Severity.ERROR)
 
 
+@pytest.mark.parametrize(
+    ("columns", "severity"),
+    [
+        ({}, Severity.WARNING),
+        ({"rows_digest": [7] * 4}, Severity.ERROR),  # rows of the data set
+        ({"loss": lambda step: [2.0] * 4 if step == 2 else [2.0, 2.1, 1.5, 1.6]}, Severity.ERROR),
+    ],
+)
+def test_ids_of_the_training_alone_are_no_proof_where_losses_differ(columns, severity):
+    """They may be places in each rank's own shard."""
+    given = {"loss": [2.0, 2.1, 1.5, 1.6], "grad_norm": [1.0] * 4, "samples_named": [True] * 4}
+    [evidence] = found(**{**given, **columns})
+    assert (evidence.cause, evidence.severity) == ("data.duplicate_batches", severity)
+    doubtful = severity is Severity.WARNING
+    assert ("the ids are places in each rank's own shard" in describe(evidence)[0]) is doubtful
+
+
 def digest(batch):
     """Return a digest that is blind to the order inside a batch, as the recorded one is."""
     return hash(tuple(sorted(int(sample) for sample in batch)))

@@ -277,6 +277,11 @@ def _check(verdict: CanaryCause, fault: _CanaryFault, num_workers: int) -> str:
         )
     if verdict is CanaryCause.SETTINGS:
         return f"Start {named} with the settings, libraries and device of the others: {first}"
+    if verdict is CanaryCause.INCONCLUSIVE:
+        look = f"Compare parameters, devices, versions and precision of {named}"
+        if fault.compared:
+            look = f"Look at {name_reasons(fault.hooks)}" if fault.hooks else f"Test {named}"
+        return f"{look}, or run the same batches on another machine: rankscope replay with --model"
     if not fault.compared:
         return f"Compare code, settings and versions of {named} with another worker's"
     look = f"Look at {name_reasons(fault.hooks)}; else test" if fault.hooks else "Test"

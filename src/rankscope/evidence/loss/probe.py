@@ -55,12 +55,6 @@ from rankscope.wrappers.untraced import untraced
 _log = logging.getLogger("rankscope")
 
 
-_SPREAD = (
-    "each rank holds a part of it (a DTensor that is not replicated); give scope.loss() the local "
-    "loss"
-)
-
-
 class TokenSum(NamedTuple):
     """A loss that is a sum over label tokens divided by a number."""
 
@@ -178,40 +172,21 @@ class LossMeter:
         the sum's divisor. ``spare``: whether it only counts if backward did not pass through the
         losses in the model's outputs.
 
-        What is no loss, or has another shape, is declined in one line of the log.
+        What is no loss was declined before, see :func:`rankscope.wrappers.labels.problem_of`.
         """
         if any(map(is_spread, (value, weight, factor))):
-            self._decline(_SPREAD)
+            self._decline()
             return
-        numbers = {"value": value, "weight": weight, "factor": factor, "constant": constant}
-        for name, given in numbers.items():
-            if not ((given is None and name != "value") or _is_real(given)):
-                kind = given.dtype if isinstance(given, Tensor) else type(given).__name__
-                self._decline(f"loss() expected numbers or a tensor of them as {name}, got {kind}")
-                return
         unit = None if factor is None else _in_double(factor)
-        values = _in_double(value)
-        if values.dim() > 1:
-            self._decline(
-                "loss() expected a scalar or one loss per sample, got shape "
-                f"{tuple(values.shape)}; reduce it over tokens first"
-            )
-            return
-        values = values.reshape(-1)
+        multiplier = _multiplier(value, unit)
+        values = _in_double(value).reshape(-1)
+        if unit is not None:
+            values = _over_unit(unit, values)
         weights = None
         if weight is None and summed is None and isinstance(value, Tensor):
             weight = _averaged(value) if value.dim() == 0 else None
         if weight is not None:
             weights = _in_double(weight).reshape(-1)
-            if weights.shape != values.shape:
-                self._decline(
-                    f"loss() expected one weight per loss, got {weights.numel()} weights for "
-                    f"{values.numel()} losses"
-                )
-                return
-        multiplier = _multiplier(value, unit)
-        if unit is not None:
-            values = _over_unit(unit, values)
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
         part = None if constant is None else _copy(_in_double(constant))
@@ -234,7 +209,7 @@ class LossMeter:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         if is_spread(loss):
-            self._decline(_SPREAD)
+            self._decline()
             return
         weights = count_label_tokens(kwargs, shifted=self._shifted)
         values = own(loss).reshape(1)
@@ -298,10 +273,13 @@ class LossMeter:
                 _log.debug("how a loss came about could not be read", exc_info=True)
         return self._own_mean
 
-    def _decline(self, why: str) -> None:
+    def _decline(self) -> None:
         if not self._declined:
             self._declined = True
-            _log.warning("a loss is not recorded: %s. The rest is measured as before", why)
+            _log.warning(
+                "a loss is not recorded: each rank holds a part of it (a DTensor that is not "
+                "replicated); give scope.loss() the local loss. The rest is measured as before"
+            )
 
     def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
         """Return the losses since the last call without ``idle`` forward passes, and start again.
@@ -336,17 +314,6 @@ def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
         and tensor.layout is torch.strided
         and tensor.is_floating_point()
     )
-
-
-def _is_real(value: Any) -> bool:
-    """Return whether a value is a real number, or a tensor, an array or a list of such."""
-    if isinstance(value, Tensor | float | int):
-        return not (isinstance(value, Tensor) and value.is_complex())
-    try:
-        _in_double(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True
 
 
 def _averaged(loss: Tensor) -> Tensor | None:

@@ -33,6 +33,7 @@ _SWAP = (
     "worker is its parameters or its hardware."
 )
 _LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
+_ALL = 1 - 1e-6  # deviation of two workers from their middle where one of them has nothing
 _AGREED = (
     " It is the data, or what the loop does with the loss: in the canary of step {step} all "
     "workers computed the same from them."
@@ -226,8 +227,10 @@ def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
 def _apart(signal: WorkerSignal, trace: SignalTrace) -> str:
     """Return the difference of two workers; each deviates from the middle between them."""
     deviation = abs(trace.deviation)
-    if signal.how.relative and trace.relative and deviation < 1:
+    if signal.how.relative and trace.relative and deviation < _ALL:
         return f"by a factor of {(1 + deviation) / (1 - deviation):.2f}"
+    if signal.how.relative and trace.relative and deviation <= 1:
+        return "about zero on one of them"
     return "different" if deviation != deviation else f"by {2 * deviation:.2g}"
 
 

@@ -64,6 +64,7 @@ class DuplicateBatches(Detector):
         self._useful = num_workers
         self._sharing = SharedWork()
         self._span = PersistentFault()
+        self._sure = False  # whether ids that the training gives are not all that coincides
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report identical batches once enough samples coincide."""
@@ -75,15 +76,16 @@ class DuplicateBatches(Detector):
             if self._parts.observe(step.gathered.step, everyone):
                 return (self._parts_evidence(),)
         found = {group: len(in_order(samples[group[0]])) for group in groups}
-        return self._observe(step.gathered.step, found)
+        return self._observe(step.gathered.step, found, doubtful=_in_doubt(step, groups))
 
     def _observe(
-        self, number: int, found: Mapping[tuple[int, ...], int]
+        self, number: int, found: Mapping[tuple[int, ...], int], *, doubtful: bool = False
     ) -> Iterable[FaultEvidence]:
         """Process the groups of workers that coincide in a step, and in how much."""
         if not found:
             self._streaks = {}
             return ()
+        self._sure = self._sure or not doubtful
         streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         certain: list[tuple[int, ...]] = []
         for group, more in found.items():
@@ -124,9 +126,11 @@ class DuplicateBatches(Detector):
         most = max(self._groups.values())
         usual = sorted(group for group, n in self._groups.items() if n >= _RARE * most)
         ranks = {rank for group in usual for rank in group}
+        severity = Severity.ERROR if self._sure else Severity.WARNING
+        severity = Severity.NOTE if self._repeats else severity
         return self._span.evidence(
             "data.duplicate_batches",
-            Severity.NOTE if self._repeats else Severity.ERROR,
+            severity,
             ranks,
             {"workers": self._num_workers, "useful": count(self._useful, "worker")},
             {
@@ -136,6 +140,17 @@ class DuplicateBatches(Detector):
             },
             key=self._key,
         )
+
+
+def _in_doubt(step: Step, groups: Iterable[tuple[int, ...]]) -> bool:
+    """Return whether workers with the same ids from the training have different losses.
+
+    Dropout explains that, and so do ids that are places in each worker's own shard.
+    """
+    rows_W, losses_W = (step.gathered.workers[name] for name in ("rows_digest", "loss"))
+    if not step.all_true("samples_named") or (rows_W != MISSING_INT).all():
+        return False
+    return all(np.unique(losses_W[list(group)]).size > 1 for group in groups)
 
 
 class SameResults(DuplicateBatches):
