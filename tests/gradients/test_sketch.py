@@ -31,11 +31,6 @@ def constant_plus_noise(generator: torch.Generator) -> Tensor:
     return normal(generator) + 1
 
 
-def positive_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(256, generator=generator), torch.randn(1024, generator=generator)
-    return torch.outer(delta, hidden.relu())
-
-
 def wide_positive_activations(generator: torch.Generator) -> Tensor:
     delta, hidden = torch.randn(64, generator=generator), torch.randn(4096, generator=generator)
     return torch.outer(delta, hidden.relu())
@@ -57,7 +52,6 @@ def zero_mean_activations(generator: torch.Generator) -> Tensor:
 STRUCTURES: tuple[Callable[[torch.Generator], Tensor], ...] = (
     normal,
     constant_plus_noise,
-    positive_activations,
     wide_positive_activations,
     sparse_rows_with_mean,
     zero_mean_activations,

@@ -29,10 +29,6 @@ def normal(rng, t):
     return units_of(rng.standard_normal((8, 4)))
 
 
-def heavy_tailed(rng, t):
-    return units_of(rng.standard_t(1.2, (4, 3)))
-
-
 def tied(rng, t):
     return units_of(rng.integers(0, 2, (6, 3)))
 
@@ -57,7 +53,6 @@ def many(rng, t):
     ("stream", "same_index"),
     [
         (normal, False),
-        (heavy_tailed, True),
         (tied, False),
         (weighted, True),
         (ragged, False),

@@ -4,7 +4,6 @@ import importlib
 import itertools
 import pkgutil
 
-import numpy as np
 import pytest
 
 from rankscope import evidence
@@ -15,12 +14,8 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import events_of
 from support.streams import accumulated, gathered, replicated, reports, sharded, with_replacement
 
-DUPLICATES, OVERLAP, NONFINITE, PADDING = (
-    "data.duplicate_batches",
-    "data.overlapping_shards",
-    "numerics.nonfinite",
-    "padding-duplicates",
-)
+DUPLICATES, OVERLAP = "data.duplicate_batches", "data.overlapping_shards"
+PADDING = "padding-duplicates"
 
 
 def diagnose(stream, num_steps, *, num_workers=8, named=True):
@@ -156,20 +151,6 @@ def test_workers_without_samples_and_single_workers_have_no_finding(samples):
     assert found == {}
 
 
-# Values that are not finite ----------------------------------------------------------------
-
-
-def steps_with(rows):
-    """Return findings and events of two workers: (nonfinite, loss, optimizer_steps) per step."""
-    diagnosis = Diagnosis(RunFacts(2))
-    events = []
-    for t, (nonfinite, loss, calls) in enumerate(rows):
-        columns = {"nonfinite": nonfinite, "loss": loss, "optimizer_steps": calls}
-        step = gathered(t, [[2 * t], [2 * t + 1]], **columns)
-        events += diagnosis.observe(summarize(step))
-    return {finding.id: finding for finding in diagnosis.findings}, events
-
-
 NO_GRADIENT = "loss.no_gradient"
 
 
@@ -192,33 +173,6 @@ def test_gradients_that_are_zero_everywhere_are_a_warning_from_the_eighth_step_o
     assert "exactly zero in 8 steps since step 1" in first.explanation
     assert (closed, last.status) == (25, "closed")
     assert findings == [last]
-
-
-FINE = ([False, False], [1.0, 2.0], [1, 1])
-
-
-def test_a_loss_that_is_not_finite_is_an_error_at_once():
-    live, events = steps_with([FINE, ([False, True], [1.0, np.nan], [1, 1])])
-    finding = live[NONFINITE]
-    assert (finding.severity, finding.ranks, finding.first_step) == (Severity.ERROR, (1,), 1)
-    assert "loss of rank 1" in finding.explanation
-    assert len(events) == 1
-
-
-def test_a_gradient_that_is_not_finite_is_an_error_when_the_optimizer_goes_on():
-    bad = ([True, False], [1.0, 2.0], [1, 1])
-    live, _ = steps_with([FINE, bad, ([False, False], [1.0, 2.0], [0, 0])])
-    assert live[NONFINITE].severity is Severity.ERROR
-    assert "the optimizer went on" in live[NONFINITE].explanation
-    assert (live[NONFINITE].first_step, live[NONFINITE].last_step) == (1, 1)
-
-
-def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied():
-    bad = ([True, False], [1.0, 2.0], [0, 0])
-    assert steps_with([FINE, *[bad] * 10])[0][NONFINITE].severity is Severity.NOTE
-    stuck = steps_with([FINE, *[bad] * 30])[0][NONFINITE]
-    assert stuck.severity is Severity.WARNING
-    assert "the parameters are as they were" in stuck.explanation
 
 
 def below(kind):

@@ -174,10 +174,6 @@ def three_ranks():
     return [Rank(rank) for rank in range(3)]
 
 
-def test_what_was_saved_is_healthy():
-    assert after_restart(three_ranks(), nothing) == []
-
-
 @pytest.mark.parametrize(("change", "severity", "text"), CHANGES)
 def test_what_was_lost_or_moved_is_named(change, severity, text):
     [found] = after_restart(three_ranks(), change)
@@ -279,8 +275,9 @@ def test_parameters_that_were_not_loaded_beside_their_moments_are_named(
     assert "step counters are those saved in step 2, bit for bit" in words(found)
 
 
-def test_rounded_parameters_beside_their_moments_are_silent():
-    assert after_restart(three_ranks(), parameters_rounded) == []
+@pytest.mark.parametrize("change", [nothing, parameters_rounded])
+def test_what_was_saved_is_healthy_also_where_the_parameters_are_rounded(change):
+    assert after_restart(three_ranks(), change) == []
 
 
 def nothing_loaded(ranks):

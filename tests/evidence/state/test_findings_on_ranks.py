@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope import Run, Severity
 from support.loops import train_watched
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 from .test_adapters import Model as AdaptedModel
 from .test_frozen import make_teacher
@@ -158,17 +158,14 @@ def train_all(rank, folder):
             train_watched(model, optimizer, f"{folder}/{path}", STEPS, loss_of)
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    run_ranks(train_all, 2, str(folder))
-    return folder
+runs = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_a_warning_that_names_its_tensors_and_its_twin_has_none(runs, name):
     cause, names, *_ = CASES[name]
     found = {
-        path: [one for one in Run.open(runs / path).findings() if one.cause == cause]
+        path: [one for one in Run.open(runs[1] / path).findings() if one.cause == cause]
         for path in (name, f"{name}, healthy")
     }
     assert found[f"{name}, healthy"] == []
