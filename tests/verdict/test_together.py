@@ -133,10 +133,7 @@ SEVERAL = {"outlier-1", "numerics.nonfinite", "reduction-spike", "token-weightin
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "width", "every", "finds"),
-    [
-        (short_batches, 8, 3, {"data.duplicate_batches"}),
-        (several_faults, 4, 1, SEVERAL),
-    ],
+    [(short_batches, 8, 3, {"data.duplicate_batches"}), (several_faults, 4, 1, SEVERAL)],
 )
 def test_findings_and_all_that_is_remembered_are_the_same(change, width, every, finds):
     reports = reports_of(change, width, every)

@@ -37,8 +37,7 @@ def there_and_back(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [-(2**70), (1, [2.5, {"a": (None,)}]), {1: "one", "two": 2, (3, 4): [5]}],
+    "value", [-(2**70), (1, [2.5, {"a": (None,)}]), {1: "one", "two": 2, (3, 4): [5]}]
 )
 def test_plain_values_come_back_as_they_were(value):
     (back,), kwargs = there_and_back(value, named=value)

@@ -263,12 +263,7 @@ def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, 
 
 @pytest.mark.parametrize(
     "values",
-    [
-        [1.0] * 40,
-        [65536.0] * 20 + [32768.0] * 20,
-        [65536.0] * 5 + [4.0] * 40,
-        [3.0] * 40,
-    ],
+    [[1.0] * 40, [65536.0] * 20 + [32768.0] * 20, [65536.0] * 5 + [4.0] * 40, [3.0] * 40],
     ids=["plain", "scaler", "falling scaler", "no known factor"],
 )
 def test_other_factors_are_silent(values):

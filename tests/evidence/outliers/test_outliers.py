@@ -309,10 +309,7 @@ def canary_of(suspect, digests):
 
 @pytest.mark.parametrize(
     ("suspect", "digests", "cause"),
-    [
-        (5, [1] * 8, "data.worker_outlier"),
-        (5, [1, 1, 1, 1, 1, 2, 1, 1], "compute.worker_outlier"),
-    ],
+    [(5, [1] * 8, "data.worker_outlier"), (5, [1, 1, 1, 1, 1, 2, 1, 1], "compute.worker_outlier")],
 )
 def test_a_canary_in_which_all_agree_turns_a_difference_to_data(suspect, digests, cause):
     job, detector = Job(), WorkerOutliers(8)

@@ -97,11 +97,7 @@ def test_norms_tell_at_once_that_nothing_is_reduced():
 
 def test_a_gradient_that_one_worker_scales_alone():
     [found] = watch(
-        step(
-            3,
-            difference("applied", [1, 1, 1, 9]),
-            applied_scale=[1.0, 1.0, 1.0, 0.25],
-        )
+        step(3, difference("applied", [1, 1, 1, 9]), applied_scale=[1.0, 1.0, 1.0, 0.25])
     )
     assert (found.key, found.cause, found.ranks) == (
         "applied-scale",
