@@ -63,12 +63,8 @@ def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
     assert told(CanaryVerdicts(4), step()) == []
     assert told(CanaryVerdicts(4, lambda: (1,)), step()) == []
     [data] = told(CanaryVerdicts(4, lambda: (2,)), step())
-    assert (data.key, data.cause, data.severity) == (
-        "canary-data",
-        "data.worker_outlier",
-        Severity.NOTE,
-    )
-    assert data.ranks == (2,)
+    assert (data.key, data.cause) == ("canary-data", "data.worker_outlier")
+    assert (data.severity, data.ranks) == (Severity.NOTE, (2,))
     [data] = told(CanaryVerdicts(4, lambda: (2,)), step(projected=True))
     words = describe(data)[0]
     assert "a projection of the outputs of rank 2's batch was 1 on every worker" in words

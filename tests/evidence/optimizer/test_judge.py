@@ -319,10 +319,8 @@ def test_lost_moments_beside_new_parameters_begin_anew(change, saved, said):
 def test_the_state_of_another_rank_is_named():
     ranks = [Rank(0), Rank(1), Rank(2)]
     for number, rank in enumerate(ranks):  # shards: each has moments of its own
-        rank.optimizer.param_groups[0]["betas"] = rank.optimizer.param_groups[1]["betas"] = (
-            0.9 - 0.1 * number,
-            0.999,
-        )
+        for group in rank.optimizer.param_groups:
+            group["betas"] = (0.9 - 0.1 * number, 0.999)
     [found] = after_restart(ranks, of_rank_zero)
     assert (found.severity, found.ranks) == (Severity.ERROR, (1, 2))
     assert "exp_avg is another rank's: ranks 1 and 2 hold rank 0's" in words(found)

@@ -99,11 +99,8 @@ def test_a_gradient_that_one_worker_scales_alone():
     [found] = watch(
         step(3, difference("applied", [1, 1, 1, 9]), applied_scale=[1.0, 1.0, 1.0, 0.25])
     )
-    assert (found.key, found.cause, found.ranks) == (
-        "applied-scale",
-        "state.parameters_differ",
-        (3,),
-    )
+    assert (found.key, found.cause) == ("applied-scale", "state.parameters_differ")
+    assert found.ranks == (3,)
     assert "0.25" in describe(found)[0]
 
 
