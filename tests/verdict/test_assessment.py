@@ -51,9 +51,7 @@ def test_healthy_shards(tmp_path):
     run = record_run(tmp_path / "run", num_steps=70)
     found = assess(run)
     assert found.severity is None
-    promise = (
-        "A healthy run of 70 steps raises a finding of that kind with a probability of at most"
-    )
+    promise = "A healthy run of 70 steps raises a finding of that kind with a probability of"
     assert any(f"{promise} at most 7e-05." in text for text in found.statements)
     assert found.headline == (
         "Healthy: the 8 workers train on different samples, and disagree about as much as "
