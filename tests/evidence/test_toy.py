@@ -171,7 +171,7 @@ def test_its_finding_names_the_rank(run):
 
 def test_the_report_prints_it(run):
     folder, command = run
-    report = command("rankscope", "report", str(folder))
+    report = command("rankscope", "report", str(folder), "--no-html")
     assert "Logits explode" in report.stdout
     assert re.search(r"rank 1 · steps? 5 to 11", report.stdout)
     assert "leaves out the evidence 'not_there' of RANKSCOPE_EVIDENCE" in report.stderr

@@ -123,14 +123,12 @@ def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     twice = torch.sparse_coo_tensor(
         coordinates.indices().repeat(1, 2), coordinates.values().repeat(2) / 2, matrix.shape
     )
+    backwards = matrix.view(30, 20, 900).permute(2, 1, 0).contiguous()
     return {
         "contiguous": matrix,
         "transposed": matrix.t().contiguous().t(),
         "a slice": wider[:, 50:950],
-        "reversed dimensions": matrix.view(30, 20, 900)
-        .permute(2, 1, 0)
-        .contiguous()
-        .permute(2, 1, 0),
+        "reversed dimensions": backwards.permute(2, 1, 0),
         "sparse": coordinates,
         "sparse, not coalesced": twice,
         "sparse rows": matrix.to_sparse(1),
