@@ -48,47 +48,35 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
     assert said in str(raised.value)
 
 
-OPTIMIZER = "an optimizer with param_groups, or several in a list"
+MODEL = "a model, or a list of models, and then the optimizer"
+OPTIMIZER = (
+    "an optimizer with param_groups, or several in a list, got {}: watch(model, optimizer, …)"
+)
 
 
 def refused(_, folder):
-    """Return the words by which arguments of other kinds are refused."""
+    """Give arguments of other kinds than are expected."""
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrong = [
-        {"model": optimizer, "optimizer": model},
-        {"model": None},
-        {"optimizer": torch.optim.AdamW},
-        {"optimizer": "adam"},
-        {"optimizer": [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)]},
-        {"run_dir": None},
-        {"on_finding": "print"},
-        {"config": "x"},
-    ]
-    found = []
-    for given in wrong:
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for wrong, words in (
+        ({"model": optimizer, "optimizer": model}, f"{MODEL}, got SGD"),
+        ({"model": None}, f"{MODEL}, got NoneType"),
+        ({"optimizer": torch.optim.AdamW}, OPTIMIZER.format("the class AdamW")),
+        ({"optimizer": "adam"}, OPTIMIZER.format("str")),
+        ({"optimizer": [optimizer, schedule]}, OPTIMIZER.format("StepLR")),
+        ({"run_dir": None}, "run_dir to be a path, got NoneType"),
+        ({"on_finding": "print"}, "on_finding to be a function of a finding, got str"),
+        ({"config": "x"}, "config to map names to values, got str"),
+    ):
         with pytest.raises(UsageError) as raised:
-            watch(**{"model": model, "optimizer": optimizer, "run_dir": folder, **given})
-        found.append(str(raised.value))
-    return found
+            watch(**{"model": model, "optimizer": optimizer, "run_dir": folder, **wrong})
+        assert str(raised.value).endswith(f"watch() expected {words}")
 
 
 @pytest.mark.ranks
 def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
-    [found, other] = run_ranks(refused, 2, str(tmp_path))
-    assert found == other
-    expected = [
-        "a model, or a list of models, and then the optimizer, got SGD",
-        "a model, or a list of models, and then the optimizer, got NoneType",
-        f"{OPTIMIZER}, got the class AdamW: watch(model, optimizer, …)",
-        f"{OPTIMIZER}, got str: watch(model, optimizer, …)",
-        f"{OPTIMIZER}, got StepLR: watch(model, optimizer, …)",
-        "run_dir to be a path, got NoneType",
-        "on_finding to be a function of a finding, got str",
-        "config to map names to values, got str",
-    ]
-    for words, end in zip(found, expected, strict=True):
-        assert words.endswith(f"watch() expected {end}")
+    run_ranks(refused, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(
