@@ -22,8 +22,6 @@ pytestmark = pytest.mark.ranks
 
 STEPS, LATE, WIDTH = 4, 2, 16
 NORMS = [f"{block}.norm.norm.{name}" for block in (0, 1) for name in ("weight", "bias")]
-LAYERS = ("0.up", "0.down", "1.up", "1.down", "2")
-ALL = [*NORMS, *(f"{layer}.{name}" for layer in LAYERS for name in ("weight", "bias"))]
 
 CASES: dict[str, dict[str, Any]] = {
     "healthy": {"noise": 1e-6},
@@ -135,29 +133,29 @@ def test_replicas_that_agree_or_are_not_known_are_not_mentioned(folder, case):
     assert faults(folder, case) == {}
 
 
-@pytest.mark.parametrize(
-    ("case", "id_", "first_step", "parameters", "lines"),
-    [
-        (
-            "norms are not summed any more on two hosts",
-            *("sync.partial_gradient:tp", LATE, NORMS, [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ),
-        (
-            "losses are not averaged",
-            *("sync.partial_gradient:cp", 0, ALL, [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        ),
-        (
-            "replicas of other seeds",
-            *("state.replicas_differ:tp", 0, ["2.weight", "2.bias"], None),
-        ),
-    ],
-)
-def test_what_differs_along_an_axis_is_found(folder, case, id_, first_step, parameters, lines):
-    found = faults(folder, case)
-    assert list(found) == [id_]
-    finding = found[id_]
-    assert (str(finding.severity), finding.first_step) == ("error", first_step)
-    assert sorted(finding.evidence["parameters"]) == sorted(parameters)
-    assert lines is None or finding.evidence["lines"] == lines
-    axis = id_.partition(":")[2]
-    assert lines is None or f"partial over the mesh axis {axis}" in finding.explanation
+def test_a_gradient_that_is_partial_over_tp_is_found(folder):
+    found = faults(folder, "norms are not summed any more on two hosts")
+    assert list(found) == ["sync.partial_gradient:tp"]
+    [finding] = found.values()
+    assert str(finding.severity) == "error"
+    assert finding.first_step == LATE
+    assert sorted(finding.evidence["parameters"]) == sorted(NORMS)
+    assert finding.evidence["lines"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert "partial over the mesh axis tp" in finding.explanation
+
+
+def test_a_gradient_that_is_partial_over_cp_is_found(folder):
+    found = faults(folder, "losses are not averaged")
+    assert list(found) == ["sync.partial_gradient:cp"]
+    [finding] = found.values()
+    assert finding.first_step == 0
+    assert finding.evidence["lines"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert {*NORMS, "0.up.weight", "1.down.bias", "2.weight"} <= {*finding.evidence["parameters"]}
+
+
+def test_replicas_that_begin_with_other_values_are_found(folder):
+    found = faults(folder, "replicas of other seeds")
+    assert list(found) == ["state.replicas_differ:tp"]
+    [finding] = found.values()
+    assert (str(finding.severity), finding.first_step) == ("error", 0)
+    assert finding.evidence["parameters"] == ["2.weight", "2.bias"]
