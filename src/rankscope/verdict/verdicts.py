@@ -86,7 +86,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _as_measured(verdict, coverage)
     if faults:
         return verdict
-    if progress.lost:
+    if progress.lost and not progress.unwritten:
         return _lost(progress)
     if progress.cut_short or progress.silent_seconds:
         return _cut_short(verdict, progress)
