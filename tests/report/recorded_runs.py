@@ -113,6 +113,16 @@ def with_everything(step):
     )
 
 
+def changing(change):
+    """Return what changes copies of a step's columns in place; ``change`` may return more."""
+
+    def changed(step):
+        workers = {name: values.copy() for name, values in step.workers.items()}
+        return replace(step, workers=workers, **(change(step, workers) or {}))
+
+    return changed
+
+
 def record_run(
     path,
     *,

@@ -51,9 +51,12 @@ def _with_width(spec):
     return {**spec, "width": 400} if spec.get("width") == "container" else spec
 
 
-def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(copied_run: Run, tmp_path: Path):
-    page = read(write_report(copied_run, tmp_path / "report.html"))
+@pytest.fixture(scope="module")
+def page(copied_run, folder):
+    return read(write_report(copied_run, folder / "report.html"))
 
+
+def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(page):
     assert set(page.figures) == set(page.specs) == RUN_FIGURES | {"timeline"}
     assert_renders(page, sorted(page.specs))
 
@@ -75,13 +78,10 @@ def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):
     }
 
 
-def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: Path):
-    words = read(write_report(copied_run, tmp_path / "report.html")).words
-
-    assert "Error" in words
-    assert "data.duplicate_batches" in words
-    assert "ranks 1–7" in words
-    assert "steps 0 to 29" in words
+def test_page_says_what_was_found_and_in_which_ranks(copied_run, page):
+    words = page.words
+    for told in ("Error", "data.duplicate_batches", "ranks 1–7", "steps 0 to 29"):
+        assert told in words
     for finding in copied_run.findings():
         assert finding.explanation in words
         assert finding.next_check in words
@@ -125,9 +125,7 @@ def test_page_of_a_healthy_run_says_so(long_healthy_run: Run):
     assert "Findings None:" in words
 
 
-def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tmp_path: Path):
-    page = read(write_report(copied_run, tmp_path / "report.html"))
-
+def test_page_loads_nothing_and_only_its_own_scripts_may_run(page):
     assert page.loads[0] == "#verdict"
     assert all(address.startswith("#") for address in page.loads)
     assert not {"link", "iframe", "img", "object", "embed", "base"} & page.tags.keys()
@@ -142,18 +140,15 @@ def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tm
     assert "http" not in json.dumps(page.specs)
 
 
-def test_every_link_inside_a_page_leads_somewhere(copied_run: Run, study: Path, tmp_path: Path):
-    for path in (write_report(copied_run, tmp_path / "a.html"), write_study_report(study)):
-        page = read(path)
-        targets = {address.removeprefix("#") for address in page.loads}
+def test_every_link_inside_a_page_leads_somewhere(page, study):
+    assert {"#step-0", "#findings", "#cost"} <= set(page.loads)
+    for one in (page, read(write_study_report(study))):
+        targets = {address.removeprefix("#") for address in one.loads}
         steps = {target for target in targets if re.fullmatch(r"(run\d-)?step-\d+", target)}
         assert steps
-        assert targets - steps <= set(page.ids)
-        assert len(page.ids) == len(set(page.ids))
+        assert targets - steps <= set(one.ids)
+        assert len(one.ids) == len(set(one.ids))
     assert {"table", "why", "each"} <= targets
-    assert {"step-0", "findings", "cost"} <= {
-        address.removeprefix("#") for address in read(tmp_path / "a.html").loads
-    }
 
 
 def test_hostile_names_are_inert(tmp_path: Path):
