@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
 from rankscope.errors import RunError
-from rankscope.record import Run, RunWriter
+from rankscope.record import Run
 from rankscope.report import document, write_figures, write_report, write_study_report
 from rankscope.report.document import VEGALITE, breakable, render
 from rankscope.report.page import run_view
@@ -20,7 +19,7 @@ from rankscope.report.parts import Tables
 from rankscope.verdict import words
 from rankscope.verdict.assessment import assess
 from report.html_reader import Page
-from report.recorded_runs import gathered, record_run
+from report.recorded_runs import changing, record_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</style>{{ 7*7 }}"
 RUN_FIGURES = {
@@ -162,21 +161,16 @@ def test_hostile_names_are_inert(tmp_path: Path):
     assert page.words.count(HOSTILE) >= 3
 
 
-def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_path: Path):
-    writer = RunWriter(tmp_path / "run", {"num_workers": 2})
-    for step in range(3):
-        full = gathered(step, [np.array([1, 2]), np.array([3, 4])], 3)
-        empty = {name: values.copy() for name, values in full.workers.items()}
+def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_path):
+    @changing
+    def bare(step, workers):
         for name in ("loss", "loss_sem", "grad_norm"):
-            empty[name][:] = np.nan
-        bare = type(full)(
-            step=step, time=full.time, observed=False, workers=empty, sketches_WK=None,
-            samples=(np.empty(0, np.int64),) * 2,
-        )  # fmt: skip
-        writer.add(summarize(bare))
-    writer.close()
+            workers[name][:] = np.nan
+        nothing = (np.empty(0, np.int64),) * 2
+        return {"observed": False, "sketches_WK": None, "samples": nothing}
 
-    page = read(write_report(Run.open(tmp_path / "run")))
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)
+    page = read(write_report(run))
     assert page.figures == ["time"]
     assert "No step of this run has observed gradients." in page.words
 
