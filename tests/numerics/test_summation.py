@@ -95,13 +95,7 @@ def halving(terms):
     return halving([a + b for a, b in zip(terms[:half], terms[half:], strict=True)])
 
 
-ADDED = {
-    Scheme.SEQUENTIAL: chain,
-    Scheme.RING: chain,
-    Scheme.ARRIVAL: chain,
-    Scheme.TREE: tree,
-    Scheme.HALVING: halving,
-}
+ADDED = {**dict.fromkeys(Scheme, chain), Scheme.TREE: tree, Scheme.HALVING: halving}
 
 
 def same_bits(first, second):
