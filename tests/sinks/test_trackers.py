@@ -82,16 +82,17 @@ def offline(tmp_path_factory):
             patch.setenv(name, home)
         import wandb
 
-        yield wandb
+        from rankscope.sinks.wandb import WandbSink
+        from sinks import wandb_files
+
+        yield wandb, WandbSink, wandb_files
         wandb.teardown()
 
 
 def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    wandb, WandbSink, wandb_files = offline
     feed(WandbSink("a-project"), run_info(tmp_path))
-    assert offline.run is None
+    assert wandb.run is None
     rows = wandb_files.history(tmp_path / "run")
     assert rows == [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
     [run] = [r.run for r in wandb_files.records(tmp_path / "run") if r.HasField("run")][:1]
@@ -107,12 +108,10 @@ def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
 
 
 def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    wandb, WandbSink, wandb_files = offline
     sink = WandbSink()
     sink.open(run_info(tmp_path))
-    run = offline.init(project="theirs", dir=str(tmp_path))
+    run = wandb.init(project="theirs", dir=str(tmp_path))
     for step in STEPS:
         sink.step(step)
         if step.step != 1:
@@ -130,9 +129,7 @@ def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline
 
 
 def test_wandb_finishes_its_run_while_another_process_still_holds_the_pipe(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    _, WandbSink, wandb_files = offline
     sink = WandbSink()
     feeder = Feeder("wandb", sink, run_info(tmp_path))
     feeder.step(STEPS[0])
