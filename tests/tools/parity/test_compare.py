@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UNCLIPPED, UPDATE, WIDTH
+from rankscope.bus.parity import (
+    BUFFER,
+    GRADIENT,
+    QUARTERS,
+    START,
+    UNCLIPPED,
+    UPDATE,
+    WIDTH,
+    RankStep,
+    TensorFigures,
+)
+from rankscope.bus.shares import PackedError
 from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
@@ -400,3 +411,14 @@ def test_sketches_of_a_large_matrix_and_of_its_shards_round_otherwise():
     bounds = Bounds(side, side)
     assert bounds.of_start("bias", float(whole.norm())) < far
     assert far < bounds.of_start("embed", float(whole.norm())) < 5e-5 * float(whole.norm())
+
+
+@pytest.mark.parametrize("cut", [0, 5, 40, 200])
+def test_bytes_that_are_cut_off_hold_no_step(cut):
+    figures = TensorFigures(
+        ("a", "b"), ("", "0,0+2,3"), np.ones((2, QUARTERS)), np.ones((2, QUARTERS, WIDTH))
+    )
+    packed = RankStep(3, 7, {"world": 4}, {GRADIENT: figures}, np.arange(2), np.ones(1)).pack()
+    assert RankStep.unpack(packed).figures[GRADIENT].places == figures.places
+    with pytest.raises(PackedError):
+        RankStep.unpack(packed[:cut])
