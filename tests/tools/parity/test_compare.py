@@ -419,6 +419,9 @@ def test_bytes_that_are_cut_off_hold_no_step(cut):
         ("a", "b"), ("", "0,0+2,3"), np.ones((2, QUARTERS)), np.ones((2, QUARTERS, WIDTH))
     )
     packed = RankStep(3, 7, {"world": 4}, {GRADIENT: figures}, np.arange(2), np.ones(1)).pack()
-    assert RankStep.unpack(packed).figures[GRADIENT].places == figures.places
+    back = RankStep.unpack(packed)
+    assert (back.rank, back.step, back.facts) == (3, 7, {"world": 4})
+    assert (back.samples.tolist(), back.losses.tolist()) == ([0, 1], [1.0])
+    assert back.figures[GRADIENT].places == figures.places
     with pytest.raises(PackedError):
         RankStep.unpack(packed[:cut])
