@@ -414,7 +414,7 @@ def test_sketches_of_a_large_matrix_and_of_its_shards_round_otherwise():
 
 
 @pytest.mark.parametrize("cut", [0, 5, 40, 200])
-def test_bytes_that_are_cut_off_hold_no_step(cut):
+def test_a_step_comes_back_from_its_bytes_and_not_from_a_part_of_them(cut):
     figures = TensorFigures(
         ("a", "b"), ("", "0,0+2,3"), np.ones((2, QUARTERS)), np.ones((2, QUARTERS, WIDTH))
     )
