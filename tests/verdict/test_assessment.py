@@ -1,6 +1,5 @@
 """Assessments of recorded runs whose samples, losses and gradients are simulated."""
 
-import shutil
 from dataclasses import replace
 from itertools import islice
 
@@ -123,10 +122,13 @@ def test_a_run_without_steps(tmp_path):
     place = ListedPlace("run", run.path, "run")
     listed = glance(place, stamp(place, tmp_path))
     assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
-    removed = record_run(tmp_path / "removed")
-    shutil.rmtree(removed.path / "steps")
-    lost = assess(Run.open(removed.path))
-    assert lost.headline.startswith("The steps of this run are missing: workers/ of its directory")
+    for part, options in (("findings.jsonl", SHARED), ("workers", {}), ("steps", {})):
+        other = record_run(tmp_path / part, **options)
+        (other.path / part).rename(tmp_path / f"moved-{part}")
+        lost = assess(Run.open(other.path))
+        assert f"is missing: its directory has no {part}" in lost.headline
+        place = ListedPlace("run", other.path, "run")
+        assert lost.word == glance(place, stamp(place, tmp_path)).severity == "warning"
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation

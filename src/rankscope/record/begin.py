@@ -108,6 +108,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+FINDINGS_FILE = "findings.jsonl"
 LOCK_FILE = ".writer"
 """Locked as long as the run is written; removed when it is closed."""
 

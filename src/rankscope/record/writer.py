@@ -28,7 +28,7 @@ from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
-from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
+from rankscope.record.begin import FINDINGS_FILE, INFO_FILE, begin_run, now, text_of
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
@@ -251,6 +251,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()
         self._file_lock = threading.RLock()
         self._num_steps = 0
+        self._findings: set[str] = set()
         self._num_traced = 0  # rows of traces since the last flush
         self._last_flush: float | None = None
         self._flushes_without_state = 0
@@ -282,10 +283,12 @@ class RunWriter:
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
         """Append events to ``findings.jsonl`` and write them through at once."""
-        lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in findings]
+        found = list(findings)
+        lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in found]
         if lines:
             with self._file_lock:
-                append(self.path / "findings.jsonl", "".join(lines).encode())
+                append(self.path / FINDINGS_FILE, "".join(lines).encode())
+                self._findings |= {finding.id for finding in found}
 
     def describe(self, **facts: Any) -> None:
         """Put facts into ``run.json``, with the next flush."""
@@ -345,7 +348,7 @@ class RunWriter:
                 return
             self.flush()
             self._info |= {"status": status, "finished": now(), "steps": self._num_steps}
-            self._info |= facts
+            self._info |= {"findings": len(self._findings), **facts}
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
 

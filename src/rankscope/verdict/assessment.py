@@ -17,7 +17,9 @@ from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
+from rankscope.files import is_file
 from rankscope.record import Coverage, Run
+from rankscope.record.begin import FINDINGS_FILE
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.rollups import read_coverage
 from rankscope.record.states import START_FILE, read_number
@@ -252,8 +254,18 @@ def progress_of(run: Run) -> RunProgress:
         endings=endings,
         agent_ended=agent_ended,
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
-        lost=steps is None and step_range(run.path, Table.WORKERS) is not None,
+        lost=_lost_parts(run),
     )
+
+
+def _lost_parts(run: Run) -> tuple[str, ...]:
+    """Return the parts that a run's directory should have, and has not."""
+    tables = (Table.STEPS, Table.WORKERS)
+    missing = [f"{table}/" for table in tables if step_range(run.path, table) is None]
+    lost = missing if len(missing) < len(tables) else []
+    if run.info.get("findings") and not is_file(run.path / FINDINGS_FILE):
+        lost.append(FINDINGS_FILE)
+    return tuple(lost)
 
 
 def measure(run: Run) -> Values:

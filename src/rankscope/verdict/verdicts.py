@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rankscope.bus.detector import BEGUN_ANEW, Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
-from rankscope.bus.words import all_workers, count, name_ranks
+from rankscope.bus.words import all_workers, count, listed, name_ranks
 from rankscope.stats.bets import bound_in_words
 from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
 from rankscope.verdict.dispersion import (
@@ -55,7 +55,7 @@ class RunProgress:
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
     unwritten: str = ""  # why the last steps could not be written, if so
-    lost: bool = False  # whether workers have rows, and steps none
+    lost: tuple[str, ...] = ()  # parts of the directory that are missing
 
     @property
     def ended(self) -> bool:
@@ -85,6 +85,8 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _as_measured(verdict, coverage)
     if faults:
         return verdict
+    if progress.lost and progress.ended:
+        return without_parts(progress)
     if progress.cut_short:
         return _cut_short(verdict, progress)
     missing = missing_steps(progress.checks, _steps(values, progress))
@@ -236,11 +238,7 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
-_LOST = Verdict(
-    "The steps of this run are missing: workers/ of its directory has rows, and steps/ has none.",
-    "Restore steps/ from where the run was copied or cleaned up; the other tables can be read.",
-    Severity.WARNING,
-)
+_RESTORE = "Restore it from where the run was copied or cleaned up: nothing is known without it."
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -251,12 +249,18 @@ _INTERRUPTED_BEFORE = Verdict(
 _MAKE_ROOM = "Make room there, or let run_dir name another place; the training itself went on."
 
 
+def without_parts(progress: RunProgress) -> Verdict:
+    """Return the verdict on a run of which parts are missing, and nothing else is known."""
+    headline = f"A part of this run is missing: its directory has no {listed(progress.lost)}."
+    return Verdict(headline, _RESTORE, Severity.WARNING)
+
+
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
         return _NOTHING_YET
     if progress.lost:
-        return _LOST
+        return without_parts(progress)
     if progress.unwritten:
         return Verdict(f"Nothing was recorded: {progress.unwritten}.", _MAKE_ROOM, Severity.WARNING)
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:

@@ -33,7 +33,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.verdict.assessment import progress_of, siblings_of, worst_of
 from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
-from rankscope.verdict.verdicts import without_steps
+from rankscope.verdict.verdicts import without_parts, without_steps
 from rankscope.verdict.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -325,8 +325,9 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         worst = fault
     progress = progress_of(run)
     mild = severity in ("healthy", "early", "note")
-    if not num_steps and mild:
-        verdict = without_steps(progress)
+    lost = bool(progress.lost) and progress.ended
+    if mild and (lost or not num_steps):
+        verdict = without_parts(progress) if lost else without_steps(progress)
         severity, headline = str(verdict.severity), verdict.headline.removesuffix(".")
     elif progress.cut_short and mild:
         severity = str(Severity.NOTE)
