@@ -168,6 +168,9 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation
     assert early.statements == found["complete"].statements
+    if not options:  # a copy of a run whose writer was killed on another machine
+        (tmp_path / "running" / ".writer").write_text('["elsewhere", "another boot"]')
+        assert assess(Run.open(tmp_path / "running")).headline == early.headline
 
 
 def test_an_early_end_stands_before_a_note(tmp_path):

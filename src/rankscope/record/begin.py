@@ -164,6 +164,14 @@ def writer_is_here(run: Path) -> bool:
     return _writer_is_here(run) is True
 
 
+def writer_is_elsewhere(run: Path) -> bool:
+    """Return whether another machine writes a run, or wrote it when it was copied."""
+    try:
+        return not _was_here(json.loads((run / LOCK_FILE).read_bytes()[:_MOST_BYTES]))
+    except (OSError, ValueError):
+        return False
+
+
 def _writer_is_here(run: Path) -> bool | None:
     """Return whether the process that wrote a run on this machine lives; None if unknown."""
     try:

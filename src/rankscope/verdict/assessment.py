@@ -3,6 +3,7 @@
 import glob
 import math
 import shlex
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.files import is_file
 from rankscope.record import Coverage, Run
-from rankscope.record.begin import FINDINGS_FILE
+from rankscope.record.begin import FINDINGS_FILE, writer_is_elsewhere
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.rollups import read_coverage
 from rankscope.record.states import START_FILE, read_number
@@ -137,6 +138,9 @@ _ENDS = 5
 MAX_SAMPLES = 2**23
 """Most samples that are counted exactly: 64 MB of ids."""
 
+LEFT_SECONDS = 3600.0
+"""Seconds without a step after which a run on another machine is taken for interrupted."""
+
 MAX_COSTS = 2**16
 """Rows for the median cost of a step."""
 
@@ -248,7 +252,7 @@ def progress_of(run: Run) -> RunProgress:
     endings = read_endings(run.info)
     unwritten = run.info.get("unwritten")
     return RunProgress(
-        run.status,
+        "interrupted" if _is_left(run) else run.status,
         last_step,
         earlier,
         endings=endings,
@@ -256,6 +260,14 @@ def progress_of(run: Run) -> RunProgress:
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
         lost=_lost_parts(run),
     )
+
+
+def _is_left(run: Run) -> bool:
+    """Return whether a run that another machine writes has had no step for an hour."""
+    if run.status != "running" or not writer_is_elsewhere(run.path):
+        return False
+    times = run.latest(Table.STEPS, "time", max_rows=1)["time"]
+    return bool(len(times)) and time.time() - float(times[-1]) > LEFT_SECONDS
 
 
 def _lost_parts(run: Run) -> tuple[str, ...]:
