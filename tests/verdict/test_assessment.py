@@ -148,6 +148,17 @@ def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("last", "words"),
+    [(7, "No fault found; the optimizer"), (29, "The optimizer skipped 8 steps of 30: the gradi")],
+)
+def test_steps_that_a_scaler_skips_again_and_again_are_the_verdict(tmp_path, last, words):
+    values = assess(record_run(tmp_path / "run")).values
+    name = "numerics.nonfinite"
+    note = Finding(name, name, Severity.NOTE, (1,), 0, last, "It did.", "Nothing.", {"steps": 8})
+    assert judge(values, [note]).headline.startswith(words)
+
+
+@pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "num_steps": 2}], ids=["healthy", "nothing proven"]
 )
 def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):

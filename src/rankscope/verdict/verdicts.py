@@ -175,9 +175,21 @@ def _causes(findings: Sequence[Finding]) -> set[str]:
 # Headlines ---------------------------------------------------------------------------------
 
 
+_OFTEN_SKIPPED = 8  # steps, and one in twenty
+
+
 def _nonfinite(values: Values, finding: Finding) -> Verdict:
     ranks = name_ranks(finding.ranks)
     if finding.severity is Severity.NOTE:
+        skipped = _number(finding, "steps")
+        apart = finding.last_step - finding.first_step >= 3 * skipped  # not a scaler's first tries
+        if skipped >= _OFTEN_SKIPPED and apart and 20 * skipped >= _number(values, "steps"):
+            return Verdict(
+                f"The optimizer skipped {count(skipped, 'step')} of {values['steps']:,}: the "
+                f"gradient of {ranks} overflowed.",
+                f"Look at what {ranks} computes in these steps: a gradient scaler skips a step now "
+                "and then, and its scale grows back slowly.",
+            )
         return Verdict(
             f"No fault found; the optimizer skipped {count(_number(finding, 'steps'), 'step')} "
             "whose gradient overflowed.",
