@@ -3,21 +3,19 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
-from rankscope.record import RunWriter, writer
-from rankscope.record.begin import WriterLock
+from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
-from rankscope.session.opening import _still_trains, host_name
+from rankscope.session import opening
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
@@ -52,6 +50,28 @@ def copied_batches(rank, run_dir, num_steps, kill):
     return loop.scope.latest.step, findings, told, loop.warnings
 
 
+def train_beside(rank, run_dir):
+    opening._PREVIOUS_SECONDS = 0.1  # for which the second run waits for the end of the first
+    loops = [Loop(rank, run_dir)]
+    loops[0].step(0)
+    while rank == 0 and "agent" not in Run.open(run_dir).info:
+        time.sleep(0.05)
+    dist.barrier()
+    loops.append(Loop(rank, run_dir))
+    for loop in loops:
+        loop.step(1)
+        loop.close()
+    return loops[1].warnings
+
+
+def test_a_run_that_is_still_trained_is_not_continued(tmp_path):
+    warnings, _ = run_ranks(train_beside, 2, str(tmp_path / "run"))
+    assert "run already holds a run that another job is still training; this" in warnings[0]
+    second = Run.open(tmp_path / "run-2")
+    assert "continues" not in second.info
+    assert second.columns(Table.STEPS, "step")["step"].tolist() == [0]
+
+
 def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     with pytest.raises(RankError, match="died"):
         run_ranks(copied_batches, 2, str(tmp_path / "sft"), KILLED_AFTER, True)
@@ -76,18 +96,6 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     assert (duplicates.first_step, duplicates.last_step) == (0, last + 10)
     assert duplicates.evidence["steps"] == last + 11
     assert [len(warnings) for *_, warnings in results] == [1, 0]
-
-
-def test_a_run_that_another_job_still_trains_is_not_continued(tmp_path):
-    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    ended.wait()
-    for pid, trains in ((os.getpid(), True), (ended.pid, False)):
-        ranks = [{"rank": 0, "host": host_name(), "pid": pid}]
-        run = RunWriter(tmp_path / str(trains), {"num_workers": 1, "ranks": ranks}).path
-        assert not _still_trains(run)
-        lock = WriterLock(run)  # as its agent holds it
-        assert _still_trains(run) is trains
-        lock.release()
 
 
 def few_steps(rank, run_dir, **options):

@@ -3,7 +3,9 @@
 import sys
 import threading
 
-from rankscope.wrappers.living import live_objects
+from torch import nn
+
+from rankscope.wrappers.living import live_objects, one_walk
 
 
 class Marked:
@@ -24,6 +26,17 @@ def test_objects_are_found_by_class_and_by_the_first_class_that_is_asked_for():
     found = live_objects(Other, Marked)
     assert found[Other] == [other]
     assert set(map(id, found[Marked])) == {id(marked), id(more)}
+
+
+def test_one_walk_serves_all_that_ask_for_what_trainings_have():
+    module = nn.Identity()
+    with one_walk(), one_walk():
+        found = live_objects(nn.Module)[nn.Module]
+        assert any(one is module for one in found)
+        marked = Marked()
+        assert live_objects(nn.Module)[nn.Module] is found
+        assert live_objects(Marked)[Marked] == [marked]
+    assert live_objects(nn.Module)[nn.Module] is not found
 
 
 def test_tuples_that_another_thread_builds_are_left_alone():

@@ -156,12 +156,20 @@ def writer_is_gone(run: Path) -> bool:
 
     False, too, where that is unknown: on another machine, or before there were locks.
     """
-    return _writer_is_here(run) is False
+    try:
+        import fcntl
 
-
-def writer_is_here(run: Path) -> bool:
-    """Return whether a process of this machine is known to write a run."""
-    return _writer_is_here(run) is True
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(run / LOCK_FILE, flags)
+        try:
+            if not _was_here(json.loads(os.read(descriptor, _MOST_BYTES))):
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, ImportError):
+        return False
+    return True
 
 
 def writer_is_elsewhere(run: Path) -> bool:
@@ -170,26 +178,6 @@ def writer_is_elsewhere(run: Path) -> bool:
         return not _was_here(json.loads((run / LOCK_FILE).read_bytes()[:_MOST_BYTES]))
     except (OSError, ValueError):
         return False
-
-
-def _writer_is_here(run: Path) -> bool | None:
-    """Return whether the process that wrote a run on this machine lives; None if unknown."""
-    try:
-        import fcntl
-
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(run / LOCK_FILE, flags)
-        try:
-            if not _was_here(json.loads(os.read(descriptor, _MOST_BYTES))):
-                return None
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError, ImportError):
-        return None
-    return False
 
 
 def _machine() -> list[str]:

@@ -29,6 +29,7 @@ from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.living import one_walk
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
@@ -262,10 +263,11 @@ class StepCollector:
         if not bypassed:
             self.call("before_pass", self.step, args, kwargs)
         self.by_backward = False
-        self._begin_pass(bypassed=bypassed)
-        self._passes.begin()
-        self.call("on_inputs", args, kwargs, self._passes.current)
-        self.call("before_forward", self.step, first=not self._passes.current)
+        with one_walk():
+            self._begin_pass(bypassed=bypassed)
+            self._passes.begin()
+            self.call("on_inputs", args, kwargs, self._passes.current)
+            self.call("before_forward", self.step, first=not self._passes.current)
 
     @property
     def repeating(self) -> bool:

@@ -37,7 +37,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.private import find
-from rankscope.record.begin import begin_run, end_lost_run, is_run, writer_is_here
+from rankscope.record.begin import begin_run, end_lost_run, is_run, writer_is_gone
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
@@ -297,9 +297,7 @@ def _begin(
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
         previous, path = _free_directory(run_dir)
-        busy = previous is not None and _still_trains(previous)
-        goes_on = request.options["resume"] and not busy
-        start = _state_after(previous, info) if goes_on else None
+        start = _state_after(previous, info) if request.options["resume"] else None
         described = dict(info)
         if previous is not None and start is not None:
             described |= {"continues": previous.name, "first_step": start["step"] + 1}
@@ -312,9 +310,12 @@ def _begin(
         if previous is not None:
             held = place if store is None else store.address
             new = path if copied_to is None else copied_to.address
-            run = "a run that still trains" if busy else "a run"
-            then = "" if start is None else _CONTINUES
-            _log.warning("%s already holds %s; this one is recorded in %s%s", held, run, new, then)
+            goes_on = "" if start is None else _CONTINUES
+            written_still = _WRITTEN if _is_trained(previous) else ""
+            _log.warning(
+                "%s already holds a run%s; this one is recorded in %s%s",
+                *(held, written_still, new, goes_on),
+            )
         return RootRun(
             path,
             copied_to,
@@ -324,34 +325,38 @@ def _begin(
         ), described.get("first_step", 0)
 
 
-def _still_trains(previous: Path) -> bool:
-    """Return whether another job on this host writes into a run's directory, and trains."""
-    if not writer_is_here(previous):
-        return False
-    try:
-        ranks = parse(read_file(previous / "run.json"))["ranks"]
-        pids = [int(rank["pid"]) for rank in ranks if rank["host"] == host_name()]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return any(map(_lives, pids))
-
-
-def _lives(pid: int) -> bool:
-    """Return whether a process runs: not one that has ended and that nobody has waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
-        return False
-
-
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
     if previous is None:
         return None
     from rankscope.verdict.diagnosis import state_after  # detectors: only where a run goes on
 
     _wait_for_agent(previous)
+    if _is_trained(previous):
+        return None
     hosts = [str(rank["host"]) for rank in info["ranks"]]
     return state_after(previous, info["num_workers"], hosts, info["options"]["groups"])
+
+
+def _is_trained(run: Path) -> bool:
+    """Return whether a run is still written: its agent and a rank are alive on this host."""
+    try:
+        info = parse(read_file(run / "run.json"))
+    except (OSError, ValueError):
+        return False
+    agent = info.get("agent") or {}
+    if info.get("status") != "running" or agent.get("host") != host_name() or writer_is_gone(run):
+        return False  # in a new container, other processes may have the same numbers
+    ranks = [rank.get("pid") for rank in info["ranks"] if rank.get("host") == socket.gethostname()]
+    return _is_alive(agent.get("pid")) and any(map(_is_alive, ranks))
+
+
+def _is_alive(pid: object) -> bool:
+    """Return whether a process exists on this host and has not ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "XZ"
 
 
 def _wait_for_agent(previous: Path) -> None:
@@ -369,9 +374,7 @@ def _wait_for_agent(previous: Path) -> None:
         agent = info.get("agent")
         if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if agent is not None and not (
-            agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
-        ):
+        if agent and not (agent.get("host") == host_name() and _is_alive(agent.get("pid"))):
             return
         time.sleep(0.05)
 
@@ -465,6 +468,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
+_WRITTEN = " that another job is still training"
 _CONTINUES = " and continues it; another run directory keeps the two apart"
 
 

@@ -51,6 +51,7 @@ from rankscope.wrappers.facts import (
     vocabulary_digest,
 )
 from rankscope.wrappers.find import DDP, LOOP, Wrapped, find_parts, find_wrapper
+from rankscope.wrappers.living import one_walk
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
     all_of,
@@ -353,7 +354,9 @@ def _facts(
 ) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
-    splitting = splitting_loader() if loader is None else loader
+    with one_walk():
+        splitting = splitting_loader() if loader is None else loader
+        data_rows = rows_of(loader)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -361,7 +364,7 @@ def _facts(
         "with_replacement": draws_with_replacement(loader),
         "data_splits": splits_of(splitting),
         "data_length": length_of(loader),
-        "data_rows": rows_of(loader),
+        "data_rows": data_rows,
         "data_digest": data_digest_of(splitting),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),

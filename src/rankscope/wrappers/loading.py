@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from rankscope.private import find
 from rankscope.stats.arrays import Ints, digest_of
 from rankscope.wrappers.calls import Relay, notify
 from rankscope.wrappers.datasets import rows_digest
-from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.living import ITERATOR, live_objects
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
 from rankscope.wrappers.untraced import transparent
@@ -53,12 +52,10 @@ class _ResultRelay(Relay):
         return call
 
 
-_ITERATOR = find("torch.utils.data.dataloader._BaseDataLoaderIter")
-
-YIELDS = _ResultRelay(_ITERATOR, "__next__")
+YIELDS = _ResultRelay(ITERATOR, "__next__")
 """The batches of torch's data loaders."""
 
-PLACES = _ResultRelay(_ITERATOR, "_next_index")
+PLACES = _ResultRelay(ITERATOR, "_next_index")
 """The places in a data set of the rows of a batch that a loader is about to read."""
 
 _MOST_STREAMS = 4  # iterators that are followed, such as those of training and evaluation
@@ -156,7 +153,7 @@ class _Places:
 
     def any_missed(self) -> bool:
         """Return whether such a loader has yielded a batch before it was followed."""
-        living = [] if _ITERATOR is None else live_objects(_ITERATOR)[_ITERATOR]
+        living = [] if ITERATOR is None else live_objects(ITERATOR)[ITERATOR]
         return any(one._num_yielded and self._known(one) for one in living)
 
     def _known(self, iterator: Any) -> bool:
