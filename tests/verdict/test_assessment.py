@@ -235,8 +235,13 @@ RAISED = "its training raised RuntimeError"
             "See the log for",
         ),
         ([{"rank": 1}], "or went on unwatched.", "See the log for"),
+        (
+            [ending(r, 30, 5.0, "its process ended (killed by SIGKILL)") for r in range(3)],
+            "All 3 workers ended there (killed by SIGKILL).",
+            "See the log for",
+        ),
     ],
-    ids=["killed", "alone on record", "raised before", "together", "gone", "damaged"],
+    ids=["killed", "alone on record", "raised before", "together", "gone", "damaged", "signal"],
 )
 def test_the_rank_that_ended_first_is_named(tmp_path, ended, words, log):
     run = record_run(tmp_path / "run", num_workers=3, status="incomplete", ended=ended)
