@@ -95,6 +95,7 @@ def test_every_rank_hears_what_one_cannot_do(tmp_path):
     assert {name: kind for name, (kind, _) in first.items()} == {
         **dict.fromkeys(first, "RunError"),
         "webhook": first["webhook"][0] or "raised nothing",
+        "config": "UsageError",
         "no config": "UsageError",
         "usage": "UsageError",
         "frozen": "UsageError",

@@ -1,7 +1,5 @@
 """Assessments of recorded runs whose samples, losses and gradients are simulated."""
 
-import math
-import shutil
 from dataclasses import replace
 from itertools import islice
 
@@ -14,7 +12,6 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
-from rankscope.verdict import assessment
 from rankscope.verdict.assessment import assess, progress_of
 from rankscope.verdict.diagnosis import Diagnosis
 from rankscope.verdict.verdicts import RunProgress, judge
@@ -72,8 +69,7 @@ def test_healthy_shards(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
-def test_too_few_steps_are_not_called_healthy(tmp_path, monkeypatch, status, word):
-    monkeypatch.setattr(assessment, "_LEAST_SILENCE", math.inf)
+def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
     run = record_run(tmp_path / "run", status=status)
     found = assess(run)
     assert (found.severity, found.word) == (None, "early")
@@ -123,32 +119,16 @@ def test_a_run_without_steps(tmp_path):
     place = ListedPlace("run", run.path, "run")
     listed = glance(place, stamp(place, tmp_path))
     assert (listed.severity, f"{listed.headline}.") == ("warning", found.headline)
+    for part, options in (("findings.jsonl", SHARED), ("workers", {}), ("steps", {})):
+        other = record_run(tmp_path / part, **options)
+        (other.path / part).rename(tmp_path / f"moved-{part}")
+        lost = assess(Run.open(other.path))
+        assert f"is missing: its directory has no {part}" in lost.headline
+        place = ListedPlace("run", other.path, "run")
+        assert lost.word == glance(place, stamp(place, tmp_path)).severity == "warning"
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation
-
-
-@pytest.mark.parametrize(
-    ("name", "reading"),
-    [("steps/", "sharded"), ("workers/", "sharded"), ("findings.jsonl", "replicated")],
-)
-def test_a_directory_that_lacks_what_was_written_is_not_healthy(tmp_path, name, reading):
-    run = record_run(tmp_path / "run", reading=reading)
-    part = run.path / name
-    shutil.rmtree(part) if part.is_dir() else part.unlink()
-    found = assess(Run.open(run.path))
-    assert found.severity is Severity.WARNING
-    assert found.headline.startswith(f"A part of this record is missing: {name} of its directory")
-    place = ListedPlace("run", run.path, "run")
-    assert glance(place, stamp(place, tmp_path)).severity == "warning"
-
-
-def test_a_run_that_is_silent_and_has_no_end_is_not_healthy(tmp_path):
-    run = record_run(tmp_path / "run", num_steps=40)  # of 2023
-    assert assess(run).severity is None
-    begun = Run(run.path, run.info | {"status": "running"})
-    assert "no end: the training stopped, or this is a copy" in assess(begun).headline
-    assert assess(begun).severity is Severity.NOTE
 
 
 @pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])
@@ -165,10 +145,20 @@ def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("last", "words"),
+    [(7, "No fault found; the optimizer"), (29, "The optimizer skipped 8 steps of 30: the gradi")],
+)
+def test_steps_that_a_scaler_skips_again_and_again_are_the_verdict(tmp_path, last, words):
+    values = assess(record_run(tmp_path / "run")).values
+    name = "numerics.nonfinite"
+    note = Finding(name, name, Severity.NOTE, (1,), 0, last, "It did.", "Nothing.", {"steps": 8})
+    assert judge(values, [note]).headline.startswith(words)
+
+
+@pytest.mark.parametrize(
     "options", [{}, {"num_workers": 1, "num_steps": 2}], ids=["healthy", "nothing proven"]
 )
-def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, monkeypatch, options):
-    monkeypatch.setattr(assessment, "_LEAST_SILENCE", math.inf)
+def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     found = {}
     for status in ("running", "complete", "incomplete"):
         found[status] = assess(record_run(tmp_path / status, status=status, **options))
@@ -186,6 +176,9 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, monkeypat
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation
     assert early.statements == found["complete"].statements
+    if not options:  # a copy of a run whose writer was killed on another machine
+        (tmp_path / "running" / ".writer").write_text('["elsewhere", "another boot"]')
+        assert assess(Run.open(tmp_path / "running")).headline == early.headline
 
 
 def test_an_early_end_stands_before_a_note(tmp_path):
@@ -225,8 +218,13 @@ def at(time, why, *ranks, last_step=29):
         (at(5.0, RAISED, 2, 0, 1), "All 3 workers ended there (training raised", "the log for"),
         (at(5.0, GONE, 2, 0, 1), "or went on unwatched.", "See the log for"),
         ([{"rank": 1}], "or went on unwatched.", "See the log for"),
+        (
+            at(5.0, "its process ended (killed by SIGKILL)", 0, 1, 2),
+            "All 3 workers ended there (killed by SIGKILL).",
+            "See the log for",
+        ),
     ],
-    ids=["killed", "alone on record", "raised before", "together", "gone", "damaged"],
+    ids=["killed", "alone on record", "raised before", "together", "gone", "damaged", "signal"],
 )
 def test_the_rank_that_ended_first_is_named(tmp_path, ended, words, log):
     run = record_run(tmp_path / "run", num_workers=3, status="incomplete", ended=ended)

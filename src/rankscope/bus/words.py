@@ -136,12 +136,3 @@ def make_printable(record: logging.LogRecord) -> bool:
     if trace:  # formatters put it below the message
         record.exc_text = "\n".join(map(printable, trace.rstrip().split("\n")))
     return True
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words: ``35 ms``, ``4.2 s``, ``1.5 h``."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

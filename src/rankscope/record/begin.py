@@ -172,6 +172,14 @@ def writer_is_gone(run: Path) -> bool:
     return True
 
 
+def writer_is_elsewhere(run: Path) -> bool:
+    """Return whether another machine writes a run, or wrote it when it was copied."""
+    try:
+        return not _was_here(json.loads((run / LOCK_FILE).read_bytes()[:_MOST_BYTES]))
+    except (OSError, ValueError):
+        return False
+
+
 def _machine() -> list[str]:
     try:
         return [socket.gethostname(), _BOOT.read_text().strip()]

@@ -112,18 +112,6 @@ class Run:
         return "interrupted" if status == "running" and writer_is_gone(self.path) else status
 
     @property
-    def lost(self) -> str:
-        """What the directory lacks though it was written, such as ``workers/``; empty if nothing.
-
-        A copy may be incomplete.
-        """
-        found = {table: step_range(self.path, table) for table in (Table.STEPS, Table.WORKERS)}
-        if any(found.values()) and not all(found.values()):
-            return next(f"{table}/" for table, steps in found.items() if not steps)
-        written = self.info.get("finding_events") and self._findings is None
-        return FINDINGS_FILE if written and not (self.path / FINDINGS_FILE).exists() else ""
-
-    @property
     def version(self) -> str:
         """A value that changes with every flush and finding: names, sizes, times of three files.
 

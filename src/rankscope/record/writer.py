@@ -251,7 +251,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()
         self._file_lock = threading.RLock()
         self._num_steps = 0
-        self._num_events = 0  # of findings
+        self._findings: set[str] = set()
         self._num_traced = 0  # rows of traces since the last flush
         self._last_flush: float | None = None
         self._flushes_without_state = 0
@@ -283,11 +283,12 @@ class RunWriter:
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
         """Append events to ``findings.jsonl`` and write them through at once."""
-        lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in findings]
+        found = list(findings)
+        lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in found]
         if lines:
             with self._file_lock:
                 append(self.path / FINDINGS_FILE, "".join(lines).encode())
-                self._num_events += len(lines)
+                self._findings |= {finding.id for finding in found}
 
     def describe(self, **facts: Any) -> None:
         """Put facts into ``run.json``, with the next flush."""
@@ -347,7 +348,7 @@ class RunWriter:
                 return
             self.flush()
             self._info |= {"status": status, "finished": now(), "steps": self._num_steps}
-            self._info |= {"finding_events": self._num_events, **facts}
+            self._info |= {"findings": len(self._findings), **facts}
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
 

@@ -37,7 +37,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.private import find
-from rankscope.record.begin import begin_run, end_lost_run, is_run
+from rankscope.record.begin import begin_run, end_lost_run, is_run, writer_is_gone
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
@@ -344,8 +344,8 @@ def _is_trained(run: Path) -> bool:
     except (OSError, ValueError):
         return False
     agent = info.get("agent") or {}
-    if info.get("status") != "running" or agent.get("host") != host_name():
-        return False
+    if info.get("status") != "running" or agent.get("host") != host_name() or writer_is_gone(run):
+        return False  # in a new container, other processes may have the same numbers
     ranks = [rank.get("pid") for rank in info["ranks"] if rank.get("host") == socket.gethostname()]
     return _is_alive(agent.get("pid")) and any(map(_is_alive, ranks))
 

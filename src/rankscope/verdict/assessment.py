@@ -1,10 +1,8 @@
 """The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
 
 import glob
-import itertools
 import math
 import shlex
-import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +18,9 @@ from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
+from rankscope.files import is_file
 from rankscope.record import Coverage, Run
+from rankscope.record.begin import FINDINGS_FILE, writer_is_elsewhere
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.rollups import read_coverage
 from rankscope.record.states import START_FILE, read_number
@@ -138,6 +138,9 @@ _ENDS = 5
 MAX_SAMPLES = 2**23
 """Most samples that are counted exactly: 64 MB of ids."""
 
+LEFT_SECONDS = 3600.0
+"""Seconds without a step after which a run on another machine is taken for interrupted."""
+
 MAX_COSTS = 2**16
 """Rows for the median cost of a step."""
 
@@ -238,12 +241,6 @@ def _next_command(run: Run, finding: Finding) -> str:
     return next(filter(None, commands), "")
 
 
-_STEPS_OF_PATIENCE = 8
-_FLUSH_SECONDS = 10.0
-_RECENT = 50  # steps
-_LEAST_SILENCE = 600.0
-
-
 def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
@@ -255,31 +252,32 @@ def progress_of(run: Run) -> RunProgress:
     endings = read_endings(run.info)
     unwritten = run.info.get("unwritten")
     return RunProgress(
-        run.status,
+        "interrupted" if _is_left(run) else run.status,
         last_step,
         earlier,
         endings=endings,
         agent_ended=agent_ended,
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
-        lost=run.lost,
-        silent_seconds=silent_seconds(run) if run.status == "running" else 0.0,
+        lost=_lost_parts(run),
     )
 
 
-def patience(time_T: Floats) -> float:
-    """Return the longest pause that is usual for a run, in seconds; of steps at these times."""
-    recent = [b - a for a, b in itertools.pairwise(time_T[-_RECENT:].tolist()) if b > a]
-    usual = statistics.median(recent) if recent else 0.0
-    return _STEPS_OF_PATIENCE * usual + _FLUSH_SECONDS
+def _is_left(run: Run) -> bool:
+    """Return whether a run that another machine writes has had no step for an hour."""
+    if run.status != "running" or not writer_is_elsewhere(run.path):
+        return False
+    times = run.latest(Table.STEPS, "time", max_rows=1)["time"]
+    return bool(len(times)) and time.time() - float(times[-1]) > LEFT_SECONDS
 
 
-def silent_seconds(run: Run) -> float:
-    """Return the seconds since the last step of a run, if they are more than usual, else 0."""
-    time_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
-    if not len(time_T) or not math.isfinite(time_T[-1]):
-        return 0.0
-    silent = time.time() - float(time_T[-1])
-    return silent if silent > max(_LEAST_SILENCE, patience(time_T)) else 0.0
+def _lost_parts(run: Run) -> tuple[str, ...]:
+    """Return the parts that a run's directory should have, and has not."""
+    tables = (Table.STEPS, Table.WORKERS)
+    missing = [f"{table}/" for table in tables if step_range(run.path, table) is None]
+    lost = missing if len(missing) < len(tables) else []
+    if run.info.get("findings") and not is_file(run.path / FINDINGS_FILE):
+        lost.append(FINDINGS_FILE)
+    return tuple(lost)
 
 
 def measure(run: Run) -> Values:

@@ -21,8 +21,11 @@ class RankEnding:
 
     @property
     def how(self) -> str:
-        """The reason without its pronoun: "process ended"."""
-        return self.why.removeprefix("its ").removeprefix("it ")
+        """The reason without its pronoun: "process ended", or "killed by SIGKILL"."""
+        known = self.why.removeprefix("its process ended (")
+        return (
+            known[:-1] if known != self.why else self.why.removeprefix("its ").removeprefix("it ")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ class Endings:
     def headline(self) -> str:
         """Which ranks ended first and how, in a sentence; empty where that is not known."""
         if self.first is None:
-            own = [one for one in self.groups if one.why.startswith("its training")]
+            ways = ("its training", "its process ended (")
+            own = [one for one in self.groups if one.why.startswith(ways)]
             return f"All {self.num_workers} workers ended there ({own[0].how})." if own else ""
         return f"{name_ranks(self.first.ranks).capitalize()} ended first ({self.first.how})."
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rankscope.bus.detector import BEGUN_ANEW, Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
-from rankscope.bus.words import all_workers, count, duration, name_ranks
+from rankscope.bus.words import all_workers, count, listed, name_ranks
 from rankscope.stats.bets import bound_in_words
 from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
 from rankscope.verdict.dispersion import (
@@ -55,8 +55,7 @@ class RunProgress:
     endings: Endings = NOT_KNOWN  # how its ranks ended
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
     unwritten: str = ""  # why the last steps could not be written, if so
-    lost: str = ""  # what its directory lacks though it was written
-    silent_seconds: float = 0.0  # since the last step of one that has no end, if that is unusual
+    lost: tuple[str, ...] = ()  # parts of the directory that are missing
 
     @property
     def ended(self) -> bool:
@@ -86,9 +85,9 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _as_measured(verdict, coverage)
     if faults:
         return verdict
-    if progress.lost and not progress.unwritten:
-        return _lost(progress)
-    if progress.cut_short or progress.silent_seconds:
+    if progress.lost and progress.ended and not progress.unwritten:
+        return without_parts(progress)
+    if progress.cut_short:
         return _cut_short(verdict, progress)
     missing = missing_steps(progress.checks, _steps(values, progress))
     if not verdict.severity and missing:
@@ -176,9 +175,21 @@ def _causes(findings: Sequence[Finding]) -> set[str]:
 # Headlines ---------------------------------------------------------------------------------
 
 
+_OFTEN_SKIPPED = 8  # steps, and one in twenty
+
+
 def _nonfinite(values: Values, finding: Finding) -> Verdict:
     ranks = name_ranks(finding.ranks)
     if finding.severity is Severity.NOTE:
+        skipped = _number(finding, "steps")
+        apart = finding.last_step - finding.first_step >= 3 * skipped  # not a scaler's first tries
+        if skipped >= _OFTEN_SKIPPED and apart and 20 * skipped >= _number(values, "steps"):
+            return Verdict(
+                f"The optimizer skipped {count(skipped, 'step')} of {values['steps']:,}: the "
+                f"gradient of {ranks} overflowed.",
+                f"Look at what {ranks} computes in these steps: a gradient scaler skips a step now "
+                "and then, and its scale grows back slowly.",
+            )
         return Verdict(
             f"No fault found; the optimizer skipped {count(_number(finding, 'steps'), 'step')} "
             "whose gradient overflowed.",
@@ -239,6 +250,7 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+_RESTORE = "Restore it from where the run was copied or cleaned up: nothing is known without it."
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -249,27 +261,18 @@ _INTERRUPTED_BEFORE = Verdict(
 _MAKE_ROOM = "Make room there, or let run_dir name another place; the training itself went on."
 
 
-def _lost(progress: RunProgress) -> Verdict:
-    return Verdict(
-        f"A part of this record is missing: {progress.lost} of its directory was written, and is "
-        "not there.",
-        f"Restore {progress.lost} from where the run was copied or cleaned up; the rest can be "
-        "read.",
-        Severity.WARNING,
-    )
-
-
-def silence(progress: RunProgress) -> str:
-    """Return since when a run without an end has no more steps."""
-    return f"No step for {duration(progress.silent_seconds)}, and no end"
+def without_parts(progress: RunProgress) -> Verdict:
+    """Return the verdict on a run of which parts are missing, and nothing else is known."""
+    headline = f"A part of this run is missing: its directory has no {listed(progress.lost)}."
+    return Verdict(headline, _RESTORE, Severity.WARNING)
 
 
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
-    if progress.lost:
-        return _lost(progress)
     if not progress.ended:
         return _NOTHING_YET
+    if progress.lost:
+        return without_parts(progress)
     if progress.unwritten:
         return Verdict(f"Nothing was recorded: {progress.unwritten}.", _MAKE_ROOM, Severity.WARNING)
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
@@ -362,8 +365,6 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
 
 def _why_it_ended(progress: RunProgress) -> str:
     """Return where to see why the record ends early."""
-    if progress.silent_seconds:
-        return "See the log of the training; if this is a copy, see the run where it was written."
     if progress.unwritten:
         return _MAKE_ROOM
     first = progress.endings.first
@@ -373,8 +374,6 @@ def _why_it_ended(progress: RunProgress) -> str:
 
 
 def _describe_end(progress: RunProgress) -> str:
-    if progress.silent_seconds:
-        return f"{silence(progress)}: the training stopped, or this is a copy of its record."
     early = f"The record ends early, with step {progress.last_step:,}"
     if progress.unwritten:
         return f"{early}: {progress.unwritten}."

@@ -108,7 +108,9 @@ def test_a_job_that_goes_on_is_silent(num_samples, at):
     assert restart(islice(stream, at), islice(stream, lost, 120)) == []
 
 
-@pytest.mark.parametrize(("at", "back"), [(20, 5), (45, 6)])
+@pytest.mark.parametrize(
+    ("at", "back"), [(20, 5), (45, 6), (38, 10), (33, 3), (70, 14)]
+)  # the last three from before the epoch
 def test_an_older_checkpoint_is_a_note(at, back):
     batches = list(islice(epochs(512), 150))
     (note,) = restart(batches[:at], batches[at - back :])

@@ -67,6 +67,8 @@ class RestartedJob(Stateful):
     again: int = 0  # the same of different samples
     mixed: bool = False
     replaying: bool = True  # whether all steps so far repeat old ones in order
+    before_from: int = -1  # the first of the last steps before the epoch that came again
+    before_to: int = -1
     replayed_from: int = -1
     replayed_to: int = -1
     steps: int = 0
@@ -103,14 +105,19 @@ class RestartedJob(Stateful):
         return Resumption.MIXED if self.mixed and again_U.any() else None
 
     @property
+    def done_from(self) -> int:
+        """The first step that came again in order; -1 without one."""
+        return self.replayed_from if self.before_from < 0 else self.before_from
+
+    @property
     def is_ahead(self) -> bool:
         """Whether its parameters are known to have trained on a step that came again."""
-        return 0 <= self.replayed_from <= self.model_after
+        return 0 <= self.done_from <= self.model_after
 
     @property
     def went_back(self) -> bool:
         """Whether its parameters are known to be those before the first step that came again."""
-        return 0 <= self.model_after == self.replayed_from - 1
+        return 0 <= self.model_after == self.done_from - 1
 
     def halve(self) -> None:
         """Follow half as many samples from now on."""
@@ -133,13 +140,13 @@ class RestartedJob(Stateful):
             self.mixed = True
             return Resumption.MIXED
         self.undecided = False
-        whole = self.replayed_from == self.interrupted
+        whole = self.done_from == self.interrupted
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
 
     def _begins_again(self, one_in: int) -> Resumption | None:
         """Return that the epoch has begun again, where most of its rest is certainly left."""
         early = self.steps < _EARLY_STEPS or self.draws < _EARLY_DRAWS
-        if early or self.replayed_from != self.interrupted:
+        if early or self.done_from != self.interrupted:
             return None
         most_left = 2 * self.drawn * one_in <= self.rows
         if not (most_left or (self.unfinished and self.is_ahead)):
@@ -149,6 +156,8 @@ class RestartedJob(Stateful):
 
     def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int, one_in: int) -> bool:
         """Return whether this step goes on repeating the old ones in order, up to the restart."""
+        if self.replayed_from < 0 and self._goes_on_before(last_U, one_in):
+            return True
         if not again_U.any():
             return False
         low = int(last_U[again_U].min())
@@ -157,15 +166,36 @@ class RestartedJob(Stateful):
         furthest = 1 if one_in == 1 else 2 * _WIDEST
         follows = self.replayed_from >= 0 and 0 <= gap <= furthest
         reached = high == self.end
-        alone = bool(again_U.all())
+        # those that came in both epochs, and with the steps before
+        twice_U = (last_U >= self.boundary) & (self.before_from >= 0)
+        alone = bool((again_U | twice_U).all())
         begins = self.replayed_from < 0 and alone and high - low <= _WIDEST
-        ends = reached and int(again_U.sum()) + rest == len(last_U)
+        ends = reached and int((again_U | twice_U).sum()) + rest == len(last_U)
         if not (begins or (follows and (alone or ends))):
             self.replayed_to = -1
             return False
         self.replayed_from = low if self.replayed_from < 0 else self.replayed_from
         self.replayed_to = high
         return not reached
+
+    def _goes_on_before(self, last_U: Ints, one_in: int) -> bool:
+        """Return whether this step repeats, in order, steps before the epoch: a checkpoint's.
+
+        Some of its samples may have come in the epoch as well.
+        """
+        before_U = last_U[(last_U >= 0) & (last_U < self.interrupted)]
+        if 2 * len(before_U) <= len(last_U):
+            return False
+        low, high = int(before_U.min()), int(before_U.max())
+        gap = low - self.before_to
+        furthest = 1 if one_in == 1 else 2 * _WIDEST
+        first = self.before_from < 0 and self.steps == 1
+        if high - low > _WIDEST or not (first or (self.before_from >= 0 and 0 <= gap <= furthest)):
+            self.before_from = -1
+            return False
+        self.before_from = low if first else self.before_from
+        self.before_to = high
+        return True
 
     def _has_drawn_enough(self) -> bool:
         """Return whether enough samples came again for a later rest to prove a fault."""
@@ -459,18 +489,18 @@ class ResumeMismatch(RestartDetector):
                 "restart": f"{job.boundary:,}",
                 "epoch": f"{job.interrupted:,}",
                 "again": count(job.again, "sample") + of,
-                "from": f"{job.replayed_from:,}",
+                "from": f"{job.done_from:,}",
                 "to": f"{job.boundary - 1:,}",
                 "model": f"{job.model_after:,}",
                 "why": _KNOWN.format(job.model_after) if job.is_ahead else _UNKNOWN,
-                "check": "" if job.is_ahead else _UNLESS.format(job.replayed_from),
+                "check": "" if job.is_ahead else _UNLESS.format(job.done_from),
             },
             numbers={
                 "restart_at": job.boundary,
                 "epoch_began_at": job.interrupted,
                 "drawn_again": job.again,
                 "follows_one_sample_in": one_in,
-                **({} if mixed else {"repeats_steps_from": job.replayed_from}),
+                **({} if mixed else {"repeats_steps_from": job.done_from}),
             },
             key=key,
         )

@@ -26,7 +26,7 @@ from rankscope.bus.messages import Derived
 from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.words import duration, name_ranks
+from rankscope.bus.words import name_ranks
 from rankscope.stats.arrays import Bools, Floats, Ints
 from rankscope.stats.state import State
 
@@ -217,9 +217,9 @@ class _Place(PersistentFault):
             {
                 "When": f"{'From' if healed else 'Since'} step {self.first:,}{healed}",
                 "who": self._name(),
-                "behind": duration(self._behind),
+                "behind": _duration(self._behind),
                 "share": f"{self._share:.0%}",
-                "lost": duration(self._lost),
+                "lost": _duration(self._lost),
             },
             {
                 "seconds_behind": self._behind,
@@ -275,6 +275,15 @@ def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
     if len(hosts) != num_workers or len(set(hosts)) < 2:
         return tuple(_Place([rank]) for rank in range(num_workers))
     return tuple(_Place(ranks, host) for host, ranks in ranks_by(hosts).items())
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in words: ``35 ms``, ``4.2 s``, ``1.5 h``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

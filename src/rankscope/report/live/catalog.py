@@ -8,9 +8,11 @@ lead out of the served directory is not read. So nothing outside of it can be re
 import contextlib
 import hashlib
 import heapq
+import itertools
 import math
 import os
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +30,10 @@ from rankscope.record.begin import writer_is_gone
 from rankscope.record.states import START_FILE
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.verdict.assessment import patience, progress_of, siblings_of, worst_of
+from rankscope.verdict.assessment import progress_of, siblings_of, worst_of
 from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
-from rankscope.verdict.verdicts import silence, without_steps
+from rankscope.verdict.verdicts import without_parts, without_steps
 from rankscope.verdict.words import title_of, title_of_finding
 
 MAX_DEPTH = 6
@@ -45,6 +47,8 @@ MIN_PATIENCE = 60.0
 """Seconds without a new step after which a run may be called stalled."""
 START_PATIENCE = 600.0
 """The same before the first step, which includes reading data and compiling."""
+_STEPS_OF_PATIENCE = 8
+_FLUSH_SECONDS = 10.0
 _RECENT = 50
 
 MOST_SETTINGS = 40
@@ -321,17 +325,14 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         worst = fault
     progress = progress_of(run)
     mild = severity in ("healthy", "early", "note")
-    if not num_steps and mild:
-        verdict = without_steps(progress)
+    lost = bool(progress.lost) and progress.ended
+    if mild and (lost or not num_steps):
+        verdict = without_parts(progress) if lost else without_steps(progress)
         severity, headline = str(verdict.severity), verdict.headline.removesuffix(".")
     elif progress.cut_short and mild:
         severity = str(Severity.NOTE)
         with ranks_of_job(run.info):
             headline = progress.endings.headline.removesuffix(".") or "Ended early"
-    elif progress.lost and mild:
-        severity, headline = str(Severity.WARNING), f"Its directory lacks {progress.lost}"
-    elif progress.silent_seconds and mild:
-        severity, headline = str(Severity.NOTE), silence(progress)
     return Glance(
         place=place,
         title=title_of(run.info, place.path),
@@ -418,7 +419,11 @@ def _time_at(time_T: Floats, at: int) -> float | None:
 
 def _patience(time_T: Floats) -> float:
     """Return the longest pause that is usual for this run, in seconds."""
-    return max(MIN_PATIENCE, patience(time_T)) if len(time_T) else START_PATIENCE
+    if not len(time_T):
+        return START_PATIENCE
+    recent = [b - a for a, b in itertools.pairwise(time_T[-_RECENT:].tolist()) if b > a]
+    usual = statistics.median(recent) if recent else 0.0
+    return max(MIN_PATIENCE, _STEPS_OF_PATIENCE * usual + _FLUSH_SECONDS)
 
 
 def _spark(loss_T: Floats) -> tuple[float | None, ...]:
