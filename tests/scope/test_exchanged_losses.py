@@ -65,6 +65,12 @@ def assigned(rows: Tensor) -> Tensor:
     return -(targets * rows.log_softmax(1)).sum(1).mean()
 
 
+def logged(rows: Tensor) -> Tensor:
+    loss = F.cross_entropy(rows @ rows.t(), torch.arange(ROWS))
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
 def into_parts(rows: Tensor, group: Any) -> Tensor:
     """Gather into parts of one tensor."""
     found = torch.empty(2 * ROWS, rows.shape[1])
@@ -135,6 +141,7 @@ FOUND = {
     correlated: ("verify.agrees", "note", "times 0.5: each rank differentiates the loss"),
     divided: ("verify.agrees", "note", "gave back to them is its derivative"),
     assigned: ("verify.agrees", "note", "was not: the gradients that it gave"),
+    logged: ("verify.agrees", "note", "was not: the gradients that it gave"),
     dropped: ("verify.declined", "note", "it draws random numbers"),
     of_two_passes: ("verify.declined", "note", "the factor between the loss and what backward"),
     gathered_into_parts: ("verify.declined", "note", "writes into a part of a tensor"),
