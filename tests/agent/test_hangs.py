@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from rankscope.agent.hang_report import (
 from rankscope.agent.hangs import HangNotes, HangWatch, hang_finding
 from rankscope.agent.rank_processes import permit_inspection, stacks_of
 from rankscope.bus.finding import Finding
+from support.accidents import wait_until
 from support.ranks import run_ranks
 
 ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
@@ -350,8 +350,7 @@ def test_a_hang_is_noted_without_the_stacks_of_a_host_that_sends_none(notes_of, 
 
 
 def stand_still(file):
-    while not file.exists():
-        time.sleep(0.02)
+    wait_until(file.exists, 100.0)
 
 
 def look_until_seen(folder, pids, where):
@@ -379,8 +378,7 @@ def train_with_one_that_stands_still(rank, folder, agent, at):
 
 def agent_of(folder, where):
     files = [folder / str(rank) for rank in range(3)]
-    while not all(file.exists() and file.read_text() for file in files):
-        time.sleep(0.02)
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files), 100.0)
     look_until_seen(folder, [int(file.read_text()) for file in files], where)
 
 

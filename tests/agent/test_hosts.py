@@ -43,16 +43,6 @@ def exchange(root, links, done):
     return at_root, at_hosts
 
 
-def stranger_to(invitation, **keys):
-    """Return a socket that says hello to the root as an agent would, with keys of its own."""
-    place = zmq.Context.instance().socket(zmq.DEALER)
-    place.linger = 0
-    for name, value in keys.items():
-        setattr(place, name, value)
-    place.connect(invitation.endpoints[0])
-    return place
-
-
 @pytest.mark.parametrize("kind", ["no keys", "own keys", "plain socket"])
 def test_nobody_without_the_secret_is_heard(opened, kind):
     root = opened(RootLink("127.0.0.1"))
@@ -62,10 +52,12 @@ def test_nobody_without_the_secret_is_heard(opened, kind):
         stranger = socket.create_connection(("127.0.0.1", port))
         stranger.sendall(b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f" + b"\0" * 200)
     else:
-        public, secret = zmq.curve_keypair()
-        keys = {"curve_serverkey": invitation.server_public.encode()}
-        keys |= {"curve_publickey": public, "curve_secretkey": secret}
-        stranger = stranger_to(invitation, **(keys if kind == "own keys" else {}))
+        stranger = zmq.Context.instance().socket(zmq.DEALER)
+        stranger.linger = 0
+        if kind == "own keys":
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = invitation.server_public.encode()
+        stranger.connect(invitation.endpoints[0])
         stranger.send_multipart([HOST.pack(5), b"forged"])
     link = opened(linked(invitation, 1))
     link.send(b"ours")

@@ -106,24 +106,6 @@ def test_a_training_does_not_wait_for_a_store_to_say_that_its_agent_was_killed(t
 # One that stays away ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def away(tmp_path, monkeypatch):
-    """A record whose directory cannot be written, as something else lies in its place."""
-    writer = RunWriter(tmp_path / "run", {}, flush_seconds=0.0)
-    monkeypatch.setattr(recorder, "FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(recorder, "_LAST_PAUSES", ())
-    (tmp_path / "run").rename(tmp_path / "kept")
-    return Recorder(writer), tmp_path
-
-
-def come_back(folder):
-    (folder / "kept").rename(folder / "run")
-
-
-def recorded(folder):
-    return Run.open(folder / "run").columns(Table.STEPS, "step")["step"].tolist()
-
-
 def test_a_record_that_cannot_be_written_to_its_end_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_LAST_PAUSES", ())
     for whole in (0, 2):
@@ -145,21 +127,25 @@ def test_a_record_that_cannot_be_written_to_its_end_says_so(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("limit", ["MOST_KEPT_BYTES", "GIVE_UP_SECONDS"])
 def test_a_store_that_stays_away_ends_the_record_and_says_what_is_missing(
-    away, monkeypatch, caplog, limit
+    tmp_path, monkeypatch, caplog, limit
 ):
-    record, folder = away
+    """Something else lies in the place of its directory."""
+    record = Recorder(RunWriter(tmp_path / "run", {}, flush_seconds=0.0))
+    monkeypatch.setattr(recorder, "FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(recorder, "_LAST_PAUSES", ())
+    (tmp_path / "run").rename(tmp_path / "kept")
     record.add_many([make_report(0), make_report(1)])
     record.add_findings([make_finding("a")])
     assert not record.flush()
     monkeypatch.setattr(recorder, limit, -1)
     for step in (2, 3):
         record.add_many([make_report(step)])
-    come_back(folder)
+    (tmp_path / "kept").rename(tmp_path / "run")
     assert record.flush()
     record.add_many([make_report(4)])
     record.close("complete")
-    run = Run.open(folder / "run")
-    assert recorded(folder) == [0, 1]
+    run = Run.open(tmp_path / "run")
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == [0, 1]
     assert run.status == "incomplete"
     assert run.info["unwritten"] == {"first_step": 2, "steps": 3}
     assert run.info["failed_writes"] == 2

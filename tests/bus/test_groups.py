@@ -65,10 +65,7 @@ def test_the_longest_prefix_of_a_mapping_wins_whatever_its_order():
         }
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "size"),
-    [(MAX_GROUPS, 1), (MAX_GROUPS + 1, 2), (1000, 8)],
-)
+@pytest.mark.parametrize(("num_blocks", "size"), [(MAX_GROUPS, 1), (MAX_GROUPS + 1, 2), (1000, 8)])
 def test_more_groups_than_fit_are_merged_with_their_neighbours(num_blocks, size):
     parameters = [f"layers.{i}.{kind}" for i in range(num_blocks) for kind in ("up", "down")]
     groups = group_parameters(parameters)

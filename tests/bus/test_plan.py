@@ -13,11 +13,8 @@ from rankscope.errors import UsageError
     "given",
     [
         {},
-        {"loss_weighting": "token", "random": "same", "repeats": True},
-        {"learning_rate": 0.5, "random": "different"},
-        {"seed": 42},
-        {"local_steps": 4},
-        {"independent": True},
+        {"loss_weighting": "token", "random": "same", "repeats": True, "learning_rate": 0.5},
+        {"seed": 42, "local_steps": 4, "independent": True, "random": "different"},
         {"learning_rate": [0.0, 1e-4, 0.1], "loss_weighting": "worker"},
     ],
 )

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from importlib.metadata import version
+from unittest import mock
 
 import pytest
 import typer
@@ -66,6 +67,17 @@ def test_a_command_line_that_cannot_be_read(command, words, message):
     assert len(err.splitlines()) == 1
 
 
+@pytest.fixture
+def failing(command, monkeypatch):
+    """Return a function that runs a command that raises."""
+
+    def call(error):
+        monkeypatch.setattr(main, "app", mock.Mock(side_effect=error))
+        return command("report", "x")
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -75,29 +87,17 @@ def test_a_command_line_that_cannot_be_read(command, words, message):
         (StudyInterrupted("x"), 130),
     ],
 )
-def test_errors_of_ours_are_one_plain_line_and_an_exit_code(command, monkeypatch, error, code):
-    def fail(**_):
-        raise error
-
-    monkeypatch.setattr(main, "app", fail)
+def test_errors_of_ours_are_one_plain_line_and_an_exit_code(failing, error, code):
     message = " ".join(str(error).split())
-    assert command() == (code, "", f"rankscope: {message}\n")
+    assert failing(error) == (code, "", f"rankscope: {message}\n")
 
 
-def test_ctrl_c_outside_a_study_is_quiet(command, monkeypatch):
-    def interrupt(**_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(main, "app", interrupt)
-    assert command() == (130, "", "")
+def test_ctrl_c_outside_a_study_is_quiet(failing):
+    assert failing(KeyboardInterrupt) == (130, "", "")
 
 
-def test_a_defect_is_one_line_and_a_code_of_its_own(command, monkeypatch):
-    def fail(*_, **__):
-        raise AttributeError("no\nsuch thing")
-
-    monkeypatch.setattr(main, "app", fail)
-    code, out, err = command("report", "x")
+def test_a_defect_is_one_line_and_a_code_of_its_own(failing):
+    code, out, err = failing(AttributeError("no\nsuch thing"))
     assert (code, out) == (main.DEFECT, "")
     assert err.count("\n") == 1
     assert "AttributeError: no such thing (at " in err

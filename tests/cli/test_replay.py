@@ -114,33 +114,27 @@ def test_one_process_repeats_and_shows_nothing_of_the_others(tmp_path):
     assert "REPEATS This process repeats its own result in every bit" in said
 
 
+NOTHING = "There is no result of rank 1, so nothing can be concluded"
+
+
 @pytest.mark.parametrize(
     ("digests", "losses", "code", "words"),
     [
         ([5, 5, 5, 5], [1, 1, 1, 1], 0, "AGREES data All 4 workers agree on both batches"),
-        (
-            [5, 6, 5, 5],
-            [1, 2, 1, 1],
-            1,
-            "DIFFERS hardware Rank 1 computes a different result from the same batch",
-        ),
-        (
-            [5, MISSING_INT, 5, 5],
-            [1, 1, 1, 1],
-            1,
-            "DIFFERS inconclusive There is no result of rank 1, so nothing can be concluded",
-        ),
+        ([5, 6, 5, 5], [1, 2, 1, 1], 1, "DIFFERS hardware Rank 1 computes a different result"),
+        ([5, None, 5, 5], [1, 1, 1, 1], 1, f"DIFFERS inconclusive {NOTHING}"),
     ],
 )
 def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words):
-    path = save_bundle(tmp_path, with_results(digests, losses))
+    known = [MISSING_INT if digest is None else digest for digest in digests]
+    path = save_bundle(tmp_path, with_results(known, losses))
     result = call(str(path))
     assert result.exit_code == code
     assert "Equal letters: equal bits of loss and gradient." in text(result)
     assert f"Run it again: rankscope replay {path} --model MODULE:FUNCTION" in text(result)
     assert words in text(result)
     told = json.loads(call(str(path), "--json").output)
-    assert told["results"]["digests_W"] == [None if d == MISSING_INT else d for d in digests]
+    assert told["results"]["digests_W"] == digests
     assert told["verdict"]["verdict"] in words or "majority" in words
 
 

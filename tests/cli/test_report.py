@@ -175,10 +175,7 @@ def test_fail_on(healthy, copied, tmp_path):
     assert call(copied, "--no-html", "--fail-on", "warning").exit_code == 1
     assert call(copied, "--no-html", "--fail-on", "never").exit_code == 2
 
-    softer = tmp_path / "softer"
-    shutil.copytree(copied, softer)
-    events = (copied / "findings.jsonl").read_text().replace('"error"', '"note"')
-    (softer / "findings.jsonl").write_text(events)
+    softer = with_findings(copied, tmp_path / "softer", {"severity": "note"})
     assert call(softer, "--no-html").exit_code == 0
     assert call(softer, "--no-html", "--fail-on", "note").exit_code == 1
 
@@ -245,25 +242,20 @@ def test_again_shows_the_findings_of_a_new_diagnosis(copied, tmp_path):
     assert told["findings"][0]["cause"] == "data.duplicate_batches"
     assert "differences" not in json.loads(call(copied, "--no-html", "--json").stdout)
 
-    changed = tmp_path / "changed"
-    shutil.copytree(copied, changed)
-    (event,) = (copied / "findings.jsonl").read_text().splitlines()[-1:]
-    other = json.loads(event) | {"severity": "note", "last_step": 2}
-    gone = other | {"id": HOSTILE, "cause": "numerics.nonfinite"}
-    (changed / "findings.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (gone, other)))
+    other = {"severity": "note", "last_step": 2}
+    gone = {**other, "id": HOSTILE, "cause": "numerics.nonfinite"}
+    changed = with_findings(copied, tmp_path / "changed", gone, other)
     result = call(changed, "--again", "--no-html")
     assert result.exit_code == 1
     assert "These findings are not those in findings.jsonl." in result.output
     assert "only in findings.jsonl" in result.output
     assert "data.duplicate_batches: other severity, last step" in result.output
     assert "not closed" not in result.output
-    live = json.loads(event) | {"id": "loss.differs_along_axis:tp"}
-    live["cause"] = "loss.differs_along_axis"  # messages of ranks, which no table holds
-    with (changed / "findings.jsonl").open("a") as file:
-        file.write(json.dumps(live) + "\n")
-    assert "along_axis:tp: only" not in call(changed, "--again", "--no-html").output
+    axis = {"id": "loss.differs_along_axis:tp", "cause": "loss.differs_along_axis"}  # of messages,
+    live = with_findings(changed, tmp_path / "live", gone, other, axis)  # which no table holds
+    assert "along_axis:tp: only" not in call(live, "--again", "--no-html").output
     assert "\x1b" not in result.output
-    told = json.loads(call(changed, "--again", "--no-html", "--json").stdout)
+    told = json.loads(call(live, "--again", "--no-html", "--json").stdout)
     assert len(told["differences"]) == 2
 
     (changed / "findings.jsonl").unlink()

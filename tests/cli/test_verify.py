@@ -6,10 +6,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding import Severity
 from rankscope.cli.verify import verify
 from rankscope.errors import RunError
 from rankscope.record import RunWriter
+from record.run_files import make_finding
 
 
 def call(*arguments):
@@ -23,15 +24,11 @@ def recorded(path, *causes):
     notes = ("verify.agrees", "verify.declined", "update.agrees", "update.declined")
     severities = dict.fromkeys(notes, Severity.NOTE)
     writer.add_findings(
-        Finding(
+        make_finding(
             f"{cause}:{step}",
-            cause,
-            severities.get(cause, Severity.ERROR),
-            (),
-            step,
-            step,
-            f"The gradient of step {step}: {cause}.",
-            "",
+            cause=cause,
+            severity=severities.get(cause, Severity.ERROR),
+            explanation=f"The gradient of step {step}: {cause}.",
             step=step,
         )
         for step, cause in enumerate(causes)

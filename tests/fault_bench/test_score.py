@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.bench import Score, score
@@ -12,26 +11,18 @@ from benchmarks.faults.pool import Outcome
 from benchmarks.faults.summary import markdown
 
 from rankscope import Finding, Severity
-from record.run_files import write
+from record.run_files import make_finding, write
 from record.step_reports import make_report
 
 DOCS = Path(__file__).parents[2] / "docs"
 T4, D5, D20, H1 = (catalogue()[name] for name in ("T4", "D5", "D20", "H1"))
 
 
-def finding(step: int, **changes: object) -> Finding:
-    one = Finding(
-        id="state.hyperparameters_differ",
-        cause="state.hyperparameters_differ",
-        severity=Severity.ERROR,
-        ranks=(1,),
-        first_step=step,
-        last_step=step,
-        explanation="",
-        next_check="",
-        step=step,
+def finding(step: int, severity: Severity = Severity.ERROR) -> Finding:
+    name = "state.hyperparameters_differ"
+    return make_finding(
+        name, cause=name, severity=severity, ranks=(1,), first_step=step, last_step=step, step=step
     )
-    return replace(one, **changes)  # type: ignore[arg-type]
 
 
 def scored(tmp_path: Path, fault, *findings: Finding, problem: str = "") -> Score:

@@ -71,26 +71,22 @@ def everything_in_plain_torch():
     assert native.count_labels(torch.zeros(4, dtype=torch.int64), -100, first=0) is None
 
 
-def test_without_a_library_plain_torch_does_all_and_one_line_says_so(
-    fresh, monkeypatch, tmp_path, caplog
+@pytest.mark.parametrize(
+    ("name", "found", "level", "said"),
+    [
+        ("library_path", FOLDER / "kernels-none.so", logging.INFO, "kernels-none.so is missing; "),
+        pytest.param("hash_sources", "others", logging.WARNING, "", marks=needs_compiler),
+    ],
+)
+def test_without_a_library_of_these_sources_plain_torch_does_all_and_one_line_says_so(
+    fresh, monkeypatch, caplog, name, found, level, said
 ):
-    monkeypatch.setattr(native, "library_path", lambda: tmp_path / "kernels-none.so")
+    monkeypatch.setattr(native, name, lambda: found)
     with caplog.at_level(logging.INFO, logger="rankscope"):
         everything_in_plain_torch()
     [record] = caplog.records
-    assert record.levelno == logging.INFO
-    assert f"kernels-none.so is missing; run `python {FOLDER}/build.py`" in record.message
-
-
-@needs_compiler
-def test_a_library_of_other_sources_is_not_used_and_one_warning_says_what_helps(
-    fresh, monkeypatch, caplog
-):
-    monkeypatch.setattr(native, "hash_sources", lambda: "those of another day")
-    with caplog.at_level(logging.INFO, logger="rankscope"):
-        everything_in_plain_torch()
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert f"run `python {FOLDER}/build.py`" in record.message
-    with pytest.raises(StaleLibraryError):
-        native.compiled("dot")
+    assert record.levelno == level
+    assert f"{said}run `python {FOLDER}/build.py`" in record.message
+    if name == "hash_sources":
+        with pytest.raises(StaleLibraryError):
+            native.compiled("dot")

@@ -31,11 +31,6 @@ def constant_plus_noise(generator: torch.Generator) -> Tensor:
     return normal(generator) + 1
 
 
-def positive_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(256, generator=generator), torch.randn(1024, generator=generator)
-    return torch.outer(delta, hidden.relu())
-
-
 def wide_positive_activations(generator: torch.Generator) -> Tensor:
     delta, hidden = torch.randn(64, generator=generator), torch.randn(4096, generator=generator)
     return torch.outer(delta, hidden.relu())
@@ -57,7 +52,6 @@ def zero_mean_activations(generator: torch.Generator) -> Tensor:
 STRUCTURES: tuple[Callable[[torch.Generator], Tensor], ...] = (
     normal,
     constant_plus_noise,
-    positive_activations,
     wide_positive_activations,
     sparse_rows_with_mean,
     zero_mean_activations,
@@ -129,14 +123,12 @@ def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     twice = torch.sparse_coo_tensor(
         coordinates.indices().repeat(1, 2), coordinates.values().repeat(2) / 2, matrix.shape
     )
+    backwards = matrix.view(30, 20, 900).permute(2, 1, 0).contiguous()
     return {
         "contiguous": matrix,
         "transposed": matrix.t().contiguous().t(),
         "a slice": wider[:, 50:950],
-        "reversed dimensions": matrix.view(30, 20, 900)
-        .permute(2, 1, 0)
-        .contiguous()
-        .permute(2, 1, 0),
+        "reversed dimensions": backwards.permute(2, 1, 0),
         "sparse": coordinates,
         "sparse, not coalesced": twice,
         "sparse rows": matrix.to_sparse(1),

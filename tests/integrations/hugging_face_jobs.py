@@ -16,39 +16,16 @@ from tokenizers.models import WordLevel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import rankscope
 from integrations.adapter_runs import OPTIONS as SHARED_OPTIONS
+from integrations.run_scripts.tiny_llama import NUM_TOKENS, make_model
 
 OPTIONS = {**SHARED_OPTIONS, "plan": None}
-VOCABULARY, RANKS = 61, 2
+RANKS = 2
 STEPS, ACCUMULATE, BATCH = 6, 2, 2
-
-
-def make_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    return LlamaForCausalLM(config)
 
 
 def make_data(count: int = 192) -> list[dict[str, list[int]]]:
@@ -57,7 +34,7 @@ def make_data(count: int = 192) -> list[dict[str, list[int]]]:
 
     def row() -> list[int]:
         length = int(torch.randint(6, 25, (), generator=generator))
-        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        return torch.randint(3, NUM_TOKENS, (length,), generator=generator).tolist()
 
     return [{"input_ids": ids, "labels": ids} for ids in (row() for _ in range(count))]
 
@@ -144,7 +121,7 @@ def make_trainer(
 
 def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
     model = make_model()
-    words = {f"w{number}": number for number in range(VOCABULARY)}
+    words = {f"w{number}": number for number in range(NUM_TOKENS)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")),
         pad_token="w0",

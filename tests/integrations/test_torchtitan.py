@@ -71,7 +71,7 @@ def work(rank, folder):
 trained = on_ranks(work, 2)
 
 
-def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained):
+def test_a_healthy_training_keeps_its_bits_is_recorded_as_by_hand_and_nothing_is_found(trained):
     healthy = run_in(trained[1], "healthy")
     assert len(healthy.columns(Table.STEPS, "step")["step"]) == STEPS
     assert_same_metrics(healthy, run_in(trained[1], "hand"))
@@ -82,9 +82,6 @@ def test_a_healthy_training_is_recorded_as_by_hand_and_nothing_is_found(trained)
         "dp_shard": 2,
         "gradient_accumulation_steps": ACCUMULATE,
     }
-
-
-def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
     for rank in trained[0]:
         assert rank["watched"] == rank["unwatched"]
 

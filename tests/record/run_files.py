@@ -35,7 +35,7 @@ def write(path, reports):
 def record(path, reports, flush_every=None):
     """Write a run of some workers from its first step to its end, and open it."""
     writer = RunWriter(path, {})
-    for number, report in enumerate(reports):
+    for number, report in enumerate(reports, start=1):
         writer.add(report)
         if flush_every and number % flush_every == 0:
             writer.flush()

@@ -10,25 +10,18 @@ from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter, tables, writer
 from rankscope.stats import draws
 from rankscope.stats.draws import DistinctSamples
-from record.run_files import make_finding
+from record.run_files import make_finding, record
 from record.step_reports import make_report
 
 STEPS = 90
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(folder):
     """A run of 90 steps in many parts, each with several row groups."""
-    path = tmp_path_factory.mktemp("bounded") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "PART_BYTES", 20_000)
-        made = RunWriter(path, {"num_workers": 4})
-        for step in range(STEPS):
-            made.add(make_report(step, groups=True))
-            if step % 3 == 2:
-                made.flush()
-        made.close()
-    return Run.open(path)
+        return record(folder / "run", (make_report(step, groups=True) for step in range(STEPS)), 3)
 
 
 def test_frames_are_evenly_chosen_and_equal_to_the_recorded_ones(run):
@@ -74,11 +67,7 @@ def test_the_version_changes_with_flushes_findings_and_the_end(tmp_path):
 
 
 def test_samples_are_counted_as_the_run_goes_on(tmp_path):
-    made = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(200):
-        made.add(make_report(step))
-    made.close()
-    run = Run.open(made.path)
+    run = record(tmp_path / "run", map(make_report, range(200)))
     counted = run.coverage()
     assert counted.step_B.tolist() == [63, 127, 191]
     assert counted.drawn_B.tolist() == [9 * 64, 9 * 128, 9 * 192]
@@ -107,18 +96,13 @@ def test_memory_stays_bounded(monkeypatch):
 @pytest.fixture
 def one_group(tmp_path, monkeypatch):
     """Return a run whose tables are one row group each, of which little is read at a time."""
-    made = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(100):
-        made.add(make_report(step, groups=True))
-    made.close()
-    run = Run.open(made.path)
+    run = record(tmp_path / "run", (make_report(step, groups=True) for step in range(100)))
     for table in (Table.STEPS, Table.WORKERS, Table.SAMPLES, Table.GROUPS, Table.PAIRS):
-        rows = pq.read_table(made.path / table)
-        files = [*(made.path / table).glob("part-*.parquet")]
-        for file in files:
+        rows = pq.read_table(run.path / table)
+        for file in (run.path / table).glob("part-*.parquet"):
             file.unlink()
-        pq.write_table(rows, made.path / table / "part-000000.parquet", row_group_size=len(rows))
-        assert pq.read_metadata(made.path / table / "part-000000.parquet").num_row_groups == 1
+        pq.write_table(rows, run.path / table / "part-000000.parquet", row_group_size=len(rows))
+        assert pq.read_metadata(run.path / table / "part-000000.parquet").num_row_groups == 1
     monkeypatch.setattr(tables, "PIECE_VALUES", 30)
     monkeypatch.setattr(tables, "LARGE_ROWS", 40)
     monkeypatch.setattr(tables, "_MOST_ROWS", 40)

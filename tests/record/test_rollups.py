@@ -5,6 +5,7 @@ import polars as pl
 import pytest
 
 from rankscope.record import Run, RunWriter, rollups, writer
+from record.run_files import record
 from record.step_reports import make_report
 
 W = 3
@@ -17,18 +18,11 @@ def reports(count, first=FIRST):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(folder):
     """A run of steps 1000 to 1699, written in flushes of 37 steps and parts of a few steps."""
-    path = tmp_path_factory.mktemp("rollups") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "PART_BYTES", 50_000)
-        run = RunWriter(path, {"num_workers": W})
-        for number, report in enumerate(reports(STEPS), start=1):
-            run.add(report)
-            if number % 37 == 0:
-                run.flush()
-        run.close()
-    return path
+        return record(folder / "run", reports(STEPS), 37).path
 
 
 def by_hand(path, name, width):

@@ -91,8 +91,8 @@ def contents(run: Run) -> dict[Table, list[dict]]:
 @pytest.mark.slow
 def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypatch):
     with s3_server(monkeypatch):
-        assert run_ranks(train, 2, str(tmp_path / "here"), {}) == [[], []]
         assert run_ranks(train, 2, "s3://bucket/runs/sft", chosen()) == [[], []]
+        here = Run.open(Store.of("s3://bucket/runs/sft").copy)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
         warnings, _ = run_ranks(train, 2, "s3://bucket/runs/sft", chosen())
         assert warnings == [
@@ -102,7 +102,6 @@ def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypa
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
         loaded = rankscope.load("s3://bucket/runs/sft")
         assert loaded.info["status"] == "complete"
-        here = Run.open(tmp_path / "here")
         assert contents(here) == contents(Run.open(at_hand("s3://bucket/runs/sft")))
         second = Run.open(at_hand("s3://bucket/runs/sft-2"))
         assert (second.info["continues"], second.info["first_step"]) == ("sft", NUM_STEPS)

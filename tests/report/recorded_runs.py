@@ -75,18 +75,28 @@ def gathered(step, batches, num_steps):
     )
 
 
+def changing(change):
+    """Return what changes copies of a step's columns in place; ``change`` may return more."""
+
+    def changed(step):
+        workers = {name: values.copy() for name, values in step.workers.items()}
+        return replace(step, workers=workers, **(change(step, workers) or {}))
+
+    return changed
+
+
 ODD = 2
 """The rank that :func:`with_everything` makes different, in the second of its groups."""
 
 
-def with_everything(step):
-    """Return a step with groups, audits, times, and a worker that is odd from step 10 on.
+@changing
+def with_everything(step, workers):
+    """Give a step groups, audits, times, and a worker that is odd from step 10 on.
 
     From step 20 on, gradients are measured in every second step.
     """
     random = np.random.default_rng(step.step)
     num_workers = step.num_workers
-    workers = {name: values.copy() for name, values in step.workers.items()}
     workers["step_seconds"] = random.uniform(0.4, 0.5, num_workers)
     late = step.step >= 10
     workers["loss"][ODD] += 5.0 * late
@@ -96,21 +106,19 @@ def with_everything(step):
     interval = 1 if step.step < 20 else 2
     if step.step % interval:
         workers["grad_norm"][:] = np.nan
-        return replace(step, workers=workers, observed=False, sketches_WK=None, interval=interval)
+        return {"observed": False, "sketches_WK": None, "interval": interval}
     norms_WG = random.uniform(0.9, 1.1, (num_workers, 3))
     norms_WG[ODD, 1] *= 2
     residuals_WG = np.full((num_workers, 3), 3e-7)
     audited = step.step % 4 == 0
-    return replace(
-        step,
-        workers=workers,
-        interval=interval,
-        groups=("embed", "layers.0", "head"),
-        group_norms_WG=norms_WG,
-        group_sketches_WGK=random.normal(0.5, 1, (num_workers, 3, 61)).astype(np.float32),
-        residuals_WG=residuals_WG if audited else None,
-        total_residuals_W=residuals_WG.mean(axis=1) if audited else None,
-    )
+    return {
+        "interval": interval,
+        "groups": ("embed", "layers.0", "head"),
+        "group_norms_WG": norms_WG,
+        "group_sketches_WGK": random.normal(0.5, 1, (num_workers, 3, 61)).astype(np.float32),
+        "residuals_WG": residuals_WG if audited else None,
+        "total_residuals_W": residuals_WG.mean(axis=1) if audited else None,
+    }
 
 
 def record_run(

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
 from rankscope.errors import RunError
-from rankscope.record import Run, RunWriter
+from rankscope.record import Run
 from rankscope.report import document, write_figures, write_report, write_study_report
 from rankscope.report.document import VEGALITE, breakable, render
 from rankscope.report.page import run_view
@@ -20,7 +19,7 @@ from rankscope.report.parts import Tables
 from rankscope.verdict import words
 from rankscope.verdict.assessment import assess
 from report.html_reader import Page
-from report.recorded_runs import gathered, record_run
+from report.recorded_runs import changing, record_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'</style>{{ 7*7 }}"
 RUN_FIGURES = {
@@ -51,9 +50,12 @@ def _with_width(spec):
     return {**spec, "width": 400} if spec.get("width") == "container" else spec
 
 
-def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(copied_run: Run, tmp_path: Path):
-    page = read(write_report(copied_run, tmp_path / "report.html"))
+@pytest.fixture(scope="module")
+def page(copied_run, folder):
+    return read(write_report(copied_run, folder / "report.html"))
 
+
+def test_page_of_a_run_shows_every_figure_and_each_can_be_drawn(page):
     assert set(page.figures) == set(page.specs) == RUN_FIGURES | {"timeline"}
     assert_renders(page, sorted(page.specs))
 
@@ -75,13 +77,10 @@ def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):
     }
 
 
-def test_page_says_what_was_found_and_in_which_ranks(copied_run: Run, tmp_path: Path):
-    words = read(write_report(copied_run, tmp_path / "report.html")).words
-
-    assert "Error" in words
-    assert "data.duplicate_batches" in words
-    assert "ranks 1–7" in words
-    assert "steps 0 to 29" in words
+def test_page_says_what_was_found_and_in_which_ranks(copied_run, page):
+    words = page.words
+    for told in ("Error", "data.duplicate_batches", "ranks 1–7", "steps 0 to 29"):
+        assert told in words
     for finding in copied_run.findings():
         assert finding.explanation in words
         assert finding.next_check in words
@@ -125,9 +124,7 @@ def test_page_of_a_healthy_run_says_so(long_healthy_run: Run):
     assert "Findings None:" in words
 
 
-def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tmp_path: Path):
-    page = read(write_report(copied_run, tmp_path / "report.html"))
-
+def test_page_loads_nothing_and_only_its_own_scripts_may_run(page):
     assert page.loads[0] == "#verdict"
     assert all(address.startswith("#") for address in page.loads)
     assert not {"link", "iframe", "img", "object", "embed", "base"} & page.tags.keys()
@@ -142,18 +139,15 @@ def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tm
     assert "http" not in json.dumps(page.specs)
 
 
-def test_every_link_inside_a_page_leads_somewhere(copied_run: Run, study: Path, tmp_path: Path):
-    for path in (write_report(copied_run, tmp_path / "a.html"), write_study_report(study)):
-        page = read(path)
-        targets = {address.removeprefix("#") for address in page.loads}
+def test_every_link_inside_a_page_leads_somewhere(page, study):
+    assert {"#step-0", "#findings", "#cost"} <= set(page.loads)
+    for one in (page, read(write_study_report(study))):
+        targets = {address.removeprefix("#") for address in one.loads}
         steps = {target for target in targets if re.fullmatch(r"(run\d-)?step-\d+", target)}
         assert steps
-        assert targets - steps <= set(page.ids)
-        assert len(page.ids) == len(set(page.ids))
+        assert targets - steps <= set(one.ids)
+        assert len(one.ids) == len(set(one.ids))
     assert {"table", "why", "each"} <= targets
-    assert {"step-0", "findings", "cost"} <= {
-        address.removeprefix("#") for address in read(tmp_path / "a.html").loads
-    }
 
 
 def test_hostile_names_are_inert(tmp_path: Path):
@@ -167,21 +161,16 @@ def test_hostile_names_are_inert(tmp_path: Path):
     assert page.words.count(HOSTILE) >= 3
 
 
-def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_path: Path):
-    writer = RunWriter(tmp_path / "run", {"num_workers": 2})
-    for step in range(3):
-        full = gathered(step, [np.array([1, 2]), np.array([3, 4])], 3)
-        empty = {name: values.copy() for name, values in full.workers.items()}
+def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_path):
+    @changing
+    def bare(step, workers):
         for name in ("loss", "loss_sem", "grad_norm"):
-            empty[name][:] = np.nan
-        bare = type(full)(
-            step=step, time=full.time, observed=False, workers=empty, sketches_WK=None,
-            samples=(np.empty(0, np.int64),) * 2,
-        )  # fmt: skip
-        writer.add(summarize(bare))
-    writer.close()
+            workers[name][:] = np.nan
+        nothing = (np.empty(0, np.int64),) * 2
+        return {"observed": False, "sketches_WK": None, "samples": nothing}
 
-    page = read(write_report(Run.open(tmp_path / "run")))
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)
+    page = read(write_report(run))
     assert page.figures == ["time"]
     assert "No step of this run has observed gradients." in page.words
 

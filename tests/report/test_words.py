@@ -1,5 +1,4 @@
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -45,15 +44,9 @@ def test_evidence_of_any_shape_is_one_line_which_names_are_whole_in():
         "names": names,
         "deep": {"a": 1.23456789, "b": None},
         "yes": True,
+        "workers": {"2": [{"signal": "loss", "far_out": 3.25}, {"far_out": 1}]},
     }
     finding = Finding("i", "c", Severity.NOTE, (), 4, 4, "e", "n", evidence)
-    finding = replace(
-        finding,
-        evidence={
-            **evidence,
-            "workers": {"2": [{"signal": "loss", "far_out": 3.25}, {"far_out": 1}]},
-        },
-    )
     view = finding_view(finding, 8)
     assert view["evidence_tables"] == [
         ("workers", (["rank", "signal", "far out"], [["2", "loss", "3.25"], ["2", "–", "1"]]))

@@ -22,11 +22,18 @@ STEPS = 8
 LONG = WARM_UP + 2 * WINDOW + 1
 
 
-def load_slowly(
-    run_dir: str, rank: int, slow: tuple[int, ...], num_steps: int, seconds: float = SLEEP
+def train(
+    run_dir: str,
+    rank: int,
+    slow: tuple[int, ...],
+    num_steps: int,
+    seconds: float = SLEEP,
+    hook: str = "",
 ) -> list[str]:
     """Train a model with buffers, which rank 0 broadcasts before each forward pass."""
-    loop = Loop(rank, run_dir, canary=False)  # in whose step it is not known who waits for whom
+    loop = Loop(rank, None)
+    register_comm_hook(loop.ddp, hook)
+    loop.watch(run_dir, canary=False)  # in whose step it is not known who waits for whom
     for step in range(num_steps):
         if rank in slow:
             time.sleep(seconds)
@@ -35,23 +42,13 @@ def load_slowly(
     return loop.warnings
 
 
-def compress(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, None)
-    register_comm_hook(loop.ddp, "all-reduce")
-    loop.watch(run_dir)
-    for step in range(STEPS):
-        loop.step(step)
-    loop.close()
-    return loop.warnings
-
-
 def train_all(rank: int, folder: str) -> list[str]:
     untouched = DistributedDataParallel._sync_buffers
     warnings = []
-    warnings += load_slowly(f"{folder}/first slow", rank, (0,), STEPS)
-    warnings += load_slowly(f"{folder}/last slow", rank, (2,), LONG, LONG_SLEEP)
-    warnings += load_slowly(f"{folder}/all alike", rank, (0, 1, 2), LONG)
-    warnings += compress(f"{folder}/hook", rank)
+    warnings += train(f"{folder}/first slow", rank, (0,), STEPS)
+    warnings += train(f"{folder}/last slow", rank, (2,), LONG, LONG_SLEEP)
+    warnings += train(f"{folder}/all alike", rank, (0, 1, 2), LONG)
+    warnings += train(f"{folder}/hook", rank, (), STEPS, hook="all-reduce")
     if DistributedDataParallel._sync_buffers is not untouched:
         warnings.append("broadcasts are still timed")
     return warnings
@@ -87,7 +84,7 @@ def test_a_note_names_the_rank_that_the_others_wait_for(trained):
     assert diagnose_run(run) == run.findings()
 
 
-def test_there_is_no_note_when_all_load_slowly(trained):
+def test_there_is_no_note_when_all_train(trained):
     run = Run.open(trained[1] / "all alike")
     assert np.isfinite(run.per_worker("busy_seconds")[1][1:]).all()
     assert [f for f in run.findings() if f.cause == "time.straggler"] == []

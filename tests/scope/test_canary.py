@@ -187,7 +187,9 @@ def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str
     if rank == 1 and what == "hardware":
         loop.model.head.register_forward_hook(lambda head, args, output: output * 1.01)
     if rank == 1 and what == "random":
-        _make_unsteady(loop.model)
+        noise = np.random.default_rng()  # which nobody seeds or restores
+        unsteady = lambda head, args, output: output * (1 + 0.1 * noise.random())  # noqa: E731
+        loop.model.head.register_forward_hook(unsteady)
     for step in range(30):
         if step == 5 and (what != "one asks" or rank == 1):
             loop.scope.canary()
@@ -195,16 +197,6 @@ def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str
         wait_for(loop.scope, step - 1)
     loop.close()
     return loop.warnings, [finding.to_json() for finding in loop.scope.findings]
-
-
-def _make_unsteady(model: nn.Module) -> None:
-    """Scale by noise from a generator that nobody seeds or restores."""
-    noise = np.random.default_rng()
-
-    def shake(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * (1 + 0.1 * noise.random())
-
-    model.head.register_forward_hook(shake)
 
 
 @pytest.mark.parametrize(

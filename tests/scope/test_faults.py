@@ -28,29 +28,25 @@ def fail(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def break_hook(loop: Loop) -> Undo:
+def break_hook(loop: Loop) -> None:
     sketcher = loop.scope._collector._tap._sketcher
     sketcher._measure = fail
-    return None
 
 
-def break_link(loop: Loop) -> Undo:
+def break_link(loop: Loop) -> None:
     loop.scope._link.send = fail
-    return None
 
 
-def break_diagnosis(loop: Loop) -> Undo:
+def break_diagnosis(loop: Loop) -> None:
     def fail_on(reports: Any) -> None:
         loop.failed_on = [report.step for report in reports]
         raise ValueError("a detector fails")
 
     root_of(loop)._diagnosis.observe_many = fail_on
-    return None
 
 
-def give_nonsense(loop: Loop) -> Undo:
+def give_nonsense(loop: Loop) -> None:
     loop.scope.loss(torch.ones(3, 3))
-    return None
 
 
 def fill_disk(loop: Loop) -> Undo:
@@ -62,14 +58,13 @@ def fill_disk(loop: Loop) -> Undo:
     return undo
 
 
-def kill_agent(loop: Loop) -> Undo:
+def kill_agent(loop: Loop) -> None:
     """End the agent without a word: its sockets close."""
     server = loop.scope._handle.agent.agent._server
     server._closing = True
     server._thread.join()
     for connection in server._connections.values():
         connection.socket.close()
-    return None
 
 
 def block_agent(loop: Loop) -> Undo:

@@ -66,6 +66,8 @@ def test_the_steps_of_the_others_go_on(trained, way):
     for name in ("loss", "grad_norm"):
         _, values_TW = run.per_worker(name)
         assert np.isfinite(values_TW).tolist() == present_TW.tolist()
+    for norms_T, present_T, by_way in zip(values_TW.T, present_TW.T, results, strict=True):
+        np.testing.assert_allclose(norms_T[present_T], by_way[way][1]["norms"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -76,14 +78,3 @@ def test_a_worker_that_has_run_out_of_data_is_not_said_to_differ(trained, way):
     told = [finding for finding in found if finding.cause.startswith(kinds)]
     assert all(finding.first_step >= max(NUM_STEPS) for finding in told)
     assert {finding.cause for finding in told} >= {"state.optimizer_differs"}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_norms_are_those_of_the_rank(trained, way):
-    results, folder = trained
-    _, norms_TW = Run.open(folder / way).per_worker("grad_norm")
-    for rank, by_way in enumerate(results):
-        norms_T = norms_TW[:, rank]
-        np.testing.assert_allclose(
-            norms_T[np.isfinite(norms_T)], by_way[way][1]["norms"], rtol=1e-6
-        )

@@ -1,7 +1,6 @@
 """Starting, pausing and ending beside real training."""
 
 import contextlib
-import logging
 import time
 
 import numpy as np
@@ -11,7 +10,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.accidents import wait_until
-from support.loops import Loop
+from support.loops import Loop, collect_lines
 from support.models import make_batch
 from support.ranks import on_ranks, run_ranks
 
@@ -132,10 +131,7 @@ def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path
 
 def one_rank_raises(rank, run_dir):
     loop = Loop(rank, run_dir, agent="process", announce=True)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("rankscope").addHandler(handler)
+    lines = collect_lines()
     with contextlib.suppress(ValueError), loop.scope:
         for step in range(3):
             loop.step(step)
@@ -145,9 +141,8 @@ def one_rank_raises(rank, run_dir):
 
 def test_a_rank_that_raised_is_recorded_so_and_rank_0_prints_the_place_before_it_waits(tmp_path):
     lines, _ = run_ranks(one_rank_raises, 2, str(tmp_path / "run"))
-    shown = [line for line in lines if "rankscope report" in line]
-    assert len(shown) == 1
-    assert "the training ended with an error" in shown[0]
+    [shown] = [line for line in lines if "the training ended with an error" in line]
+    assert "rankscope report" in shown
     wait_until(lambda: Run.open(tmp_path / "run").status == "incomplete")
     ended = Run.open(tmp_path / "run").info["ended"]
     assert {end["why"] for end in ended} == {"its training raised ValueError"}

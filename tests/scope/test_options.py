@@ -48,55 +48,49 @@ def test_what_cannot_be_meant_is_refused(options, named, said):
     assert said in str(raised.value)
 
 
-OPTIMIZER = "an optimizer with param_groups, or several in a list"
+MODEL = "a model, or a list of models, and then the optimizer"
+OPTIMIZER = (
+    "an optimizer with param_groups, or several in a list, got {}: watch(model, optimizer, …)"
+)
+
+
+OTHERS = (
+    "the optimizer of this model, got one that holds none of its parameters; make it from "
+    "model.parameters(), after all changes of the model"
+)
+ENDLESS = (
+    "plain values in config, got some that cannot be read (RecursionError), or that hold themselves"
+)
 
 
 def refused(_, folder):
-    """Return the words by which arguments of other kinds are refused."""
+    """Give arguments of other kinds than are expected."""
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    other = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)
     endless: dict = {}
     endless["again"] = endless
-    wrong = [
-        {"model": optimizer, "optimizer": model},
-        {"model": None},
-        {"optimizer": torch.optim.AdamW},
-        {"optimizer": "adam"},
-        {"optimizer": [optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)]},
-        {"optimizer": torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)},
-        {"run_dir": None},
-        {"on_finding": "print"},
-        {"config": "x"},
-        {"config": endless},
-    ]
-    found = []
-    for given in wrong:
+    for wrong, words in (
+        ({"model": optimizer, "optimizer": model}, f"{MODEL}, got SGD"),
+        ({"model": None}, f"{MODEL}, got NoneType"),
+        ({"optimizer": torch.optim.AdamW}, OPTIMIZER.format("the class AdamW")),
+        ({"optimizer": "adam"}, OPTIMIZER.format("str")),
+        ({"optimizer": [optimizer, schedule]}, OPTIMIZER.format("StepLR")),
+        ({"optimizer": other}, OTHERS),
+        ({"run_dir": None}, "run_dir to be a path, got NoneType"),
+        ({"on_finding": "print"}, "on_finding to be a function of a finding, got str"),
+        ({"config": "x"}, "config to map names to values, got str"),
+        ({"config": endless}, ENDLESS),
+    ):
         with pytest.raises(UsageError) as raised:
-            watch(**{"model": model, "optimizer": optimizer, "run_dir": folder, **given})
-        found.append(str(raised.value))
-    return found
+            watch(**{"model": model, "optimizer": optimizer, "run_dir": folder, **wrong})
+        assert str(raised.value).endswith(f"watch() expected {words}")
 
 
 @pytest.mark.ranks
 def test_what_is_no_model_optimizer_or_path_is_refused_on_all_ranks(tmp_path):
-    [found, other] = run_ranks(refused, 2, str(tmp_path))
-    assert found == other
-    expected = [
-        "a model, or a list of models, and then the optimizer, got SGD",
-        "a model, or a list of models, and then the optimizer, got NoneType",
-        f"{OPTIMIZER}, got the class AdamW: watch(model, optimizer, …)",
-        f"{OPTIMIZER}, got str: watch(model, optimizer, …)",
-        f"{OPTIMIZER}, got StepLR: watch(model, optimizer, …)",
-        "the optimizer of this model, got one that holds none of its parameters; make it from "
-        "model.parameters(), after all changes of the model",
-        "run_dir to be a path, got NoneType",
-        "on_finding to be a function of a finding, got str",
-        "config to map names to values, got str",
-        "plain values in config, got some that cannot be read (RecursionError), or that hold "
-        "themselves",
-    ]
-    for words, end in zip(found, expected, strict=True):
-        assert words.endswith(f"watch() expected {end}")
+    run_ranks(refused, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -25,27 +25,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Observer:
-    """Digests and norms that are taken by hand, on the way."""
+def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
+    """Train for some steps, traced if there is a place to record; digests are taken by hand."""
+    traced = {"trace": True} if run_dir else {}
+    loop = Loop(rank, run_dir, **WAYS[way], **traced)
+    seen: list[tuple[int, str, str, int, float]] = []
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.seen: list[tuple[int, str, str, int, float]] = []
-
-    def see(self, step: int, kind: str) -> None:
-        for name, parameter in self.loop.model.named_parameters():
+    def see(step: int, kind: str) -> None:
+        for name, parameter in loop.model.named_parameters():
             tensor = parameter.grad if kind == "reduced" else parameter
             if tensor is not None:
                 norm = float(tensor.detach().double().norm())
-                self.seen.append((step, kind, name, int(digest_tensor(tensor)), norm))
+                seen.append((step, kind, name, int(digest_tensor(tensor)), norm))
 
-
-def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
-    """Train for some steps, in one of several ways; traced if there is a place to record."""
-    traced = {"trace": True} if run_dir else {}
-    loop = Loop(rank, run_dir, **WAYS[way], **traced)
-    observer = Observer(loop)
-    observer.see(-1, "parameter")
+    see(-1, "parameter")
     for step in range(STEPS):
         if way == "micro-batches":
             with loop.ddp.no_sync():
@@ -53,13 +46,13 @@ def train(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
         branch = {"use_branch": step % 2 == 0} if way == "unused" else {}
         loss = loop.ddp(**make_batch(rank, step), **branch)["loss"]
         loss.backward()
-        observer.see(step, "reduced")
+        see(step, "reduced")
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-        observer.see(step, "parameter")
+        see(step, "parameter")
     loop.close()
     assert loop.warnings == []
-    return {"seen": observer.seen, "bits": loop.bits()}
+    return {"seen": seen, "bits": loop.bits()}
 
 
 trained = alone_and_watched(train, WAYS, 2)

@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import rankscope
 from rankscope import Run
 from rankscope.errors import UnsupportedError
+from support.loops import train_watched
 from support.models import make_model
 from support.ranks import on_ranks
 
@@ -92,13 +93,12 @@ def try_all(rank: int, folder: str) -> list[str]:
         torch.manual_seed(0)
         model = Shell(wrap(torch.nn.Linear(4, 2)))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}")
-        for step in range(3):
+
+        def loss_of(step: int, model: torch.nn.Module = model) -> torch.Tensor:
             torch.manual_seed(10 * step + rank)
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        scope.close()
+            return model(torch.randn(8, 4)).square().mean()
+
+        train_watched(model, optimizer, f"{folder}/{name}", 3, loss_of)
     return problems
 
 

@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 import re
-import threading
 import time
 import urllib.request
 from unittest import mock
@@ -18,30 +17,13 @@ from rankscope.errors import install_command
 from rankscope.sinks import specs
 from rankscope.sinks.grafana import dashboard
 from rankscope.sinks.prometheus import PrometheusSink
+from sinks.test_feeder import Gated
 from support.loops import Loop, wait_for
 from support.models import make_batch
 from support.ranks import on_ranks
 
 NUM_STEPS = 14
 QUIET = {"canary": False, "hang_seconds": None, "overhead_budget": None}
-
-
-class Hangs:
-    """A sink whose first step never returns."""
-
-    name = "hanging"
-
-    def open(self, run):
-        pass
-
-    def step(self, step):
-        threading.Event().wait()
-
-    def finding(self, finding):
-        pass
-
-    def close(self):
-        pass
 
 
 def train(loop):
@@ -94,7 +76,7 @@ def beside_training(rank, folder):
     problems = problems_of(rank, reference.ddp, f"{folder}/none")
     train(reference)
     prometheus = PrometheusSink(0)
-    sinks = ["jsonl", prometheus, "tensorboard", Hangs()]
+    sinks = ["jsonl", prometheus, "tensorboard", Gated()]
     options = QUIET | {"sinks": sinks if rank == 0 else "csv"}  # rank 1's do not count
     loop = Loop(rank, f"{folder}/run", **options)
     train(loop)
@@ -125,8 +107,8 @@ def test_training_has_the_same_bits_and_ends_although_a_sink_never_does(ranks):
     assert [same for _, same, _, _ in results] == [True, True]
     (_, _, first, _), (_, _, second, _) = results
     assert second == []
-    assert [message for message in first if "hanging did not end within 5 s" in message]
-    assert not [message for message in first if "hanging" not in message]
+    assert [message for message in first if "Gated did not end within 5 s" in message]
+    assert not [message for message in first if "Gated" not in message]
 
 
 def test_the_files_hold_what_the_run_tables_hold(ranks):

@@ -33,6 +33,15 @@ def feed(sink, info):
     sink.close()
 
 
+def expected(point):
+    """Return what a tracker must hold of each metric, as points that are made of step and value."""
+    points = {}
+    for step in STEPS:
+        for name, value in step.flat().items():
+            points.setdefault(name, []).append(point(step, value))
+    return points
+
+
 def single(value):
     """Return a number as TensorBoard keeps it, in 32 bits."""
     return struct.unpack("f", struct.pack("f", value))[0]
@@ -48,15 +57,11 @@ def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
     ended = time.time()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
-    expected = {}
-    for step in STEPS:
-        for name, value in step.flat().items():
-            expected.setdefault(name, []).append((step.step, step.time, single(value)))
     read = {
         name: [(event.step, event.wall_time, event.value) for event in events.Scalars(name)]
         for name in events.Tags()["scalars"]
     }
-    assert read == expected
+    assert read == expected(lambda step, value: (step.step, step.time, single(value)))
     assert any(len(points) < 4 for points in read.values())  # what is undefined is left out
     assert "rankscope_ranks/grad_norm/1" in read
     texts = [t.tensor_proto.string_val[0].decode() for t in events.Tensors("rankscope/findings")]
@@ -77,16 +82,17 @@ def offline(tmp_path_factory):
             patch.setenv(name, home)
         import wandb
 
-        yield wandb
+        from rankscope.sinks.wandb import WandbSink
+        from sinks import wandb_files
+
+        yield wandb, WandbSink, wandb_files
         wandb.teardown()
 
 
 def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    wandb, WandbSink, wandb_files = offline
     feed(WandbSink("a-project"), run_info(tmp_path))
-    assert offline.run is None
+    assert wandb.run is None
     rows = wandb_files.history(tmp_path / "run")
     assert rows == [{"rankscope/step": step.step, **step.flat()} for step in STEPS]
     [run] = [r.run for r in wandb_files.records(tmp_path / "run") if r.HasField("run")][:1]
@@ -102,12 +108,10 @@ def test_wandb_has_a_row_per_step_in_a_run_of_its_own(tmp_path, offline):
 
 
 def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    wandb, WandbSink, wandb_files = offline
     sink = WandbSink()
     sink.open(run_info(tmp_path))
-    run = offline.init(project="theirs", dir=str(tmp_path))
+    run = wandb.init(project="theirs", dir=str(tmp_path))
     for step in STEPS:
         sink.step(step)
         if step.step != 1:
@@ -125,9 +129,7 @@ def test_wandb_adds_to_the_rows_of_the_training_and_makes_none(tmp_path, offline
 
 
 def test_wandb_finishes_its_run_while_another_process_still_holds_the_pipe(tmp_path, offline):
-    from rankscope.sinks.wandb import WandbSink
-    from sinks import wandb_files
-
+    _, WandbSink, wandb_files = offline
     sink = WandbSink()
     feeder = Feeder("wandb", sink, run_info(tmp_path))
     feeder.step(STEPS[0])
@@ -173,15 +175,6 @@ def metrics(client, run):
     }
 
 
-def expected_metrics():
-    expected = {}
-    for step in STEPS:
-        for name, value in step.flat().items():
-            point = (step.step, round(1000 * step.time), value)
-            expected.setdefault(name, []).append(point)
-    return expected
-
-
 def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
     from rankscope.sinks.mlflow import MlflowSink
 
@@ -190,7 +183,7 @@ def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
     [run] = client.search_runs([experiment.experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     read = metrics(client, run)
-    assert read == expected_metrics()
+    assert read == expected(lambda step, value: (step.step, round(1000 * step.time), value))
     assert all(math.isfinite(point[2]) for points in read.values() for point in points)
     assert run.data.tags[f"rankscope.finding.{FINDING.id}"].startswith(TEXTS[1])
     assert run.data.tags["rankscope.run_dir"] == str(tmp_path / "run")
@@ -213,7 +206,7 @@ def test_mlflow_joins_the_run_of_the_training_and_leaves_it_open(tmp_path, clien
         mlflow.log_metric("train/loss", 0.5)
     read = metrics(client, client.get_run(run.info.run_id))
     assert read.pop("train/loss")[0][2] == 0.5
-    assert read == expected_metrics()
+    assert read == expected(lambda step, value: (step.step, round(1000 * step.time), value))
     assert len(client.search_runs([run.info.experiment_id])) == 1
 
 

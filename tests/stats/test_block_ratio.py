@@ -9,8 +9,7 @@ from rankscope.stats.noise_scale import MOST_BLOCKS, block_sums, ratio_of_sums, 
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "num_blocks"),
-    [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)],
+    ("num_steps", "num_blocks"), [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)]
 )
 def test_no_step_is_lost_and_there_are_few_blocks(num_steps, num_blocks):
     pairs_T2 = np.random.default_rng(num_steps).random((num_steps, 2))

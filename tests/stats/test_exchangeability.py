@@ -5,13 +5,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from rankscope.stats.bets import (
-    BetKind,
-    Betting,
-    distances,
-    rank_units,
-    worker_bets,
-)
+from rankscope.stats.bets import BetKind, Betting, distances, rank_units, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest
 from rankscope.stats.units import HEALED, compare_with_others
 

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rankscope.stats.noise_scale import (
-    Estimate,
-    micro_shares,
-    noise_of_steps,
-    noise_scale,
-)
+from rankscope.stats.noise_scale import Estimate, micro_shares, noise_of_steps, noise_scale
 
 WORKERS, MICRO, SIZE = 4, 3, 200
 TRUTH = np.linspace(-0.3, 0.5, SIZE)

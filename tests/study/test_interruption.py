@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def study(folder):
-    return StudyCommand(folder)
+    made = StudyCommand(folder)
+    yield made
+    if made.host and not made.host.closed:
+        made.host.close()
 
 
 LONG = {"reading": "both", "settings": "s1-1", "batch_size": 1, "steps": 120}
@@ -64,7 +67,7 @@ def resumed(study, stopped, folder):
     shutil.copytree(stopped.path, path)
     (path / "models" / ".sharded-s1-1.partial-1").mkdir()
     before = tree(path)
-    return Done(path, study.call(path, **LONG, resume=True)), before
+    return Done(path, study.begin(path, **LONG, resume=True).finish()), before
 
 
 def test_resume_does_what_is_left(resumed):
@@ -120,6 +123,6 @@ def test_a_signal_to_the_launcher_alone(study, folder):
     done = Done(path, begun.finish())
     assert done.code == 130
     assert says_how_to_go_on(done), done.err
-    assert study.close() == (0, done.err)  # nor does anything follow as its process ends
+    assert study.host.close() == (0, done.err)  # nor does anything follow as its process ends
     assert len(done.err.splitlines()) == 2
     assert Run.open(path / "runs" / "sharded-s1-1").table(Table.STEPS).num_rows > 0

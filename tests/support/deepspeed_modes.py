@@ -126,10 +126,12 @@ def _import_deepspeed() -> Any:
     return deepspeed
 
 
-def make_engine(rank: int, mode: Mode, *, dropout: float) -> Any:
+def make_engine(
+    rank: int, mode: Mode, *, dropout: float = 0.1, model: nn.Module | None = None
+) -> Any:
     """Return an engine around a model that is the same on all ranks."""
     deepspeed = import_deepspeed(rank)
-    model = _make_model(mode, dropout)
+    model = _make_model(mode, dropout) if model is None else model
     config = {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": mode.accumulate if _engine_divides(mode) else 1,

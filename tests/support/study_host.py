@@ -9,18 +9,21 @@ Reads a command from each line of its input, as JSON, and answers with the exit 
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
+import time
 import traceback
-import weakref
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 from unittest.mock import patch
+
+SECONDS = 240.0
 
 
 class Host:
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    """A process that has to be used already where only a study's own processes may end with it."""
+
+    def __init__(self, folder, environment):
         # Appended to and cut: workers inherit these two files from the first command.
         self._printed = [(folder / name).open("a+") for name in ("out", "err")]
         answers, answering = os.pipe()
@@ -31,39 +34,64 @@ class Host:
             stdout=self._printed[0],
             stderr=self._printed[1],
             text=True,
-            env=dict(environment),
+            env=environment,
             pass_fds=[answering],
             start_new_session=True,
         )
-        self.pid = self._process.pid
+        self.pid, self.closed = self._process.pid, False
         os.close(answering)
-        weakref.finalize(self, _end, self._process, self._answers, self._printed)
 
-    def run(self, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-        self.begin(words)
-        return self.end(words, seconds)
-
-    def begin(self, words: Sequence[str]) -> None:
+    def begin(self, words):
         for file in self._printed:
             file.truncate(0)
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(list(words)) + "\n")
+        self._process.stdin.write(json.dumps(words) + "\n")
         self._process.stdin.flush()
 
-    def has_ended(self, seconds: float = 0.0) -> bool:
-        """Wait for the end of the command; return whether it has ended."""
-        return bool(select.select([self._answers], [], [], seconds)[0])
+    def interrupt(self):
+        """Send SIGINT to all processes, as a terminal does."""
+        os.killpg(self.pid, signal.SIGINT)
 
-    def end(self, words: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-        """Wait for the end of the command and return its exit code and what it printed."""
-        answer = self._answers.readline() if self.has_ended(seconds) else ""
-        out, err = (_read(file) for file in self._printed)
+    def terminate(self):
+        """Send SIGTERM to the process that launched the workers, and to nothing else."""
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait_until(self, condition):
+        """Wait until a condition holds while the command runs; it must not end before."""
+        end = time.monotonic() + SECONDS
+        while not condition():
+            if self._has_ended(0.02) or time.monotonic() > end:
+                self._process.kill()
+                raise AssertionError(f"it never held; the command said:\n{_read(self._printed[1])}")
+
+    def finish(self):
+        """Wait for the end of the command; return its exit code and what it printed.
+
+        No process of it may be left.
+        """
+        answer = self._answers.readline() if self._has_ended(SECONDS) else ""
+        out, err = map(_read, self._printed)
         if not answer:
             self._process.kill()
             raise AssertionError(f"the command hangs or has killed its process; it said:\n{err}")
-        return subprocess.CompletedProcess(list(words), int(answer), out, err)
+        end = time.monotonic() + SECONDS
+        while left := self._workers():
+            assert time.monotonic() < end, f"the command left processes behind: {left}"
+            time.sleep(0.02)
+        return subprocess.CompletedProcess([], int(answer), out, err)
 
-    def workers(self) -> set[int]:
+    def close(self):
+        """Let the process end; return its exit code and what the last command said."""
+        self._process.stdin.close()
+        code, said = self._process.wait(), _read(self._printed[1])
+        for file in (self._answers, *self._printed):
+            file.close()
+        self.closed = True
+        return code, said
+
+    def _has_ended(self, seconds):
+        return bool(select.select([self._answers], [], [], seconds)[0])
+
+    def _workers(self):
         """Return the processes of its group that are neither this one nor its children.
 
         Its children are those that multiprocessing keeps for all commands.
@@ -75,42 +103,27 @@ class Host:
             if _group_of(pid) == self.pid and self.pid not in (pid, _parent(pid))
         }
 
-    def close(self) -> tuple[int, str]:
-        """Let the process end; return its exit code and what the last command said."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        return self._process.wait(), _read(self._printed[1])
 
-
-def _group_of(pid: int) -> int:
+def _group_of(pid):
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
         return 0
 
 
-def _parent(pid: int) -> int:
+def _parent(pid):
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
 
 
-def _read(file: IO[str]) -> str:
+def _read(file):
     file.seek(0)
     return file.read()
 
 
-def _end(process: "subprocess.Popen[str]", *files: IO[str] | list[IO[str]]) -> None:
-    assert process.stdin
-    process.stdin.close()
-    process.wait()
-    for one in files:
-        for file in one if isinstance(one, list) else [one]:
-            file.close()
-
-
-def _run(words: list[str]) -> int:
+def _run(words):
     from rankscope.cli import main, study
 
     sys.argv = ["rankscope", *words]
@@ -124,7 +137,7 @@ def _run(words: list[str]) -> int:
     return 1
 
 
-def _serve(answers: IO[str]) -> None:
+def _serve(answers):
     for line in sys.stdin:
         code = _run(json.loads(line))
         sys.stdout.flush()

@@ -51,11 +51,8 @@ def test_healthy_shards(tmp_path):
     run = record_run(tmp_path / "run", num_steps=70)
     found = assess(run)
     assert found.severity is None
-    assert any(
-        "A healthy run of 70 steps raises a finding of that kind with a probability of at most "
-        "7e-05." in text
-        for text in found.statements
-    )
+    promise = "A healthy run of 70 steps raises a finding of that kind with a probability of"
+    assert any(f"{promise} at most 7e-05." in text for text in found.statements)
     assert found.headline == (
         "Healthy: the 8 workers train on different samples, and disagree about as much as "
         "sampling alone explains."
@@ -187,7 +184,7 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
 def test_an_early_end_stands_before_a_note(tmp_path):
     words = ("Tokens count differently. More of it.", "Divide them.")
     note = Finding("token-weighting", "loss.token_weighting", Severity.NOTE, (0, 1), 4, 9, *words)
-    ended = [ending(0, 30, 5.0, "its process ended"), ending(1, 30, 9.0, RAISED)]
+    ended = at(5.0, KILLED, 0, last_step=30) + at(9.0, RAISED, 1, last_step=30)
     run = record_run(tmp_path / "run", num_workers=2, status="incomplete", ended=ended)
     verdict = judge(assess(run).values, [note], progress_of(run))
     end, _, rest = verdict.headline.partition(" Rank 0 ended first (process ended). ")
@@ -200,43 +197,29 @@ def test_an_early_end_stands_before_a_note(tmp_path):
     assert meant.recommendation.endswith("if this is meant: Tokens count differently.")
 
 
-def ending(rank, last_step, time, why):
-    return {"rank": rank, "last_step": last_step, "time": time, "why": why}
-
-
+KILLED, GONE = "its process ended", "its connection ended"
 RAISED = "its training raised RuntimeError"
+
+
+def at(time, why, *ranks, last_step=29):
+    return [{"rank": rank, "last_step": last_step, "time": time, "why": why} for rank in ranks]
 
 
 @pytest.mark.parametrize(
     ("ended", "words", "log"),
     [
         (
-            [
-                ending(1, 29, 5.0, "its process ended"),
-                *(ending(r, 30, 5.1, RAISED) for r in (0, 2)),
-            ],
+            at(5.0, KILLED, 1) + at(5.1, RAISED, 0, 2, last_step=30),
             "Rank 1 ended first (process ended).",
-            "See the log of rank 1",
+            "log of rank 1",
         ),
-        ([ending(2, 29, 5.0, RAISED)], "Rank 2 ended first (training raised", "log of rank 2"),
-        (
-            [ending(2, 29, 5.0, RAISED), *(ending(rank, 29, 7.0, RAISED) for rank in (0, 1))],
-            "Rank 2 ended first",
-            "log of rank 2",
-        ),
-        (
-            [ending(r, 29, 5.0, RAISED) for r in (2, 0, 1)],
-            "All 3 workers ended there (training raised",
-            "See the log for",
-        ),
-        (
-            [ending(r, 29, 5.0, "its connection ended") for r in (2, 0, 1)],
-            "or went on unwatched.",
-            "See the log for",
-        ),
+        (at(5.0, RAISED, 2), "Rank 2 ended first (training raised", "log of rank 2"),
+        (at(5.0, RAISED, 2) + at(7.0, RAISED, 0, 1), "Rank 2 ended first", "log of rank 2"),
+        (at(5.0, RAISED, 2, 0, 1), "All 3 workers ended there (training raised", "the log for"),
+        (at(5.0, GONE, 2, 0, 1), "or went on unwatched.", "See the log for"),
         ([{"rank": 1}], "or went on unwatched.", "See the log for"),
         (
-            [ending(r, 30, 5.0, "its process ended (killed by SIGKILL)") for r in range(3)],
+            at(5.0, "its process ended (killed by SIGKILL)", 0, 1, 2),
             "All 3 workers ended there (killed by SIGKILL).",
             "See the log for",
         ),

@@ -18,11 +18,7 @@ def test_consequences_come_last():
     drift = finding("state.parameters_differ", first=2)
     outlier = finding("compute.worker_outlier", Severity.WARNING, first=1)
     root = finding("sync.not_reduced", first=3)
-    assert causes(drift, outlier, root) == [
-        "sync.not_reduced",
-        "state.parameters_differ",
-        "compute.worker_outlier",
-    ]
+    assert ranked([drift, outlier, root]) == [root, drift, outlier]
     assert explanations([drift, outlier, root])[drift.id] is root
     assert explanations([drift, outlier, root])[root.id] is None
 

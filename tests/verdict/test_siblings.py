@@ -67,13 +67,9 @@ def test_the_list_shows_the_worst_of_a_run_also_where_it_follows_from_a_warning(
 
 
 def test_exit_codes_count_siblings(folder):
-    answers = {
-        name: CliRunner().invoke(
-            app, ["report", str(folder / name), "--no-html", "--fail-on", "warning"]
-        )
-        for name in ("sft", "sft-from-rank-4", "sft-from-rank-2")
-    }
-    assert {name: answer.exit_code for name, answer in answers.items()} == dict.fromkeys(answers, 1)
+    for name in ("sft", "sft-from-rank-4", "sft-from-rank-2"):
+        words = ["report", str(folder / name), "--no-html", "--fail-on", "warning"]
+        assert CliRunner().invoke(app, words).exit_code == 1
 
 
 def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):

@@ -1,6 +1,7 @@
 """DeepSpeed engines on real ranks: the gradient is recorded as it is, and no bit changes."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.wrappers.deepspeed import is_deepspeed
+from support import loops
 from support.deepspeed_modes import (
     MODES,
     Mode,
@@ -25,7 +26,6 @@ from support.deepspeed_modes import (
     state_of,
     train_step,
 )
-from support.loops import PLAN
 from support.ranks import on_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth
 
@@ -40,10 +40,7 @@ REPLACED = (
 )  # fmt: skip
 
 
-def watch(engine: Any, run_dir: str, **options: Any) -> rankscope.Scope:
-    options = {"sketch_width": WIDTH, "reduced": "sketch", **options}
-    chosen = {"overhead_budget": None, "announce": False, "canary": False, "plan": PLAN}
-    return rankscope.watch(engine, run_dir=run_dir, **chosen, **options)
+watch = partial(loops.watch, sketch_width=WIDTH, reduced="sketch", canary=False, plan=loops.PLAN)
 
 
 def truth_of(rank: int, mode: Mode, step: int, engine: Any) -> Truth:
@@ -59,7 +56,7 @@ def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
     """Train watched, but for the last step, and unwatched; return the truth and all bits."""
     engine = make_engine(rank, mode, dropout=0.0)
     truths = []
-    with watch(engine, f"{folder}/{mode.name}"):
+    with watch(engine, run_dir=f"{folder}/{mode.name}"):
         for step in range(STEPS - 1):
             truths.append(truth_of(rank, mode, step, engine))
             train_step(rank, mode, step, engine)
@@ -80,7 +77,7 @@ def watch_between_micro_batches(rank: int, mode: Mode, folder: str) -> list[Trut
     engine = make_engine(rank, mode, dropout=0.0)
     run_micro_batch(rank, mode, 0, 0, engine)
     engine.step()
-    with watch(engine, f"{folder}/late {mode.name}"):
+    with watch(engine, run_dir=f"{folder}/late {mode.name}"):
         truths = [truth_of(rank, mode, 0, engine)]
         run_micro_batch(rank, mode, 0, 1, engine)
         engine.step()
@@ -92,7 +89,7 @@ def watch_between_micro_batches(rank: int, mode: Mode, folder: str) -> list[Trut
 def raise_in_a_backward_pass(rank: int, mode: Mode, folder: str) -> None:
     """The next step is on top of what the failed pass has left."""
     engine = make_engine(rank, mode, dropout=0.0)
-    with watch(engine, f"{folder}/raised"):
+    with watch(engine, run_dir=f"{folder}/raised"):
         handle = engine.module.embedding.weight.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run_micro_batch(rank, mode, 0, 0, engine)
@@ -103,7 +100,7 @@ def raise_in_a_backward_pass(rank: int, mode: Mode, folder: str) -> None:
 def read_less_of_the_reduced_gradient(rank: int, mode: Mode, folder: str) -> None:
     engine = make_engine(rank, mode, dropout=0.0)
     for reduced in ("norm", "off"):
-        with watch(engine, f"{folder}/{reduced} {mode.name}", reduced=reduced):
+        with watch(engine, run_dir=f"{folder}/{reduced} {mode.name}", reduced=reduced):
             train_step(rank, mode, 0, engine)
 
 

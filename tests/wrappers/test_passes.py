@@ -15,6 +15,21 @@ def test_what_cannot_be_seen_is_taken_to_take_part():
     assert passes.take_idle() == frozenset()
 
 
+def test_tensors_without_a_graph_are_no_output_that_a_loss_can_come_from():
+    passes = ForwardPasses(lambda trained: trained(), lambda work, *args: work(*args))
+    graph = torch.ones(2, requires_grad=True) * 2
+    for output in (torch.zeros(2), (torch.zeros(2), graph), None, {"ids": torch.zeros(2)}):
+        passes.begin()
+        passes.end(output)
+    passes.begin()
+    passes.train()  # inside of the forward pass, which returns the loss without its graph
+    passes.end(torch.zeros(()))
+    with torch.no_grad():  # the gradient is an estimate from losses alone
+        passes.begin()
+        passes.end(torch.zeros(()))
+    assert passes.graphless == {0, 3}
+
+
 @dataclass
 class Output:
     loss: torch.Tensor

@@ -80,6 +80,9 @@ class StepEnd:
     comparable: bool  # whether healthy workers hold equal state after it
     idle: frozenset[int]  # numbers of the forward passes that have no part in its gradient
     num_passes: int  # number of forward passes with one
+    # numbers of the forward passes whose output has no graph, such as a call of the wrapper with a
+    # constant, to arm its hooks, before a loss that the module's methods compute
+    graphless: frozenset[int] = frozenset()
     # how many workers' gradients the reduction adds up: 1 for their mean
     summed_workers: float = 1.0
     # whether the optimizer was called with gradients that no reduction had seen

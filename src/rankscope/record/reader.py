@@ -17,7 +17,13 @@ from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
-from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run, writer_is_gone
+from rankscope.record.begin import (
+    FINDINGS_FILE,
+    INFO_FILE,
+    SCHEMA_VERSION,
+    is_run,
+    writer_is_gone,
+)
 from rankscope.record.rollups import (
     MAX_ROWS,
     Cells,
@@ -115,7 +121,7 @@ class Run:
             RunError: The files of the steps cannot be listed.
         """
         last = parts_in(self.path / Table.STEPS)[-1:]  # each flush writes this table after the rest
-        files = [self.path / INFO_FILE, self.path / "findings.jsonl", *last]
+        files = [self.path / INFO_FILE, self.path / FINDINGS_FILE, *last]
         return " ".join(map(_stamp, files))
 
     @property
@@ -323,7 +329,7 @@ class Run:
         """
         if self._findings is not None:
             return self._findings
-        file = self.path / "findings.jsonl"
+        file = self.path / FINDINGS_FILE
         try:
             content = read_file(file)
         except FileNotFoundError:

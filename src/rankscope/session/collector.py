@@ -569,6 +569,7 @@ class StepCollector:
         if self._accumulation is not None:
             set_aside = self._accumulation.set_aside
             self._accumulation.end_step(num_passes, updated=updated)
+        graphless = self._passes.graphless
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
         observed = gradient is not None
@@ -576,6 +577,7 @@ class StepCollector:
             step=self.step,
             comparable=comparable,
             idle=idle,
+            graphless=graphless,
             num_passes=num_passes - len(idle),
             summed_workers=self._tap.summed_workers,
             unreduced=self._so_far.unreduced,

@@ -85,7 +85,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _as_measured(verdict, coverage)
     if faults:
         return verdict
-    if progress.lost and progress.ended:
+    if progress.lost and progress.ended and not progress.unwritten:
         return without_parts(progress)
     if progress.cut_short:
         return _cut_short(verdict, progress)

@@ -25,6 +25,7 @@ class _Pass:
     returned: bool = False
     visible: bool = False  # gradients can be seen to arrive at what it returned
     trained: bool = False
+    graphless: bool = False  # it returned tensors without a graph, and ran no backward pass
     backward: int = -1  # the last one that has reached it
 
     @property
@@ -76,7 +77,10 @@ class ForwardPasses:
         self.running = False
         this = self._passes[-1]
         this.returned = True
-        for tensor in tensors_in(output):
+        tensors = tensors_in(output)
+        graphless = torch.is_grad_enabled() and not any(t.requires_grad for t in tensors)
+        this.graphless = bool(tensors) and graphless and not this.trained
+        for tensor in tensors:
             if tensor.grad_fn is not None:  # a hook on a parameter would stay there
                 this.visible = True
                 hook_gradient(tensor, partial(self._on_gradient, this))
@@ -90,6 +94,11 @@ class ForwardPasses:
         """Note that the gradients of the passes so far were used for something else."""
         for this in self._passes:
             this.trained = False
+
+    @property
+    def graphless(self) -> frozenset[int]:
+        """Numbers of the passes whose output no loss can come from."""
+        return frozenset(number for number, this in enumerate(self._passes) if this.graphless)
 
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""

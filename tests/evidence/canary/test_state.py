@@ -152,14 +152,7 @@ def thawed(model: Teacher) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        replaced,
-        in_part,
-        given_other_memory,
-        written_then_replaced,
-        thawed,
-    ],
+    "change", [replaced, in_part, given_other_memory, written_then_replaced, thawed]
 )
 def test_parameters_that_a_forward_pass_changes_are_put_back(change):
     def state() -> list[Any]:

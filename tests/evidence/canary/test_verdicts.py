@@ -63,12 +63,8 @@ def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
     assert told(CanaryVerdicts(4), step()) == []
     assert told(CanaryVerdicts(4, lambda: (1,)), step()) == []
     [data] = told(CanaryVerdicts(4, lambda: (2,)), step())
-    assert (data.key, data.cause, data.severity) == (
-        "canary-data",
-        "data.worker_outlier",
-        Severity.NOTE,
-    )
-    assert data.ranks == (2,)
+    assert (data.key, data.cause) == ("canary-data", "data.worker_outlier")
+    assert (data.severity, data.ranks) == (Severity.NOTE, (2,))
     [data] = told(CanaryVerdicts(4, lambda: (2,)), step(projected=True))
     words = describe(data)[0]
     assert "a projection of the outputs of rank 2's batch was 1 on every worker" in words
@@ -86,24 +82,13 @@ def test_state_is_told_where_it_is_known_to_differ():
     assert later.cause == "compute.worker_outlier"
 
 
-@pytest.mark.parametrize(
-    ("how", "cause", "ranks"),
-    [
-        (
-            {"digests": (5, 5, 6, 6), "losses": (1, 1, 2, 2), "differs": 3},
-            "state.parameters_differ",
-            (3,),
-        ),
-        (
-            {"digests": (5, 6, 7, 8), "again": (1, 2, 3, 4), "losses": (1, 2, 3, 4)},
-            "compute.nondeterministic",
-            (0, 1, 2, 3),
-        ),
-    ],
-)
-def test_of_halves_state_decides_and_workers_at_random_are_all_named(how, cause, ranks):
-    [found] = told(CanaryVerdicts(4), step(**how))
-    assert (found.cause, found.ranks) == (cause, ranks)
+def test_of_halves_state_decides_and_workers_at_random_are_all_named():
+    halves = {"digests": (5, 5, 6, 6), "losses": (1, 1, 2, 2)}
+    [found] = told(CanaryVerdicts(4), step(**halves, differs=3))
+    assert (found.cause, found.ranks) == ("state.parameters_differ", (3,))
+    others = {"digests": (5, 6, 7, 8), "losses": (1, 2, 3, 4)}
+    [found] = told(CanaryVerdicts(4), step(**others, again=(1, 2, 3, 4)))
+    assert (found.cause, found.ranks) == ("compute.nondeterministic", (0, 1, 2, 3))
 
 
 def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
@@ -116,38 +101,26 @@ def test_parameters_that_are_left_out_of_the_reduction_explain_other_results():
     assert found.cause == "state.parameters_differ"
 
 
+ROUNDED = "no more than rounding may"
+
+
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("digests", "loss", "how", "words"),
     [
-        (
-            {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)},
-            "Rank 1 computes a different result from the same batch: the loss is 100 % high",
-        ),
-        ({"digests": (5, 6, 5, 5)}, "loss and norm are the same"),
-        ({"digests": (5, 6, 5, 5), "losses": (1, 1 + 1e-5, 1, 1)}, "no more than rounding may"),
-        (
-            {"digests": (5, 6, 5, 5), "losses": (1, 1.006, 1, 1), "unit": 2**-8},
-            "no more than rounding may",
-        ),
-        (
-            {"digests": (5, 6, 5, 5), "losses": (1, 1.02, 1, 1), "unit": 2**-8, "projected": True},
-            "no more than rounding may",
-        ),
-        (
-            {"digests": (5, 6, 5, 5), "losses": (1, 1.02, 1, 1), "unit": 2**-8},
-            "the loss is 2 % higher, and rounding explains at most 0.78 %",
-        ),
-        ({"again": (5, 5, 5, 7)}, "Rank 3 does not repeat its own result"),
-        ({"digests": (5, 5, 6, 6)}, "Any of ranks 0–3 may be wrong"),
-        (
-            {"digests": (5, 5, 6, 6), "differs": 3, "kinds": [StateKind.HOOK]},
-            "Look at head.weight, or run the same batches on another machine",
-        ),
+        ((5, 6, 5, 5), 2, {}, "a different result from the same batch: the loss is 100 % higher"),
+        ((5, 6, 5, 5), 1, {}, "loss and norm are the same"),
+        ((5, 6, 5, 5), 1 + 1e-5, {}, ROUNDED),
+        ((5, 6, 5, 5), 1.006, {"unit": 2**-8}, ROUNDED),
+        ((5, 6, 5, 5), 1.02, {"unit": 2**-8, "projected": True}, ROUNDED),
+        ((5, 6, 5, 5), 1.02, {"unit": 2**-8}, "2 % higher, and rounding explains at most 0.78 %"),
+        ((5, 5, 5, 5), 1, {"again": (5, 5, 5, 7)}, "Rank 3 does not repeat its own result"),
+        ((5, 5, 6, 6), 1, {}, "Any of ranks 0–3 may be wrong"),
+        ((5, 5, 6, 6), 1, {"differs": 3, "kinds": [StateKind.HOOK]}, "Look at head.weight, or run"),
     ],
 )
-def test_findings_are_in_plain_words(how, words):
-    diagnosis = Diagnosis(RunFacts(4))
-    [finding] = [f for f in diagnosis.observe(step(**how)) if f.id.startswith("canary")]
+def test_findings_are_in_plain_words(digests, loss, how, words):
+    told = Diagnosis(RunFacts(4)).observe(step(digests=digests, losses=(1, loss, 1, 1), **how))
+    [finding] = [f for f in told if f.id.startswith("canary")]
     assert words in f"{finding.explanation} {finding.next_check}"
     assert "before step 32" in finding.explanation.lower()
     assert "{" not in finding.explanation + finding.next_check

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 20
+STEPS = 12
 
 
 class Average(nn.Module):

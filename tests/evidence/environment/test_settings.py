@@ -169,16 +169,11 @@ def test_updates_whose_learning_rate_is_unknown_are_counted_too():
     assert follow(DifferentSettings(4, planned(DECAY)), rates) == []
 
 
-def restarted(detector, rates):
-    copy = DifferentSettings(4, planned(rates))
-    copy.restore(detector.state())
-    return copy
-
-
 def test_a_restart_from_an_earlier_checkpoint_goes_on_from_there():
-    detector = DifferentSettings(4, planned(DECAY))
-    follow(detector, DECAY[:40])
-    assert follow(restarted(detector, DECAY), DECAY[25:], start=40) == []
+    before, after = (DifferentSettings(4, planned(DECAY)) for _ in range(2))
+    follow(before, DECAY[:40])
+    after.restore(before.state())
+    assert follow(after, DECAY[25:], start=40) == []
 
 
 def test_a_schedule_that_moves_with_micro_batches_is_a_note():

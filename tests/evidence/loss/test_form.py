@@ -1,5 +1,7 @@
 """What a loss was divided and multiplied by, read from autograd."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -87,32 +89,28 @@ def test_a_model_that_ignores_the_number_of_tokens_is_taken_at_its_word(divide, 
         assert multipliers.numpy() == pytest.approx(multiplier)
 
 
-class Kept:
-    """Counts how often tensors that autograd has saved are asked for."""
+@contextmanager
+def kept():
+    """Yield the tensors that autograd has saved meanwhile and is asked for later."""
+    asked = []
 
-    def __enter__(self):
-        self.asked = 0
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, self._ask)
-        self._hooks.__enter__()
-        return self
-
-    def _ask(self, saved):
-        self.asked += 1
+    def ask(saved):
+        asked.append(saved)
         return saved
 
-    def __exit__(self, *error):
-        self._hooks.__exit__(*error)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, ask):
+        yield asked
 
 
 def test_nothing_that_a_model_has_saved_is_asked_for():
     """To ask may run a checkpointed layer again, and means in it are none of the loss."""
-    with Kept() as layer:
+    with kept() as of_layer:
         hidden = logits()
         hidden = hidden * torch.rsqrt((hidden * hidden).mean(-1, keepdim=True)) * hidden.mean()
     assert read_form(Opaque.apply(hidden.sum()), OWN, ITEMS, WORKERS) is None
     loss = F.cross_entropy(hidden, LABELS, reduction="sum") / ITEMS
     assert read_form(loss, OWN, ITEMS, WORKERS) == LossForm(True, False)
-    assert layer.asked == 0
+    assert of_layer == []
 
 
 @pytest.mark.parametrize(
@@ -124,12 +122,12 @@ def test_nothing_that_a_model_has_saved_is_asked_for():
 )
 def test_what_a_hook_of_the_training_has_packed_is_left_to_it(make):
     """Offloading gives each tensor back once: to the backward pass."""
-    with Kept() as loss_too:
+    with kept() as of_loss:
         loss = make() * WORKERS
     read_form(loss, OWN, torch.tensor(ITEMS), WORKERS)
     unscaled(loss, {})
     unscaled(make(), {})
-    assert loss_too.asked == 0
+    assert of_loss == []
 
 
 def multiplier(trained, given):

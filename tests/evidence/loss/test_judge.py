@@ -8,7 +8,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence.loss.judge import PARTS, NonFinite, PartsWithoutGradient
-from support.stepping import describe, evidence_of, observe
+from support.stepping import describe, evidence_of, observe, run, words
 from support.streams import gathered
 
 
@@ -20,6 +20,13 @@ def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1
     assert all("skipped every such step" in each.fields["outcome"] for each in found)
     severities = [each.severity for each in found]
     assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
+
+
+def test_twenty_skips_in_a_row_are_a_warning_though_no_update_is_applied():
+    bad = {"nonfinite": [True, False] * 2, "loss": [1.0] * 4, "optimizer_steps": [0] * 4}
+    found = run(NonFinite(), 30, **bad)
+    assert [one.severity for one in found] == [Severity.NOTE] * 19 + [Severity.WARNING] * 11
+    assert "the parameters are as they were" in words(found[-1])
 
 
 def test_what_the_optimizer_got_decides():
@@ -35,12 +42,15 @@ def test_what_the_optimizer_got_decides():
 
 def test_ranks_that_follow_an_update_with_nan_are_not_blamed():
     detector, nan = NonFinite(), float("nan")
-    steps = [[False, False, True, False], [True] * 4]
+    steps = [[False] * 4, [False, False, True, False], [True] * 4]
     for t, flags in enumerate(steps):
         losses = [nan if flag else 1.0 for flag in flags]
         columns = {"nonfinite": flags, "loss": losses, "optimizer_steps": [1] * 4}
-        (found,) = observe(detector, t, reduced_norm=[nan] * 4, **columns)
-    assert found.ranks == (2,)
+        found = observe(detector, t, reduced_norm=[nan] * 4, **columns)
+        assert len(found) == (t > 0)
+    [found] = found
+    assert (found.ranks, found.first_step, found.severity) == ((2,), 1, Severity.ERROR)
+    assert "loss of rank 2" in words(found)
     assert found.fields["applied"] == ", and the optimizer went on; ranks 0, 1 and 3 followed"
 
 

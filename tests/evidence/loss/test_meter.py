@@ -159,16 +159,20 @@ class TestWhatTheLossWasMultipliedBy:
 
 
 @pytest.mark.parametrize(
-    ("make", "micro", "value", "scale"),
+    ("make", "micro", "scheduled", "value", "scale"),
     [
-        (lambda x: x.exp().mean(), 2, math.exp(1.5), 2.0),  # a mean: the divisor is missing
-        (lambda x: x.exp().sum() / 3, 1, math.exp(1.5), 1.0),
-        (lambda x: x.exp().sum() / 6, 2, math.exp(1.5), 1.0),
-        (lambda x: x.exp().sum() / 2 * 65536, 2, 3 * math.exp(1.5), 65536.0),
+        (lambda x: x.exp().mean(), 2, math.nan, math.exp(1.5), 2.0),  # the divisor is missing
+        (lambda x: x.exp().sum() / 3, 1, math.nan, math.exp(1.5), 1.0),
+        (lambda x: x.exp().sum() / 6, 2, math.nan, math.exp(1.5), 1.0),
+        (lambda x: x.exp().sum() / 2 * 65536, 2, math.nan, 3 * math.exp(1.5), 65536.0),
+        (lambda x: x.exp().sum(), 2, 0.5, 3 * math.exp(1.5), 2.0),  # divided afterwards
+        (lambda x: x.exp().sum(), 2, 1.0, 6 * math.exp(1.5), 1.0),
     ],
-    ids=["mean", "sum over its terms", "its share of all", "scaled"],
+    ids=["mean", "sum over its terms", "its share of all", "scaled", "schedule", "no schedule"],
 )
-def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, micro, value, scale):
+def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(
+    make, micro, scheduled, value, scale
+):
     meter = LossMeter(shifted=False)
     for forward in range(micro):
         x = torch.full((3,), 1.5, requires_grad=True)
@@ -176,23 +180,10 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
         loss, factor, constant, *_ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
-    parts = read_losses(*meter.collect(), 1.0).arrays
+    parts = read_losses(*meter.collect(), 1.0, scheduled).arrays
     losses = np.frombuffer(parts["losses_U"])
     assert losses.tolist() == [pytest.approx(value)] * micro
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
-
-
-@pytest.mark.parametrize(("scheduled", "value"), [(0.5, 3.0), (1.0, 6.0)])
-def test_what_a_schedule_divides_by_afterwards_is_in_the_loss(scheduled, value):
-    meter = LossMeter(shifted=False)
-    for forward in range(2):
-        root = torch.ones(3, requires_grad=True).square().sum()
-        loss, factor, constant, *_ = unscaled(root, {})
-        meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
-        root.backward()
-    parts = read_losses(*meter.collect(), 1.0, scheduled).arrays
-    assert np.frombuffer(parts["losses_U"]).tolist() == [value] * 2
-    assert np.frombuffer(parts["multipliers_M"]).sum() * scheduled == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, -100, 2, 3]])

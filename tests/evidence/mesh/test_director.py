@@ -35,10 +35,10 @@ def test_what_differs_in_the_first_step_is_the_whole_cause():
     assert list(found) == ["sync.partial_gradient:tp"]
     [finding] = found.values()
     assert finding.evidence["parameters"] == ["a", "c"]
-    assert finding.explanation.startswith(
-        "The gradient of a and c is partial over the mesh axis tp since step 0: it is not reduced "
-        "over that axis."
+    said = (
+        "The gradient of a and c is partial over the mesh axis tp since step 0: it is not reduced"
     )
+    assert finding.explanation.startswith(f"{said} over that axis.")
     assert "ranks 0 and 1 of the job; they lie apart by 1.3 of their norm" in finding.explanation
     assert finding.ranks == (0,)
     assert "Start again with the fault repaired" in finding.next_check

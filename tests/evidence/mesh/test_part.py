@@ -36,10 +36,8 @@ ALIKE = [[1.0, 2.0, 3.0], [0.1, 0.2, 0.3]]
 def test_what_is_cut_over_an_axis_is_not_compared_over_it():
     other = part(5, [[1.0, -9.0, 3.0], [0.1, 99.0, 0.3]])
     found = compare_along("tp", [part(4, ALIKE), other])
-    assert [(one.name, one.placed, one.cuts) for one in found] == [
-        ("norm", True, True),
-        ("router", False, True),
-    ]
+    named = [(one.name, one.placed, one.cuts) for one in found]
+    assert named == [("norm", True, True), ("router", False, True)]
     assert [(one.parameter, one.gradient, one.odd) for one in found] == [(0, 0, ())] * 2
     over_cp = compare_along("cp", [part(4, ALIKE), other])
     assert [(one.name, one.cuts) for one in over_cp] == [(name, False) for name in NAMES]

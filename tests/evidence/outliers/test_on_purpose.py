@@ -15,7 +15,7 @@ from rankscope.bus.probe import StepEnd
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.probe import ExchangeProbe
 from support.loops import train_watched
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -107,17 +107,14 @@ def train_all(rank, folder):
             )
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    run_ranks(train_all, 2, str(folder))
-    return folder
+runs = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("on_purpose", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_workers_that_differ_on_purpose_are_a_note(runs, name, on_purpose):
     _, words, kind = CASES[name]
-    run = Run.open(runs / f"{name}-{on_purpose}")
+    run = Run.open(runs[1] / f"{name}-{on_purpose}")
     [found] = [one for one in run.findings() if one.id == "workers-differ"]
     assert found.severity is (Severity.NOTE if on_purpose else Severity.WARNING)
     assert (words in found.explanation) == on_purpose

@@ -1,5 +1,7 @@
 """What ranks record of shards adds up to the whole, and the training does not notice."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
 from support.loops import watch
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 SHAPES = {"wide": (6, 10), "odd": (5, 3, 2), "line": (7,)}
 
@@ -49,8 +51,8 @@ def measured_in_layouts(rank):
     return found
 
 
-def test_figures_of_shards_add_up_to_those_of_the_whole():
-    of_ranks = run_ranks(measured_in_layouts, 4)
+def test_figures_of_shards_add_up_to_those_of_the_whole(in_layouts):
+    of_ranks = [measured for measured, _ in in_layouts[0]]
     wholes = whole_tensors()
     meter = FigureMeter({n: t.numel() for n, t in wholes.items()}, torch.device("cpu"))
     for cases in zip(*of_ranks, strict=True):
@@ -114,8 +116,15 @@ def saved_and_loaded(rank, folder):
     return ok
 
 
-def test_a_start_goes_from_one_layout_to_another(tmp_path):
-    assert all(all(each) for each in run_ranks(saved_and_loaded, 4, tmp_path))
+def both(rank, folder):
+    return measured_in_layouts(rank), saved_and_loaded(rank, Path(folder))
+
+
+in_layouts = on_ranks(both, 4)
+
+
+def test_a_start_goes_from_one_layout_to_another(in_layouts):
+    assert all(all(loaded) for _, loaded in in_layouts[0])
 
 
 def model():

@@ -253,12 +253,8 @@ def changed(number, factor, names=("block.weight",)):
 def test_a_factor_of_some_parameters_is_told_and_they_are_named():
     found = tell(ChangedLater(), *(changed(n, 0.5) for n in range(3)))
     assert [one.severity for one in found] == [Severity.NOTE, Severity.NOTE, Severity.WARNING]
-    assert found[-1].numbers == {
-        "steps": 3,
-        "names": ["block.weight"],
-        "num_names": 1,
-        "factor": 0.5,
-    }
+    numbers = {"steps": 3, "names": ["block.weight"], "num_names": 1, "factor": 0.5}
+    assert found[-1].numbers == numbers
     assert "the norms of the gradients of block.weight changed by 0.5" in words(found[-1])
 
 

@@ -14,10 +14,10 @@ from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.models import WholeModel, measure_gradients
 from rankscope.evidence.reference.reference import ReferenceStep
-from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.verify import ReferenceAnswer, verify
 from rankscope.gradients.sketch import Sketcher
 from support.models import PassedOn
+from support.reference_share import share_of
 
 CPU = torch.device("cpu")
 
@@ -173,19 +173,9 @@ def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
     reduced = gradients.mean(0)
     measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
     norm = np.array([float(gradients[0].double().norm())])
+    known = {"elements_P": np.array([5e6]), "norms_MP": norm[None], "copies": 2}
     shares = [
-        ReferenceShare(
-            names=("weight",),
-            types=("float32",),
-            elements_P=np.array([5e6]),
-            terms_MPK=measured[rank][None],
-            norms_MP=norm[None],
-            given_PK=measured[3],
-            reduced_PK=measured[2],
-            unsteady_P=np.zeros(1),
-            replicas_PK=np.empty((0, 251), np.float32),
-            copies=2,
-        )
+        share_of(("weight",), measured[rank][None], measured[3], reduced_PK=measured[2], **known)
         for rank in range(2)
     ]
     found = verify(shares, [np.ones(1)] * 2, [])

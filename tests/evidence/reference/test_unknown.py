@@ -8,26 +8,10 @@ import pytest
 
 from rankscope.bus.probe import DirectedRun
 from rankscope.evidence.reference.director import Verifications
-from rankscope.evidence.reference.share import ReferenceShare
+from support.reference_share import share_of
 
 W = 3
-
-
-def share(terms_MPK, given_PK, **more):
-    """Return a worker's share, of two parameters."""
-    return ReferenceShare(
-        names=("up.weight", "down.weight"),
-        types=("float32",) * 2,
-        elements_P=np.full(2, 31.0),
-        terms_MPK=terms_MPK,
-        norms_MP=np.linalg.norm(terms_MPK, axis=2),
-        given_PK=given_PK,
-        reduced_PK=given_PK,
-        unsteady_P=np.zeros(2),
-        replicas_PK=np.empty((0, 31), np.float32),
-        copies=W,
-        **more,
-    )
+NAMES = ("up.weight", "down.weight")
 
 
 def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
@@ -40,7 +24,8 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     root = Verifications(DirectedRun(W, 0, Path(), report=found.append))
     for rank in range(W):
         root_of = (values[rank] * factor,)
-        part = share(terms[rank], given, digests=digests[rank], roots_M=root_of)
+        more = {"digests": digests[rank], "roots_M": root_of, "copies": W}
+        part = share_of(NAMES, terms[rank], given, **more)
         root.take(rank, 5, part.pack())
     unknown = tuple(np.array([np.nan]) for _ in range(W))
     step = SimpleNamespace(

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.verify import GradientMismatch, ReferenceAnswer, verify
 from rankscope.evidence.reference.words import verified
 from rankscope.stats.rounding import round_to_bfloat16
+from support.reference_share import share_of
 
 W, M, P, K = 3, 4, 5, 31
 NAMES = tuple(f"layers.{number}.weight" for number in range(P))
@@ -30,23 +30,16 @@ def summed(units, weights):
 def parts(units, scales, given, reduced=None, dtype="float32", replicas=None, *, clips=False):
     """Return what the workers send; ``given`` is of all of them, or of each ``[W,P,K]``."""
     terms = (units * scales[..., None, None]).astype(np.float32)
-    given = np.broadcast_to(given, (W, P, K))
+    given = np.broadcast_to(given, (W, P, K)).astype(np.float32)
     none = np.empty((0, K), np.float32)
+    told = {
+        "types": (dtype,) * P,
+        "reduced_PK": none if reduced is None else reduced.astype(np.float32),
+        "replicas_PK": none if replicas is None else replicas.astype(np.float32),
+        "axis": "" if replicas is None else "tp",
+    }
     return [
-        ReferenceShare(
-            NAMES,
-            (dtype,) * P,
-            np.full(P, float(K)),
-            terms[rank],
-            np.linalg.norm(terms[rank].astype(float), axis=-1),
-            given[rank].astype(np.float32),
-            none if reduced is None else reduced.astype(np.float32),
-            np.zeros(P),
-            none if replicas is None else replicas.astype(np.float32),
-            copies=W,
-            axis="" if replicas is None else "tp",
-            clips=clips,
-        )
+        share_of(NAMES, terms[rank], given[rank], copies=W, clips=clips, **told)
         for rank in range(W)
     ]
 

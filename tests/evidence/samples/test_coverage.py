@@ -45,10 +45,9 @@ def test_data_that_are_split_twice_are_counted():
     assert first.last_step <= 30
 
 
+DROPPED = {"drop_last": True, "loader_drop_last": True, "reshuffle": False}
 HEALTHY = {
-    "the same order, dropped": lambda: sharded(
-        973, W, 4, drop_last=True, loader_drop_last=True, reshuffle=False
-    ),
+    "the same order, dropped": lambda: sharded(973, W, 4, **DROPPED),
     "cut short": lambda: cut_short(973, 20),
     "with replacement": lambda: with_replacement(973, W, 4),
 }

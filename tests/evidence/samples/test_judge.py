@@ -113,10 +113,8 @@ def of_filled(stream, steps, width, **columns):
 
 def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning():
     told = of_filled(filled(2, {20: -5, 50: -5}), 80, 2)
-    assert [(one.step, one.severity) for one in told] == [
-        (20, Severity.NOTE),
-        (50, Severity.WARNING),
-    ]
+    severities = [(one.step, one.severity) for one in told]
+    assert severities == [(20, Severity.NOTE), (50, Severity.WARNING)]
     assert told[-1].ranks == (1,)
     assert "Rank 1 met 2 batches that held one sample only" in told[-1].explanation
 

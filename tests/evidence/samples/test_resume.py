@@ -18,29 +18,35 @@ from support.streams import gathered, replicated, shard, sharded, with_replaceme
 W, BATCH = 4, 4
 
 
-def feed(detector, batches, first, lr=None, together=1):
-    reports, found = [], []
-    for step, samples in enumerate(batches, start=first):
-        columns = {} if lr is None else {"lr": [lr(step)] * len(samples)}
-        reports.append(summarize(gathered(step, samples, **columns)))
-    for start in range(0, len(reports), together):
-        for told in detector.observe(StepBatch(reports[start : start + together])):
-            found += told
-    for evidence in found:
-        assert "{" not in "".join(describe(evidence))
+def feed(detector, reports, together):
+    found = [
+        evidence
+        for start in range(0, len(reports), together)
+        for told in detector.observe(StepBatch(reports[start : start + together]))
+        for evidence in told
+    ]
+    assert not any("{" in text for evidence in found for text in describe(evidence))
     return found
 
 
-def restart(
-    before, after, *, lr=(None, None), num_workers=W, capacity=1 << 18, together=1, rows=None
-):
+def goes_on(before, after, *options, together):
     """Return the evidence of a job that is stopped and goes on in a new process."""
-    before = list(before)
-    old, new = (ResumeMismatch(num_workers, capacity, rows) for _ in range(2))
-    assert feed(old, before, 0, lr[0], together) == []
+    old, new = (ResumeMismatch(W, *options) for _ in range(2))
+    assert feed(old, before, together) == []
     assert old.close() == ()
     new.restore(unpack_state(pack_state(old.state())))
-    return feed(new, after, len(before), lr[1], together)
+    return feed(new, after, together)
+
+
+def restart(before, after, *, lr=(None, None), capacity=1 << 18, together=1, rows=None):
+    def reports(batches, first, rate):
+        for step, samples in enumerate(batches, start=first):
+            columns = {} if rate is None else {"lr": [rate(step)] * len(samples)}
+            yield summarize(gathered(step, samples, **columns))
+
+    before = list(reports(before, 0, lr[0]))
+    after = list(reports(after, len(before), lr[1]))
+    return goes_on(before, after, capacity, rows, together=together)
 
 
 def epochs(num_samples, first_epoch=0, **kwargs):
@@ -172,18 +178,8 @@ def streamed(before, after, *, saved, started, state=None, more=True, together=3
         steps[number] = held(steps[number], SAVED, number)
     steps[0] = held(steps[0], STARTED, -2)
     steps[len(before)] = held(steps[len(before)], STARTED, started, **(state or {}))
-    old, new = ResumeMismatch(W), ResumeMismatch(W)
-    found = []
-    for detector, part in ((old, steps[: len(before)]), (new, steps[len(before) :])):
-        reports = [summarize(step) for step in part]
-        for start in range(0, len(reports), together):
-            for told in detector.observe(StepBatch(reports[start : start + together])):
-                found += told
-        if detector is old:
-            assert not found
-            old.close()
-            new.restore(unpack_state(pack_state(old.state())))
-    return found
+    reports = [summarize(step) for step in steps]
+    return goes_on(reports[: len(before)], reports[len(before) :], together=together)
 
 
 @pytest.mark.parametrize(
@@ -271,12 +267,7 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
 UNKNOWN = [[np.empty(0, np.int64)] * W] * 20
 HEALTHY = {
     "an epoch's end": (lambda: sharded(512, W, BATCH), 64, 100, 1 << 18),
-    "the end of the same order": (
-        lambda: sharded(512, W, BATCH, reshuffle=False),
-        32,
-        100,
-        1 << 18,
-    ),
+    "the same order": (lambda: sharded(512, W, BATCH, reshuffle=False), 32, 100, 1 << 18),
     "with replacement": (lambda: with_replacement(600, W, BATCH, 0), 5, 150, 1 << 18),
     "with replacement, later": (lambda: with_replacement(600, W, BATCH, 1), 60, 150, 1 << 18),
     "each shuffles everything": (lambda: replicated(600, BATCH, range(W)), 20, 150, 1 << 18),

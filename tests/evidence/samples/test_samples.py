@@ -205,12 +205,7 @@ def test_ids_of_any_type_are_told_apart(ids):
 
 @pytest.mark.parametrize(
     "samples",
-    [
-        "text",
-        [{"a": 1}],
-        [float("nan")],
-        Broken(),
-    ],
+    ["text", [{"a": 1}], [float("nan")], Broken()],
     ids=["text", "list of dicts", "NaN", "broken"],
 )
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope import Run, Severity
 from support.loops import train_watched
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 
 from .test_adapters import Model as AdaptedModel
 from .test_frozen import make_teacher
@@ -88,7 +88,7 @@ def drawn_in_shards(rank, seed):
     return model, lambda step: model(torch.randn(4, 8)).square().mean()
 
 
-def adapted(rank, wrap, trained):
+def adapted(wrap, rank, trained):
     model = wrap(AdaptedModel(trained))
     return model, lambda step: model(torch.randn(4, 6))
 
@@ -107,68 +107,45 @@ def beside_teachers(rank, seed):
 
 
 BASE = ["k.base_layer.weight"]
-CASES = {
+ADAPTED = ("state.adapted_trains", BASE)
+CASES = {  # the cause, what it names, the training, and what makes that faulty, and healthy
     "rounded": (
-        "state.counts_rounded",
-        ["counts in bfloat16"],
-        partial(counting, kind=torch.float32),  # which the model's cast does not spare
-        partial(counting, kind=torch.int64),
+        *("state.counts_rounded", ["counts in bfloat16"], counting),
+        *(torch.float32, torch.int64),  # the model's cast spares whole numbers
     ),
-    "twice": (
-        "state.statistics_twice",
-        ["first.1"],
-        partial(recomputed, keeps=False),
-        partial(recomputed, keeps=True),
-    ),
+    "twice": ("state.statistics_twice", ["first.1"], recomputed, False, True),
     "alike": (
-        "state.shards_alike",
-        ["0.weight", "1.weight"],
-        partial(drawn_in_shards, seed=lambda rank: 1),
-        partial(drawn_in_shards, seed=lambda rank: 1 + rank),
+        *("state.shards_alike", ["0.weight", "1.weight"], drawn_in_shards),
+        *(lambda rank: 1, lambda rank: 1 + rank),
     ),
-    "adapted": (
-        "state.adapted_trains",
-        BASE,
-        partial(adapted, wrap=DistributedDataParallel, trained=BASE),
-        partial(adapted, wrap=DistributedDataParallel, trained=[]),
-    ),
-    "adapted in shards": (
-        "state.adapted_trains",
-        BASE,
-        partial(adapted, wrap=fully_shard, trained=BASE),
-        partial(adapted, wrap=fully_shard, trained=[]),
-    ),
+    "adapted": (*ADAPTED, partial(adapted, DistributedDataParallel), BASE, []),
+    "adapted in shards": (*ADAPTED, partial(adapted, fully_shard), BASE, []),
     "frozen": (
-        "state.frozen_differ",
-        ["Sequential (84 elements)"],
-        partial(beside_teachers, seed=lambda rank: 7 + rank),
-        partial(beside_teachers, seed=lambda rank: 7),
+        *("state.frozen_differ", ["Sequential (84 elements)"], beside_teachers),
+        *(lambda rank: 7 + rank, lambda rank: 7),
     ),
 }
 
 
 def train_all(rank, folder):
-    for name, (*_, faulty, healthy) in CASES.items():
-        for make, path in ((faulty, name), (healthy, f"{name}, healthy")):
+    for name, (*_, make, faulty, healthy) in CASES.items():
+        for how, path in ((faulty, name), (healthy, f"{name}, healthy")):
             torch.manual_seed(0)
-            model, loss_of = make(rank)
+            model, loss_of = make(rank, how)
             trained = [p for p in model.parameters() if p.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=0.01)
             torch.manual_seed(1 + rank)
             train_watched(model, optimizer, f"{folder}/{path}", STEPS, loss_of)
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    run_ranks(train_all, 2, str(folder))
-    return folder
+runs = on_ranks(train_all, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_is_a_warning_that_names_its_tensors_and_its_twin_has_none(runs, name):
     cause, names, *_ = CASES[name]
     found = {
-        path: [one for one in Run.open(runs / path).findings() if one.cause == cause]
+        path: [one for one in Run.open(runs[1] / path).findings() if one.cause == cause]
         for path in (name, f"{name}, healthy")
     }
     assert found[f"{name}, healthy"] == []

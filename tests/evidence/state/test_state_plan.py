@@ -31,17 +31,15 @@ def expected_kinds(model, buffer=StateKind.STATISTICS):
     return parameters | {(buffer, name) for name, _ in model.named_buffers()}
 
 
+def schedule_of(model, num_slots, max_items):
+    options = {"replicated": True, "called": True, "kept": True}
+    return DigestSchedule(survey(model), **options, num_slots=num_slots, max_items=max_items)
+
+
 @pytest.mark.parametrize("num_slots", [2, 64])
 def test_everything_has_its_slot_once_in_a_cycle(num_slots):
     model, _, _ = make()
-    plan = DigestSchedule(
-        survey(model),
-        replicated=True,
-        called=True,
-        kept=True,
-        num_slots=num_slots,
-        max_items=32,
-    )
+    plan = schedule_of(model, num_slots, 32)
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model)
     parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.STATISTICS]
@@ -60,14 +58,7 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
     model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
     for number, size in enumerate(buffers):
         model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
-    plan = DigestSchedule(
-        survey(model),
-        replicated=True,
-        called=True,
-        kept=True,
-        num_slots=num_slots,
-        max_items=max_items,
-    )
+    plan = schedule_of(model, num_slots, max_items)
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model, StateKind.BUFFER)
     assert all((count >= 1).all() for count in counts.values())

@@ -121,16 +121,11 @@ def test_rounding_at_random_is_sound_and_a_wrong_rate_beside_it_is_not():
     assert [one.name for one in verdict.odd] == ["embedding"]
 
 
-DECLINED = {
-    "the norm of all": (by_norm_of_all, "depends on the others"),
-    "other tensors": (to_all_it_knows, "changes other tensors"),
-}
-
-
-@pytest.mark.parametrize("kind", DECLINED)
-def test_an_optimizer_that_couples_parameters_is_declined(kind):
-    rule, why = DECLINED[kind]
-
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [(by_norm_of_all, "depends on the others"), (to_all_it_knows, "changes other tensors")],
+)
+def test_an_optimizer_that_couples_parameters_is_declined(rule, why):
     def make(ps):
         optimizer = Plain(ps, rule)
         optimizer.every = ps

@@ -10,30 +10,13 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from tiny_llama import NUM_TOKENS, make_model
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import HfArgumentParser, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-NUM_TOKENS, LONGEST = 61, 8
-
-
-def make_model():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=NUM_TOKENS,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+LONGEST = 8
 
 
 def make_tokenizer():

@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.bus.parity import BUFFER, GRADIENT, QUARTERS, START, UNCLIPPED, UPDATE, WIDTH
+from rankscope.bus.parity import (
+    BUFFER,
+    GRADIENT,
+    QUARTERS,
+    START,
+    UNCLIPPED,
+    UPDATE,
+    WIDTH,
+    RankStep,
+    TensorFigures,
+)
+from rankscope.bus.shares import PackedError
 from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
@@ -67,10 +78,10 @@ def training(change=None, *, num_steps=2, workers=1, passes=1, noise=1e-7, seed=
     )
 
 
-def against(b, a=None):
+def against(b, a=None, moved=None):
     """Return the answer for a side beside a healthy one, with a perturbation run of the latter."""
     a = a or training()
-    return compare(Bounds(a, replace(b, name="B"), a, training(seed=9)))
+    return compare(Bounds(a, replace(b, name="B"), a, moved or training(seed=9)))
 
 
 def of(kind, name, first_step, act):
@@ -128,9 +139,7 @@ def test_clipping_by_norms_that_are_rounded_is_the_same():
         return training(act, **{"clipping seen": True, "norm rounding": rounding})
 
     def stage(factor, rounding):
-        a, b = clipped(1.0, rounding), replace(clipped(factor, 0.0), name="B")
-        moved = replace(training(seed=9), name="moved")
-        return compare(Bounds(a, b, a, moved)).stage
+        return against(clipped(factor, 0.0), clipped(1.0, rounding)).stage
 
     assert stage(1 + 6e-5, 1e-4) is None
     assert stage(1 + 6e-5, 0.0) is Stage.GRADIENT
@@ -229,15 +238,15 @@ def test_what_is_not_trained_is_compared_at_later_starts_within_rounding(first):
     frozen = ["embed", "up"]
     a, moved = (training(seed=seed, trained=frozen) for seed in (0, 9))
     b = training(of(START, "norm", first, lambda v: 1.5 * v), trained=frozen)
-    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    answer = against(b, a, moved)
     assert (answer.stage, answer.step) == (Stage.START, first)
     assert [each.name for each in answer.differences] == ["norm"]
     trained = training(of(START, "up", 1, lambda v: 1.5 * v), trained=frozen)
-    assert compare(Bounds(a, replace(trained, name="B"), a, moved)).kind is Kind.SAME
+    assert against(trained, a, moved).kind is Kind.SAME
     for side in (a, trained, moved):
         for step in side.steps.values():
             del step.figures[UPDATE]["up"]  # by an optimizer that is none of torch's
-    answer = compare(Bounds(a, replace(trained, name="B"), a, moved))
+    answer = against(trained, a, moved)
     assert (answer.stage, answer.step) == (Stage.START, 1)
     assert "in what no optimizer of torch's updates: up, × 1.5" in answer.headline
 
@@ -249,7 +258,7 @@ def test_running_statistics_are_compared_where_the_batch_is_dealt_out_alike(work
         for number, step in side.steps.items():
             mean = np.full(32, 1 + number * factor)
             step.figures[BUFFER] = {"norm.running_mean": sketched(mean)}
-    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    answer = against(b, a, moved)
     assert answer.stage is (Stage.START if workers == 1 else None)
     if workers == 1:
         assert answer.step == 1
@@ -319,7 +328,7 @@ def test_samples_that_leave_the_gradient_as_it_is_are_noted(factor, noise, stage
     b = training(of(GRADIENT, "all", 1, lambda v: factor * v), noise=noise, seed=3)
     b.steps[1].samples = np.append(b.steps[1].samples, b.steps[1].samples[0])  # a copy fills up
     b.steps[1].sample_ranks = np.zeros(9, int)
-    answer = compare(Bounds(a, replace(b, name="B"), a, moved))
+    answer = against(b, a, moved)
     assert answer.stage is stage
     words = (answer.headline, *answer.notes)
     assert any(each.startswith("Other samples in step 1: all of A's 8 samples") for each in words)
@@ -402,3 +411,17 @@ def test_sketches_of_a_large_matrix_and_of_its_shards_round_otherwise():
     bounds = Bounds(side, side)
     assert bounds.of_start("bias", float(whole.norm())) < far
     assert far < bounds.of_start("embed", float(whole.norm())) < 5e-5 * float(whole.norm())
+
+
+@pytest.mark.parametrize("cut", [0, 5, 40, 200])
+def test_a_step_comes_back_from_its_bytes_and_not_from_a_part_of_them(cut):
+    figures = TensorFigures(
+        ("a", "b"), ("", "0,0+2,3"), np.ones((2, QUARTERS)), np.ones((2, QUARTERS, WIDTH))
+    )
+    packed = RankStep(3, 7, {"world": 4}, {GRADIENT: figures}, np.arange(2), np.ones(1)).pack()
+    back = RankStep.unpack(packed)
+    assert (back.rank, back.step, back.facts) == (3, 7, {"world": 4})
+    assert (back.samples.tolist(), back.losses.tolist()) == ([0, 1], [1.0])
+    assert back.figures[GRADIENT].places == figures.places
+    with pytest.raises(PackedError):
+        RankStep.unpack(packed[:cut])

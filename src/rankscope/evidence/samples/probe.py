@@ -77,8 +77,9 @@ class LengthMeter(Probe):
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
     def collect(self, end: StepEnd) -> Pending:
-        """Return the lengths since the last call, without those of idle forward passes."""
-        seen = [one for one in self._seen if one.forward not in end.idle]
+        """Return the lengths since the last call, of forward passes that the loss can come from."""
+        apart = end.idle | end.graphless
+        seen = [one for one in self._seen if one.forward not in apart]
         self._seen = []
         counts = [one.present for one in seen if not isinstance(one.present, int)]
         return Awaited(counts, partial(_lengths, seen))
@@ -217,7 +218,8 @@ class SampleProbe(Probe):
         self._samples.see(args, kwargs, forward)
 
     def collect(self, end: StepEnd) -> Pending:
-        """Return the samples of the step's forward passes that had a backward pass."""
+        """Return the samples of the step's forward passes that the loss can come from."""
+        apart = end.idle if self._samples.named else end.idle | end.graphless
         values = {
             "samples_named": self._samples.named,
             "micro_batches": end.num_passes or math.nan,
@@ -228,10 +230,10 @@ class SampleProbe(Probe):
         if again is not None:
             values["loader_repeats"] = again
         rows_B: Ints = np.empty(0, np.int64)
-        places = self._samples.places(end.idle)
+        places = self._samples.places(apart)
         if places is not None:
             rows_B, values["rows_digest"] = places
-        samples = self._samples.collect(end.idle)
+        samples = self._samples.collect(apart)
         copies = [one for one in samples if not isinstance(one, np.ndarray)]
         return Awaited(copies, partial(_read, samples, rows_B, values))
 
