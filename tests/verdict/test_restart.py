@@ -175,8 +175,13 @@ def test_another_job_does_not_go_on(tmp_path, caplog):
 def test_a_continued_run_without_its_start_is_not_diagnosed_again(tmp_path):
     Job(tmp_path / "run").close()
     run = Job(tmp_path / "run-2", continues=tmp_path / "run").close()
+    start = (run.path / START_FILE).read_bytes()
     (run.path / START_FILE).write_bytes(b"?")
     with pytest.raises(RunError, match=r"cannot use .*detectors-start.npz: it is damaged"):
+        diagnose_run(run)
+    older = unpack_state(start) | {"detectors": {}}
+    (run.path / START_FILE).write_bytes(pack_state(older))
+    with pytest.raises(RunError, match=r"under other detectors .*another release"):
         diagnose_run(run)
     (run.path / START_FILE).unlink()
     with pytest.raises(RunError, match="is missing"):

@@ -284,7 +284,13 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     """Diagnose a recorded run again, from its tables alone; return the findings of its live end."""
     diagnosis = diagnosis_of(run)
     if "continues" in run.info:
-        diagnosis.restore(_state_at_start(run))
+        try:
+            diagnosis.restore(_state_at_start(run))
+        except StateError as error:
+            raise RunError(
+                f"{run.path} continues a run under other detectors ({error}), those of another "
+                "release: that one can diagnose it again; its findings are in findings.jsonl"
+            ) from error
     reports = run.iter_reports()
     with ranks_of_job(run.info):
         while together := list(islice(reports, _TOGETHER)):
