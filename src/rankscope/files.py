@@ -198,9 +198,11 @@ def _not_empty(path: Path) -> str:
 
 def write_error(path: Path, error: OSError) -> RunError:
     """Return the error to raise when a file of a run cannot be written."""
+    gone = error.errno == errno.ENOENT and not is_directory(path.parent)
+    look = "see where its directory was moved to" if gone else "free space or check permissions"
     return RunError(
         f"cannot write {path} ({error.strerror or error}): what was written before is intact; "
-        "free space or check permissions, or choose another directory"
+        f"{look}, or choose another directory"
     )
 
 

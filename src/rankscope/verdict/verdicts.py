@@ -290,8 +290,8 @@ def without_steps(progress: RunProgress) -> Verdict:
 
 _LET_IT_SEE = (
     "Watch the wrapped model that the optimizer updates, and call that one, as model(batch), with "
-    "loss.backward() after it and zero_grad() not in between; see the log for the monitor's "
-    "warnings."
+    "loss.backward() after it and zero_grad() not in between; call scope.resume() after "
+    "scope.pause(), on all ranks; see the log for the monitor's warnings."
 )
 _WATCH_ALL = (
     "Call watch() once all parameters are unfrozen and in the optimizer; where they join later, "
