@@ -68,7 +68,8 @@ def refused(_, folder):
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    other = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=0.1)
+    other_model = nn.Linear(2, 3)
+    other = torch.optim.SGD(other_model.parameters(), lr=0.1)
     endless: dict = {}
     endless["again"] = endless
     for wrong, words in (

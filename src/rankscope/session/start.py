@@ -51,7 +51,7 @@ from rankscope.wrappers.facts import (
     vocabulary_digest,
 )
 from rankscope.wrappers.find import DDP, LOOP, Wrapped, find_parts, find_wrapper
-from rankscope.wrappers.living import one_walk
+from rankscope.wrappers.living import live_objects, one_walk
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
     all_of,
@@ -273,7 +273,12 @@ def _check_given(optimizer: object, run_dir: object, on_finding: object, config:
 
 def _check_held(optimizer: Any, wrapped: Wrapped) -> None:
     parameters = list(wrapped.parameters.values())
-    if wrapped.kind in (DDP, LOOP) and not may_train(all_of(optimizer), parameters):
+    if wrapped.kind not in (DDP, LOOP) or may_train(all_of(optimizer), parameters):
+        return
+    modules: list[torch.nn.Module] = live_objects(torch.nn.Module)[torch.nn.Module]
+    known = {id(p) for module in modules for p in module._parameters.values()}
+    groups = (group for each in all_of(optimizer) for group in each.param_groups)
+    if any(id(p) in known for group in groups for p in group["params"]):  # else its own copies
         raise UsageError(
             "watch() expected the optimizer of this model, got one that holds none of its "
             "parameters; make it from model.parameters(), after all changes of the model"
