@@ -79,7 +79,8 @@ class ForwardPasses:
         this.returned = True
         tensors = tensors_in(output)
         graphless = torch.is_grad_enabled() and not any(t.requires_grad for t in tensors)
-        this.graphless = bool(tensors) and graphless and not this.trained
+        graphless = bool(tensors) and graphless and not this.trained
+        this.graphless = graphless and not hides_tensors(output)
         for tensor in tensors:
             if tensor.grad_fn is not None:  # a hook on a parameter would stay there
                 this.visible = True
