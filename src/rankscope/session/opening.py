@@ -297,7 +297,11 @@ def _begin(
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
         previous, path = _free_directory(run_dir)
-        start = _state_after(previous, info) if request.options["resume"] else None
+        resumes = previous is not None and request.options["resume"]
+        if previous is not None and resumes:
+            _wait_for_agent(previous)
+        busy = previous is not None and _is_trained(previous)
+        start = _state_after(previous, info) if resumes and not busy else None
         described = dict(info)
         if previous is not None and start is not None:
             described |= {"continues": previous.name, "first_step": start["step"] + 1}
@@ -311,10 +315,9 @@ def _begin(
             held = place if store is None else store.address
             new = path if copied_to is None else copied_to.address
             goes_on = "" if start is None else _CONTINUES
-            written_still = _WRITTEN if _is_trained(previous) else ""
+            run = _BUSY if busy else "a run"
             _log.warning(
-                "%s already holds a run%s; this one is recorded in %s%s",
-                *(held, written_still, new, goes_on),
+                "%s already holds %s; this one is recorded in %s%s", held, run, new, goes_on
             )
         return RootRun(
             path,
@@ -330,9 +333,6 @@ def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
         return None
     from rankscope.verdict.diagnosis import state_after  # detectors: only where a run goes on
 
-    _wait_for_agent(previous)
-    if _is_trained(previous):
-        return None
     hosts = [str(rank["host"]) for rank in info["ranks"]]
     return state_after(previous, info["num_workers"], hosts, info["options"]["groups"])
 
@@ -468,7 +468,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
     return problem
 
 
-_WRITTEN = " that another job is still training"
+_BUSY = "a run that another job is still training"
 _CONTINUES = " and continues it; another run directory keeps the two apart"
 
 
