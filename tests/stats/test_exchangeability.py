@@ -72,7 +72,6 @@ def feed(test, rng, num_steps, change=None, num_signals=1):
 
 
 def take(test, *values):
-    """Let a test take steps ``[S, U]`` together."""
     assert len(list(test.observe(np.array(values), range(len(values))))) == len(values)
 
 

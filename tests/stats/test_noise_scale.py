@@ -24,7 +24,6 @@ SIGNAL, NOISE = float(TRUTH @ TRUTH), float(STD @ STD)
 
 
 def gradient_noise(norms, reduced, micro_squares_W, num_micro, share=math.nan):
-    """The noise of one step, as plain numbers."""
     micro = math.nan if micro_squares_W is None else micro_squares_W.mean()
     numbers = np.square(norms).mean(), reduced, micro, num_micro, share
     found = noise_of_steps(*(np.array([number]) for number in numbers), len(norms))
@@ -33,7 +32,6 @@ def gradient_noise(norms, reduced, micro_squares_W, num_micro, share=math.nan):
 
 
 def share_of(scales_WM):
-    """Return the share of one step, given the multipliers of each worker's micro-batches."""
     scales_WM = np.asarray(scales_WM)
     with np.errstate(over="ignore"):
         sums_W, squares_W = scales_WM.sum(axis=1), np.square(scales_WM).sum(axis=1)
@@ -41,7 +39,6 @@ def share_of(scales_WM):
 
 
 def observe(rng):
-    """Return the noise of one step of healthy workers."""
     micro = TRUTH + STD * rng.standard_normal((WORKERS, MICRO, SIZE))
     local = micro.mean(axis=1)
     squares = np.square(np.linalg.norm(micro, axis=2)).sum(axis=1)

@@ -23,7 +23,6 @@ any_floats = st.lists(st.floats(width=64), max_size=9)
 
 
 def exact(values):
-    """Mean, population variance and range of the finite values, as fractions."""
     finite = [Fraction(value) for value in values if math.isfinite(value)]
     if not finite:
         return None

@@ -72,12 +72,10 @@ def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **c
 
 
 def by(norm):
-    """Return the factor of clipping by a norm of the parts, on all ranks."""
     return lambda parts_W: np.broadcast_to(np.minimum(LIMIT / norm(parts_W), 1.0), W)
 
 
 def called(norm=whole, order=2.0):
-    """Return the columns of a call of torch with that norm."""
     factor = {"clip_factor": lambda p: by(norm)(p)[0], "clip_whole": True}
     return {"clip_limit": LIMIT, "clip_order": order, **factor}
 

@@ -159,8 +159,6 @@ def test_parameters_that_an_optimizer_inside_of_another_repeats_count_once():
 
 
 class Odd:
-    """Refuses whatever it is asked."""
-
     def __len__(self):
         raise RuntimeError("no")
 

@@ -47,7 +47,6 @@ BF16 = [7, 7, 8, 7]
 
 
 def facts(width=4, **odd):
-    """Return what the ranks run on; rank 3 has these other facts."""
     return [dict(FACTS) for _ in range(width - 1)] + [{**FACTS, **odd}]
 
 
@@ -205,8 +204,6 @@ def make_model() -> nn.Module:
 
 
 class Workers:
-    """Four workers' meters, the combiner at the root, and the detector."""
-
     def __init__(self) -> None:
         self.models = [make_model() for _ in range(4)]
         self.meters = [ModeMeter(one) for one in self.models]
@@ -215,7 +212,6 @@ class Workers:
         self.sent = 0
 
     def step(self, number: int):
-        """Return what is found in a step."""
         messages, digests = [], []
         for meter in self.meters:
             meter.read(number)
@@ -232,7 +228,6 @@ class Workers:
 
 
 def dropout_off(module):
-    """Return what a meter tells of dropout in the first step."""
     meter = ModeMeter(module)
     meter.read(0)
     return meter.take()[0]["dropout_off"]

@@ -86,7 +86,6 @@ class TestWhatTheLossWasMultipliedBy:
         return nn.Linear(4, 1)
 
     def losses(self, model, size=3, seed=0):
-        """Return one loss per sample ``[B]``."""
         batch = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
         return model(batch).square().flatten()
 

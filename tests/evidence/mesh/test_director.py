@@ -147,7 +147,6 @@ def tied(digest, parameter=0.0, gradient=0.0, *, same=None, factor=math.nan, lin
 
 
 def told(*steps, certain=(EMBEDDING,)):
-    """Return the last state of each finding, by severity."""
     verdict = TieVerdict("pp", 0, certain)
     found = [each for step, weight in steps for each in verdict.observe(step, [weight], STAGES)]
     return {str(finding.severity): finding for finding in found}

@@ -154,7 +154,6 @@ BOTH = np.array([True, False])  # the first signal follows a power, the second t
 
 
 def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
-    """Return values that follow sizes."""
     scatter = noise * rng.standard_normal((2, len(sizes_U)))
     return np.array([
         3.0 * np.exp(slopes[0] * sizes_U + scatter[0]), 0.4 + slopes[1] * sizes_U + scatter[1]
@@ -162,7 +161,6 @@ def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
 
 
 def free(effect, values, sizes_U):
-    """Return the values of one step freed from sizes."""
     [left] = effect.adjust(values[None], sizes_U[None])
     return left
 

@@ -140,8 +140,6 @@ class Grouped(nn.Module):
 
 
 class Layer(nn.Module):
-    """A router, and two of all experts in each of the forms that frameworks give them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.ModuleList([nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)])

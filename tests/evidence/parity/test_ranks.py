@@ -30,7 +30,6 @@ def whole_tensors():
 
 
 def layouts(tensor, mesh):
-    """Yield a tensor in several layouts over a mesh of two axes."""
     last = tensor.dim() - 1
     yield distribute_tensor(tensor, mesh, [Shard(0), Replicate()])
     yield distribute_tensor(tensor, mesh, [Replicate(), Shard(last)])

@@ -34,7 +34,6 @@ def seed_all(seed):
 
 
 def meter_of(*passes, meter=None):
-    """Return what is collected of a step with these forward passes."""
     meter = meter or RandomMeter(CPU)
     for draw in passes:
         meter.before_forward()
@@ -117,8 +116,6 @@ class Transform:
 
 
 class Data:
-    """A data set whose list of transforms holds the generator."""
-
     def __init__(self, generator):
         self.transforms = [Transform(generator)]
         self.sampler = RandomSampler(range(4), generator=torch.Generator().manual_seed(0))
@@ -167,8 +164,6 @@ NUM_WORKERS = 2
 
 
 class Noise(Dataset):
-    """Samples that draw from these generators in the process that loads them."""
-
     def __init__(self, *generators):
         self.generators = generators
 
@@ -193,7 +188,6 @@ def seed_numpy_by_worker(worker_id):
 
 
 def loader_of(*generators, num_workers=NUM_WORKERS, seed=0, **options):
-    """Return a loader whose processes are seeded from ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(
         Noise(*generators), batch_size=2, num_workers=num_workers, generator=generator, **options

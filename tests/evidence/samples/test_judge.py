@@ -221,7 +221,6 @@ def report_of(step, batches):
 
 
 def watch_order(detector, stream, num_steps, first=0, memory=None):
-    """Return all evidence; each must have words."""
     found = []
     for step, batches in enumerate(islice(stream, num_steps), start=first):
         found += evidence_of(detector, report_of(step, batches), memory=memory)

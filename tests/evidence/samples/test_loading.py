@@ -211,8 +211,6 @@ class Pictures(Dataset):
 
 
 class Named(Dataset):
-    """Paths and labels, as of a folder of images."""
-
     def __init__(self, paths):
         self.samples = [(path, number % 2) for number, path in enumerate(paths)]
 
@@ -331,8 +329,6 @@ class Repeated(DistributedSampler):
 
 
 class Keys(Dataset):
-    """Rows by name."""
-
     def __init__(self):
         self.paths = PATHS
 
@@ -367,7 +363,6 @@ def test_a_data_set_that_the_training_leaves_is_not_kept(probe):
 
 
 def combined(combiner, samples, rows, digests):
-    """Return the samples that stand for those of two workers, and whether they count as named."""
     lengths = np.array([len(one) for one in samples])
     row_lengths = np.array([len(one) for one in rows])
     columns = {

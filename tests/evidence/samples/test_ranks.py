@@ -18,7 +18,7 @@ from rankscope.verdict.assessment import progress_of
 from rankscope.verdict.diagnosis import diagnose_run
 from support.findings import faults
 from support.loops import train_watched, watch
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +26,6 @@ STEPS, BACK = 12, 2
 
 
 def train(rank, run_dir, model, begin):
-    """Train from a step on; return the model ``BACK`` steps before the end, and at the end."""
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = []  # each step
@@ -52,7 +51,6 @@ class Stream(IterableDataset):
 
 
 def train_on_streams(rank, folder):
-    """Train twice on the beginning of a stream, or on all of it."""
     for name, rows in (("begun", 40 * STEPS), ("ended", 4 * STEPS)):
         torch.manual_seed(0)
         model = nn.Linear(6, 6)
@@ -153,8 +151,6 @@ WAYS = ("armed", "armed, all draw the same", "armed, named")
 
 
 class Scores(nn.Module):
-    """Scores pairs of users and items, by a method of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.users, self.items = nn.Embedding(32, 4), nn.Embedding(64, 4)
@@ -192,14 +188,7 @@ def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
     return [p.double().sum().item() for p in model.parameters()]
 
 
-def train_in_all_ways(rank: int, folder: str) -> dict[str, Any]:
-    return {
-        way: (train_armed(rank, way, None), train_armed(rank, way, f"{folder}/{way}"))
-        for way in WAYS
-    }
-
-
-trained = on_ranks(train_in_all_ways, 2)
+trained = alone_and_watched(train_armed, WAYS, 2)
 
 
 @pytest.mark.parametrize(

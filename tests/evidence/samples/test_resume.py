@@ -31,7 +31,6 @@ def feed(detector, reports, together):
 
 
 def goes_on(before, after, *options, together):
-    """Return the evidence of a job that is stopped and goes on in a new process."""
     old, new = (ResumeMismatch(W, *options) for _ in range(2))
     assert feed(old, before, together) == []
     assert old.close() == ()
@@ -51,7 +50,6 @@ def restart(before, after, *, lr=(None, None), capacity=1 << 18, together=1, row
 
 
 def epochs(num_samples, first_epoch=0, **kwargs):
-    """Yield the batches of a sharded job from some epoch on."""
     for epoch in count(first_epoch):
         shares = [shard(num_samples, W, rank, 0, epoch, **kwargs) for rank in range(W)]
         for start in range(0, len(shares[0]), BATCH):

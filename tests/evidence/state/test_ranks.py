@@ -20,8 +20,6 @@ from support.ranks import on_ranks, run_ranks
 
 
 class Adapted(nn.Module):
-    """A layer with a low-rank adapter, as PEFT builds it."""
-
     def __init__(self, layer, rank=2):
         super().__init__()
         self.base_layer = layer
@@ -112,8 +110,6 @@ STEPS = 12
 
 
 class Counting(nn.Module):
-    """Counts tokens, and keeps a running sum of activations, a position and a mask."""
-
     def __init__(self, kind):
         super().__init__()
         self.embed = nn.Embedding(8, 4)
@@ -244,8 +240,6 @@ def test_a_fault_is_a_warning_that_names_its_tensors_and_its_twin_has_none(runs,
 
 
 class Seeing(nn.Module):
-    """Keeps a buffer of its own."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("seen", torch.zeros(()))

@@ -317,8 +317,6 @@ def test_what_is_not_reduced_and_differs_is_told_as_planned(planned, severity):
 
 
 class Averaged(nn.Module):
-    """A model with an average, a centre, a counter, and statistics of torch's own."""
-
     def __init__(self):
         super().__init__()
         self.student = nn.Linear(4, 4)
