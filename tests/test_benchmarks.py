@@ -79,10 +79,7 @@ def time_steps(rank, kind, variants):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "variants"),
-    [
-        ("DDP", [*load_benchmark("steps").VARIANTS, "naive"]),
-        ("FSDP2", ["sketch"]),
-    ],
+    [("DDP", [*load_benchmark("steps").VARIANTS, "naive"]), ("FSDP2", ["sketch"])],
     ids=["DDP", "FSDP2"],
 )
 def test_every_variant_of_a_step_is_timed(kind, variants):

@@ -42,7 +42,6 @@ TIER_ROWS = ("`scalars`", "`sketch`")
 
 
 def section(page, title):
-    """Return the text under a heading, up to the next heading."""
     [text] = re.findall(rf"^#+ {re.escape(title)}$(.*?)(?=^#|\Z)", page, re.M | re.S)
     return text
 

@@ -32,7 +32,6 @@ HEAVY = {
 
 @pytest.fixture(scope="module")
 def built(folder):
-    """Build both once, and return where they are."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -109,7 +108,6 @@ def test_without_a_compiler_the_package_is_built(tmp_path):
 
 
 def modules_after(code):
-    """Return the names of the top-level modules that a new process has after some code."""
     tell = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", f"{code}\n{tell}"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)

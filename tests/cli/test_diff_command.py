@@ -29,7 +29,6 @@ VARIANTS = [
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of a small language model under DDP with AdamW, on three ranks."""
     root = tmp_path_factory.mktemp("diff")
     run_ranks(train_variants, 3, str(root), VARIANTS)
     return root

@@ -69,7 +69,6 @@ def test_a_command_line_that_cannot_be_read(command, words, message):
 
 @pytest.fixture
 def failing(command, monkeypatch):
-    """Return a function that runs a command that raises."""
 
     def call(error):
         monkeypatch.setattr(main, "app", mock.Mock(side_effect=error))

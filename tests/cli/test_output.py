@@ -16,7 +16,6 @@ NUMBERS = ("numerics", "--synthetic", "normal", "--workers", "2", "--orders", "2
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return a folder with a healthy run, and one with an error."""
     folder = tmp_path_factory.mktemp("output")
     record_run(folder / "healthy", num_workers=2, num_steps=3)
     record_run(folder / "copied", reading="replicated", num_workers=2, num_steps=3)
@@ -48,7 +47,6 @@ def call(monkeypatch):
 
 @pytest.fixture
 def closed():
-    """Return a pipe whose reader has gone."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", encoding="utf-8") as file:
@@ -57,7 +55,6 @@ def closed():
 
 @pytest.fixture
 def full():
-    """Return a file on a disk without room."""
     with Path("/dev/full").open("w", encoding="utf-8") as file:
         yield file
 

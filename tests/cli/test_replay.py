@@ -27,12 +27,10 @@ FINDING = Finding(
 
 
 def model() -> TinyLM:
-    """Return the same model on every rank."""
     return make_model(7)
 
 
 def other_parameter() -> TinyLM:
-    """Return a model whose parameters differ on rank 1."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         with torch.no_grad():
@@ -41,7 +39,6 @@ def other_parameter() -> TinyLM:
 
 
 def other_arithmetic() -> TinyLM:
-    """Return a model that computes something else on rank 1, with the same parameters."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         made.head.register_forward_hook(lambda head, args, output: output * 1.01)
@@ -49,7 +46,6 @@ def other_arithmetic() -> TinyLM:
 
 
 def other_code() -> TinyLM:
-    """Return a model whose head leaves out its bias on rank 1."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         made.head.forward = lambda hidden: hidden @ made.head.weight.T
@@ -139,7 +135,6 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
 
 
 def test_ranks_of_a_group_are_those_of_the_job(tmp_path):
-    """As in the report of a run whose workers are ranks 1, 3, 5 and 7."""
     job = {"id": "1", "base": "sft", "name": "sft-from-rank-1", "ranks": [1, 3, 5, 7]}
     RunWriter(tmp_path / "run", {"num_workers": 4, "job": job}).close()
     shown = with_results([5, 6, 5, 5], [1, 2, 1, 1])

@@ -103,7 +103,6 @@ def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied):
 
 
 def with_findings(run, place, *events):
-    """Copy a run, with findings made from its last one."""
     shutil.copytree(run, place)
     model = json.loads((run / "findings.jsonl").read_text().splitlines()[-1])
     lines = [json.dumps(model | event) + "\n" for event in events]

@@ -15,7 +15,6 @@ import patients
 
 
 def examine(model, batch=None, seconds=60.0):
-    """Return the result and the facts of one rank."""
     if batch is None:
         batch = next(iter(DataLoader(patients.Numbers(), batch_size=4)))
     options = Options(seconds=seconds)

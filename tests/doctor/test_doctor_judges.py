@@ -202,7 +202,6 @@ def read(samples, **changes):
 
 
 def dealt(order, num_ranks, batch=4):
-    """Deal samples out in turn, in batches."""
     shards = [order[rank::num_ranks] for rank in range(num_ranks)]
     return [
         [list(map(int, shard[at : at + batch])) for at in range(0, len(shard), batch)]

@@ -22,19 +22,10 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^`\n]*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
-
-    Attributes:
-        page: Its page, from the project's root.
-        line: Line of the page at which its fence opens.
-        language: What the fence says; empty without.
-        code: Its text, without the indentation of the fence.
-    """
-
-    page: str
-    line: int
-    language: str
-    code: str
+    page: str  # from the project's root
+    line: int  # at which its fence opens
+    language: str  # what the fence says
+    code: str  # without the indentation of the fence
 
     @property
     def first(self) -> str:
@@ -58,19 +49,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One command line of a block.
-
-    Attributes:
-        page: Its page, from the project's root.
-        text: The line as it stands there, without comment and environment.
-    """
-
     page: str
-    text: str
+    text: str  # without comment and environment
 
     @property
     def words(self) -> list[str]:
-        """The program, by its bare name, and its arguments."""
         words = shlex.split(self.text)
         if program(words[0]) in ("python", "python3") and words[1:3] == ["-m", "rankscope"]:
             words = ["rankscope", *words[3:]]
@@ -81,12 +64,10 @@ class Command:
 
 
 def program(word: str) -> str:
-    """Return the name of a program without its directory."""
     return word.removeprefix("$ ").rsplit("/", 1)[-1]
 
 
 def blocks() -> list[Block]:
-    """Return the blocks of all pages, in the order of the pages."""
     return [block for page in PAGES for block in _blocks(page)]
 
 
@@ -106,7 +87,6 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def commands() -> list[Command]:
-    """Return the command lines of all pages."""
     return [
         Command(block.page, text)
         for block in blocks()

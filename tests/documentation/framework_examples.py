@@ -1,8 +1,4 @@
-"""Runs the commands of the frameworks' pages that start an example, in ranks that run already.
-
-Each rank runs the script as the launcher would, but for the process group, which is there; with
-fewer steps. What the page shows of its report must then be what ``rankscope report`` prints.
-"""
+"""Runs the examples of the frameworks' pages, with fewer steps, in ranks that run already."""
 
 import contextlib
 import io
@@ -24,7 +20,6 @@ STEPS = 8
 
 
 def examples(page):
-    """Return the commands of a page that start an example."""
     return [c for c in commands() if c.page == page and _script(c) is not None]
 
 

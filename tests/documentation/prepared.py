@@ -37,8 +37,6 @@ class Output(dict[str, Tensor]):
 
 
 class Model(nn.Module):
-    """A tiny language model with blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
@@ -55,7 +53,6 @@ class Model(nn.Module):
 
 
 def dataset() -> list[dict[str, Tensor]]:
-    """Return sixteen samples, all different."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(VOCABULARY, (16, 7), generator=generator)
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
@@ -125,7 +122,6 @@ def stay_here() -> None:
 
 
 def record(path: Path) -> None:
-    """Record a short training with all that pages read of a run."""
     names = fresh("")
     scope = rankscope.watch(
         names["model"], names["optimizer"], run_dir=path, trace=True, canary=False, **QUIET
@@ -169,7 +165,6 @@ def run_block(block: Block, names: dict[str, Any]) -> None:
 
 
 def takes_scope(code: str) -> bool:
-    """Return whether code uses a scope that it does not make."""
     uses = [n.ctx for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Name) and n.id == "scope"]
     return bool(uses) and not any(isinstance(use, ast.Store) for use in uses)
 
@@ -179,7 +174,6 @@ def is_open(scope: Any) -> bool:
 
 
 def train(names: dict[str, Any], steps: int) -> None:
-    """Take some steps with whatever model and optimizer there are now."""
     for _, batch in zip(range(steps), names["loader"], strict=False):
         names["model"](**batch)["loss"].backward()
         names["optimizer"].step()

@@ -1,9 +1,4 @@
-"""What the runner of code blocks must know about single pages: prepared names, and exceptions.
-
-Every block that is not run, and every command line of rankscope that is not, stands in ``NOT_RUN``,
-with the reason; other programs in ``PROGRAMS``. A test holds the tables to what is there: what is
-missing in them fails, and what is too much in them fails.
-"""
+"""What the runner of code blocks must know about single pages: prepared names, and exceptions."""
 
 MINUTES = "takes minutes"
 OUTPUT = "what a command prints"
@@ -81,12 +76,10 @@ ADAPTERS = {
 PLAIN_MODEL = {"docs/reproducible.md"}
 """Pages whose blocks wrap the model themselves."""
 
-RECORDED = {
-    "docs/runs.md": ("runs/sft",),
-}
+RECORDED = {"docs/runs.md": ("runs/sft",)}
 """Runs that a page reads."""
 
 AFTERWARDS = {
-    ("docs/diff.md", "from rankscope import Run"): "assert callable(assert_same_training)",
+    ("docs/diff.md", "from rankscope import Run"): "assert callable(assert_same_training)"
 }
 """What calls a function that a block only defines."""

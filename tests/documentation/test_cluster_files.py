@@ -15,7 +15,6 @@ DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 
 
 def instructions():
-    """Return the instructions of the Dockerfile: a word, and what follows it."""
     joined = re.sub(r"\\\n\s*", "", DOCKERFILE)
     lines = [line for line in joined.splitlines() if line and not line.startswith("#")]
     return [tuple(line.split(maxsplit=1)) for line in lines]

@@ -38,7 +38,6 @@ MODEL = "from cli.test_replay import model as make\n"
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Write what the commands of the pages are about: runs, a bundle, a model."""
     folder = tmp_path_factory.mktemp("recorded")
     writer = write(folder / "run", [make_report(step, micro=2, groups=True) for step in range(6)])
     writer.add_findings([Finding("verify", "verify.agrees", Severity.NOTE, (), 2, 2, "Right.", "")])
@@ -51,7 +50,6 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture
 def place(recorded, tmp_path, monkeypatch):
-    """Enter a scratch directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(recorded))
     return tmp_path
@@ -115,7 +113,6 @@ def check_rankscope(words):
 
 
 def check_script(words):
-    """Look for the script, and for each of its options in its source."""
     words = words[: words.index(">")] if ">" in words else words
     if words and words[0] == "-m":
         assert find_spec(words[1]) is not None, words[1]
@@ -175,7 +172,6 @@ CHECKS = {
 
 
 def test_whatever_is_not_run_is_named_with_its_reason():
-    """No block is skipped silently: the tables have all of them, and no other."""
     assert {command.words[0] for command in COMMANDS} - {"rankscope"} == PROGRAMS.keys()
     found = {(c.page, c.text) for c in COMMANDS if c.words[0] == "rankscope"}
     found |= {

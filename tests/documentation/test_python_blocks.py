@@ -1,7 +1,4 @@
-"""Every Python block of README and docs runs, on two real ranks that are started once.
-
-Those of a framework's page run in the ranks that the tests of its adapter start, see ``ADAPTERS``.
-"""
+"""Every Python block of README and docs runs, on two ranks, or in those of ``ADAPTERS``."""
 
 import ast
 from collections import defaultdict
@@ -21,7 +18,6 @@ RUN = [block for block in BLOCKS if block.page not in ADAPTERS]
 
 @pytest.fixture(scope="module")
 def problems(tmp_path_factory):
-    """Return what went wrong on any rank, by block."""
     pages = defaultdict(list)
     for block in RUN:
         pages[block.page].append(block)

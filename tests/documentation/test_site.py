@@ -21,7 +21,6 @@ LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site as ``make docs`` does."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     ended = subprocess.run(

@@ -47,7 +47,6 @@ DEEP = b"[" * 20_000 + b"]" * 20_000
 
 
 def make(folder: Path) -> dict[str, Path]:
-    """Write what is mutated; return it by kind."""
     record_run(folder / "run", num_workers=3, num_steps=8, change=with_everything)
     record_run(folder / "copied", reading="replicated", setting="s1-2", num_steps=8)
     record_study(folder / "study", num_steps=2)
@@ -71,7 +70,6 @@ def make(folder: Path) -> dict[str, Path]:
 
 
 def read(kind: str, place: Path, chosen: random.Random) -> None:
-    """Read a mutated thing with what the commands read it with."""
     if kind in ("run", "copied"):
         if chosen.random() < 0.25:
             board = Board(place.parent)
@@ -169,7 +167,6 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def table(content: bytes, chosen: random.Random) -> bytes:
-    """Change the columns of a Parquet file, or their rows."""
     rows = pq.read_table(pa.BufferReader(content))
     names, length = rows.column_names, len(rows)
     at = chosen.randrange(len(names))

@@ -1,8 +1,4 @@
-"""Runs on disk of a small training in numpy, so that tests can change one thing in one step.
-
-The model is three vectors that are pulled towards the samples of each batch; workers' gradients are
-added up in a given order, in float32.
-"""
+"""Runs of a training in numpy that pulls three vectors towards each batch's samples, in float32."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -35,8 +31,6 @@ def nothing(*_: Any) -> None:
 
 @dataclass
 class Training:
-    """A training and what is odd about it."""
-
     workers: int = 4
     steps: int = 10
     first: int = 0  # number of the first step

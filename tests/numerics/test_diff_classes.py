@@ -134,7 +134,6 @@ def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path, odd, same
 
 
 def record_update(folder, lr):
-    """Record a step of a training for parity."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=lr)

@@ -9,12 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import DataError
-from rankscope.lab.numerics.gradients import (
-    GradientKind,
-    read,
-    save,
-    synthetic,
-)
+from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"

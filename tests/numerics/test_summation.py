@@ -33,7 +33,6 @@ def gradients(num_workers, num_elements, seed, spread=3.0):
 
 
 def reduce_mean(values_WN, scheme=Scheme.SEQUENTIAL, arithmetic=None, order=None):
-    """Return the mean ``[N]`` of gradients ``[W, N]`` as a reduction computes it."""
     arithmetic = arithmetic or Arithmetic()
     return reduce_buffers(to_buffers(values_WN, arithmetic), scheme, arithmetic, order)
 

@@ -33,7 +33,6 @@ def write(path, reports):
 
 
 def record(path, reports, flush_every=None):
-    """Write a run of some workers from its first step to its end, and open it."""
     writer = RunWriter(path, {})
     for number, report in enumerate(reports, start=1):
         writer.add(report)

@@ -1,8 +1,4 @@
-"""Step reports made by hand, and the rows that they must leave in a run.
-
-Values are a function of step, rank and column alone, so that a test can say what a file must hold
-without looking at how it was written.
-"""
+"""Step reports by hand, and their rows in a run: each value follows from step, rank and column."""
 
 import numpy as np
 
@@ -65,11 +61,7 @@ def make_differences(step, num_workers):
 def make_report(
     step, num_workers=4, *, micro=1, observed=True, samples=True, groups=False, differences=False
 ):
-    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches.
-
-    With ``differences``, a parameter differs on rank 1, and no two workers have the same reduced
-    gradient.
-    """
+    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
     ranks = range(num_workers)
     gathered = GatheredStep(
         step=step,
@@ -107,7 +99,6 @@ def make_report(
 
 
 def expected_steps(num_steps):
-    """Return the rows of the steps table after ``num_steps`` reports."""
     return [
         {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
         | {s.name: cell(s, step, 0) for s in columns_of(Table.STEPS, Source.DERIVED)}
@@ -116,7 +107,6 @@ def expected_steps(num_steps):
 
 
 def expected_workers(num_steps, num_workers=4):
-    """Return the rows of the workers table after ``num_steps`` reports."""
     return [
         {"step": step, "rank": rank}
         | {

@@ -18,7 +18,6 @@ STEPS = 90
 
 @pytest.fixture(scope="module")
 def run(folder):
-    """A run of 90 steps in many parts, each with several row groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "PART_BYTES", 20_000)
         return record(folder / "run", (make_report(step, groups=True) for step in range(STEPS)), 3)

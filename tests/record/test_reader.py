@@ -10,11 +10,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from record.run_files import make_finding, record
-from record.step_reports import (
-    expected_steps,
-    expected_workers,
-    make_report,
-)
+from record.step_reports import expected_steps, expected_workers, make_report
 
 W = 4
 

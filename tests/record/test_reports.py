@@ -17,7 +17,6 @@ NAMES = ("embedding", "layers.0", "layers.1", "head")
 
 
 def live_step(step, width):
-    """Return a step as the assembly gives it: observed or not, with all that it may hold."""
     rng = np.random.default_rng([step, width])
     workers = {**local_values(step, width), "num_samples": rng.integers(0, 9, width)}
     workers["grad_norm"][0] = np.inf if step % 5 else np.nan

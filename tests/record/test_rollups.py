@@ -19,7 +19,6 @@ def reports(count, first=FIRST):
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """A run of steps 1000 to 1699, written in flushes of 37 steps and parts of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "PART_BYTES", 50_000)
         return record(folder / "run", reports(STEPS), 37).path

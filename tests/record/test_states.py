@@ -7,13 +7,7 @@ import pytest
 
 from rankscope.record import RunWriter
 from rankscope.record import states as files
-from rankscope.record.states import (
-    START_FILE,
-    STATE_FILE,
-    pack_state,
-    read_state,
-    unpack_state,
-)
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
 from rankscope.stats.state import StateError
 from record.step_reports import files_of
 

@@ -77,7 +77,6 @@ def chosen() -> dict[str, str]:
 
 
 def contents(run: Run) -> dict[Table, list[dict]]:
-    """Return the tables, without times."""
     return {
         table: [
             {name: value for name, value in row.items() if "time" not in name and "sec" not in name}

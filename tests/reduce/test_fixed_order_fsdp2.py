@@ -52,10 +52,7 @@ if SINCE_TORCH_2_13:
     FSDP2["another group"] = replace(mode_named("1-D"), finish=_separate_group)
 BEFORE = {3: 2}
 """What FSDP2 divides gradients in fp16 by before their sum, by W; by the rest afterwards."""
-TWO_REPLICAS = {
-    "HSDP": mode_named("HSDP"),
-    "HSDP half reduced": mode_named("HSDP half reduced"),
-}
+TWO_REPLICAS = {"HSDP": mode_named("HSDP"), "HSDP half reduced": mode_named("HSDP half reduced")}
 
 
 def reduced_by_name(session):
@@ -135,7 +132,6 @@ class TestFSDP2:
 
 
 def train_both(rank, run_dir):
-    """Train the same model under DDP and under FSDP2, the latter watched and not."""
     ddp = DistributedDataParallel(make_net(), bucket_cap_mb=0.01)
     rankscope.fixed_order(ddp)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)

@@ -41,7 +41,7 @@ OTHERS = [
     Case("scaler", {}, scaler=True),
 ]
 STATIC = [  # DDP wants no no_sync in the first step of a static graph
-    Case("static graph", {"static_graph": True}),
+    Case("static graph", {"static_graph": True})
 ]
 PLAIN_DDP = Case("plain DDP", {}, average="")
 
@@ -137,7 +137,6 @@ def test_a_reduce_scatter_gives_the_same_bits_as_an_all_to_all():
 
 
 def refusals(rank: int) -> None:
-    """Hold what is said to models that cannot be reduced so."""
 
     def expect(words: str, act: Any, error: type[Exception] = rankscope.errors.UnsupportedError):
         with pytest.raises(error, match=words):

@@ -1,8 +1,4 @@
-"""Runs and studies on disk, made by the real writer from simulated trainings.
-
-A sample's identity decides its loss and its gradient, so workers with equal batches report equal
-values, and everything that a report says can be checked against the drawn samples.
-"""
+"""Runs and studies on disk, of simulated trainings in which samples decide losses and gradients."""
 
 import functools
 import json
@@ -50,7 +46,6 @@ def data_set():
 
 
 def gathered(step, batches, num_steps):
-    """Return what workers with these batches report."""
     num_workers = len(batches)
     offsets, gradients = data_set()
     sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
@@ -91,10 +86,7 @@ ODD = 2
 
 @changing
 def with_everything(step, workers):
-    """Give a step groups, audits, times, and a worker that is odd from step 10 on.
-
-    From step 20 on, gradients are measured in every second step.
-    """
+    """Give a step groups, audits, times, from step 10 on an odd worker, from 20 on an interval."""
     random = np.random.default_rng(step.step)
     num_workers = step.num_workers
     workers["step_seconds"] = random.uniform(0.4, 0.5, num_workers)
@@ -151,7 +143,6 @@ def record_run(
 
 
 def record_study(path, *, readings=("replicated", "sharded"), num_steps=30, **info):
-    """Record a simulated study: its runs and its summary."""
     entries = []
     for reading in readings:
         for setting in ("s1-1", "s1-2", "s1-3"):

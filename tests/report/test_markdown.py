@@ -11,7 +11,6 @@ HOSTILE = "a|b\n# c <script>x</script> [l](http://x) `d` @all *e* ~f~ $g$ ![p](q
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """Return the cells of all tables' rows."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 

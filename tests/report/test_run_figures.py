@@ -25,7 +25,6 @@ def page(rich_run, tmp_path_factory):
 
 
 def rows_of(page, name, field):
-    """Return the table of a figure that has this field."""
     tables = page.specs[name]["datasets"].values()
     return next(rows for rows in tables if rows and field in rows[0])
 

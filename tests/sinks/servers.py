@@ -57,7 +57,6 @@ class MailServer(socketserver.ThreadingTCPServer):
 
     @property
     def place(self) -> str:
-        """Its host and port."""
         return f"127.0.0.1:{self.server_address[1]}"
 
 
@@ -93,7 +92,6 @@ Server = TypeVar("Server", WebServer, MailServer)
 
 @contextmanager
 def running(made: type[Server]) -> Iterator[Server]:
-    """Run a server in a thread."""
     with made() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -38,7 +38,6 @@ def train(loop):
 
 
 def scraped(port):
-    """Return what is served once the last step is there."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -49,7 +48,6 @@ def scraped(port):
 
 
 def problems_of(rank, ddp, run_dir):
-    """Return what all ranks raise when rank 0's sinks cannot work."""
     problems = []
     for sinks, missing in ((["csv"], False), (["wandb"], True)):
         hidden = mock.patch.object(specs, "find_spec", return_value=None)
@@ -62,7 +60,6 @@ def problems_of(rank, ddp, run_dir):
 
 
 def wait_until_served(loop, port):
-    """Return what Prometheus gets once the last step has come back from the root."""
     wait_for(loop.scope, loop.scope._collector.step - 1)
     until = time.monotonic() + 60
     while "rankscope_loss_mean" not in (text := scraped(port)):

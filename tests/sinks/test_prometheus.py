@@ -41,7 +41,6 @@ def serve(tmp_path):
 
 
 def scrape(sink):
-    """Return all samples by name and labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {

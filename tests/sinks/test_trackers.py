@@ -22,7 +22,6 @@ TEXTS = ["warning: data.duplicate_batches opened", "warning: data.duplicate_batc
 
 
 def feed(sink, info):
-    """Let a sink go through a short run."""
     sink.open(info)
     for step in STEPS[:2]:
         sink.step(step)
@@ -165,7 +164,6 @@ def client(tmp_path, monkeypatch):
 
 
 def metrics(client, run):
-    """Return all points of all metrics of an MLflow run."""
     return {
         name: [
             (point.step, point.timestamp, point.value)

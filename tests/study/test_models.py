@@ -24,7 +24,6 @@ TINY_LLAMA = {
 
 @pytest.fixture
 def directory(tmp_path):
-    """A Hugging Face directory with a model and its own tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM  # a second, for all who collect tests
 
     tokenizer = train_tokenizer(RECORDS, 300)

@@ -123,7 +123,6 @@ def test_saved_models_load_and_have_a_card(first):
 
 @pytest.fixture(scope="module")
 def runs(first):
-    """Each run, recomputed from its files."""
     return {name: Recomputed(first.path / "runs" / name) for name in ALL}
 
 

@@ -21,7 +21,6 @@ SOME = Finding("toy", "toy", Severity.NOTE, (), 0, 1, "A note. It is one.", "Loo
 
 
 def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=()):
-    """Record 80 steps of two workers, with gradients and losses in some of them."""
     rng = np.random.default_rng(0)
     writer = RunWriter(path, {"num_workers": 2, **(info or {})})
     for step in ALL:

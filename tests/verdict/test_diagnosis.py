@@ -19,7 +19,6 @@ PADDING = "padding-duplicates"
 
 
 def diagnose(stream, num_steps, *, num_workers=8, named=True):
-    """Return final findings by cause, and all events in order."""
     diagnosis = Diagnosis(RunFacts(num_workers))
     events = events_of(diagnosis, reports(stream, num_steps, named=named))
     events += diagnosis.close()

@@ -18,7 +18,6 @@ W, STEPS, MICRO = 4, 300, 3
 
 
 def gathered(step, rng):
-    """Return a step of a healthy run with micro-batches and samples that sometimes repeat."""
     norms_WM = 2 + rng.random((W, MICRO))
     norms_W = np.sqrt(np.square(norms_WM).mean(axis=1) / MICRO + 1)
     values = {

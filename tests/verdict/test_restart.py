@@ -73,8 +73,6 @@ def test_a_restored_diagnosis_says_what_one_without_a_break_says(change, cut):
 
 
 class Job:
-    """A run that is written as the scope writes it; it may be killed at any moment."""
-
     def __init__(self, path, *, continues=None, groups=()):
         info = {"num_workers": W, "options": {"groups": list(groups)}}
         info["ranks"] = [{"rank": rank, "host": host} for rank, host in enumerate(HOSTS)]

@@ -20,7 +20,6 @@ SECONDS_PER_STEP = 0.4
 
 @contextlib.contextmanager
 def serving(directory, **options):
-    """Serve a directory on a free port until the block ends."""
     options = {"port": 0, "poll_seconds": 0.05, "refresh_seconds": 0.0, **options}
     server = live_server(directory, **options)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
@@ -45,10 +44,7 @@ class Answer:
 
 
 def get(server, path, *, method="GET", **headers):
-    """Ask a server, with exactly these headers besides the ones that a request must have.
-
-    It takes compressed answers, as a browser does, unless the headers do not.
-    """
+    """Ask a server, with these headers; it takes compressed answers unless the headers do not."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         headers = {"accept_encoding": "gzip", **headers}
@@ -89,8 +85,6 @@ def events(server, topic, have=""):
 
 
 class Training:
-    """A training that is under way: every call writes more steps of it."""
-
     def __init__(self, path, *, num_workers=4, reading="sharded", **info):
         facts = {"num_workers": num_workers, "model": "tiny (built-in base)", "data": "simulated"}
         self.writer = RunWriter(path, {**facts, **info})

@@ -31,8 +31,6 @@ CUT_OFF = """() => [...document.querySelectorAll("figure.panel, .timeline a, .to
 
 
 class Site:
-    """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
-
     def __init__(self, root):
         self.root = root
         for name, reading, steps in (
