@@ -362,7 +362,7 @@ def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> Non
             )
             os.utime(path, ns=(time_ns, time_ns))
         for name in names:
-            (copy / name).parent.mkdir(exist_ok=True)
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
             Path(hidden, name).replace(copy / name)
 
 

@@ -37,7 +37,7 @@ from rankscope.verdict.rules import (
     ranked,
     settled_by,
 )
-from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
+from rankscope.verdict.verdicts import RunProgress, Verdict, describe_end, judge, statements
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,7 @@ class Assessment:
         values: The numbers behind it; None where a number is undefined. Means are over steps.
         early: Whether some check needs more steps than the run has.
         command: The next command to run; empty without one.
+        ending: How a record that ends early ended; empty for any other.
     """
 
     severity: Severity | None
@@ -166,6 +167,7 @@ class Assessment:
     values: Mapping[str, float | int | None]
     early: bool = False
     command: str = ""
+    ending: str = ""
 
     @property
     def word(self) -> str:
@@ -209,6 +211,7 @@ def _assess(run: Run) -> Assessment:
         values=values,
         early=verdict.early,
         command="" if verdict.about is None else _next_command(run, verdict.about),
+        ending=describe_end(progress) if values["steps"] and progress.cut_short else "",
     )
 
 

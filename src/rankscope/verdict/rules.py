@@ -22,7 +22,8 @@ def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
     for place, finding in enumerate(findings):
         for name in _explained(finding):
-            covering = sum(_covers(cause, finding) for _, cause in causes[name])
+            alike = [cause for _, cause in causes[name] if _explained(cause) == _explained(finding)]
+            covering = sum(_covers(cause, finding) for cause in alike)
             if covering < 2:  # a finding covers itself
                 causes[name].append((place, finding))
     return {effect.id: _cause_of(effect, causes) for effect in findings}

@@ -94,7 +94,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _too_early(verdict, values, progress, missing)
     noted = next(filter(_depends, findings), None)
     if verdict.recommendation == NOTHING_TO_CHANGE and noted is not None:
-        return replace(verdict, recommendation=_IF_MEANT.format(first_sentence(noted)))
+        return replace(verdict, recommendation=noted.next_check)
     return verdict
 
 
@@ -127,9 +127,6 @@ def _is_harmless(finding: Finding) -> bool:
     return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
 
 
-_IF_MEANT = "Nothing to change, if this is meant: {}"
-
-
 def _depends(finding: Finding) -> bool:
     """Return whether a harmless note describes what may not be meant."""
     unsure = finding.id in ("rng.identical", "loss.token_weighting")
@@ -151,7 +148,7 @@ def statements(
     coverage = progress.coverage
     enough = coverage is None or coverage.enough
     parts = (
-        _describe_end(progress) if progress.cut_short and causes else "",
+        describe_end(progress) if progress.cut_short and causes else "",
         progress.endings.describe() if progress.cut_short else "",
         _describe_coverage(coverage),
         _describe_loss(values),
@@ -340,7 +337,7 @@ def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
     own = f" {verdict.recommendation}" if has_own else ""
     return replace(
         verdict,
-        headline=f"{_describe_end(progress)} {verdict.headline}",
+        headline=f"{describe_end(progress)} {verdict.headline}",
         recommendation=f"{_why_it_ended(progress)}{own}",
         severity=verdict.severity or Severity.NOTE,
         early=False,
@@ -373,7 +370,8 @@ def _why_it_ended(progress: RunProgress) -> str:
     return "See the log for the end of the training, or why rankscope ended before it."
 
 
-def _describe_end(progress: RunProgress) -> str:
+def describe_end(progress: RunProgress) -> str:
+    """Return how a record that ends early ended."""
     early = f"The record ends early, with step {progress.last_step:,}"
     if progress.unwritten:
         return f"{early}: {progress.unwritten}."

@@ -237,7 +237,8 @@ class OptimizerMeter(Probe):
     def _words(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return each setting as text, with the number of its parameter group if that matters."""
         shared = self._groups[0].settings
-        words = {name: value[:_LONGEST] for name, value in shared.items()}
+        words = {"the number of parameter groups": str(len(groups))}
+        words |= {name: value[:_LONGEST] for name, value in shared.items()}
         for number in range(1, len(groups)):
             for name, value in self._groups[number].settings.items():
                 if value != shared.get(name):
