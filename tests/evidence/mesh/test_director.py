@@ -5,20 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.evidence.mesh.director import (
-    AxisPart,
-    AxisVerdict,
-    Replicated,
-    TieVerdict,
-    compare_along,
-)
+from rankscope.evidence.mesh import director
 from rankscope.stats.rounding import tolerance_of
 
 NAMES = ("norm", "up", "router")
 K = 61
 
 
-def part(rank: int, values_2N: list[list[float]], *, axes=None, **more) -> AxisPart:
+def part(rank: int, values_2N: list[list[float]], *, axes=None, **more) -> director.AxisPart:
     """Return what a rank knows; each tensor is its value in one direction."""
     values = np.array(values_2N, np.float64)
     sketches = np.zeros((2, len(NAMES), K), np.float32)
@@ -35,7 +29,7 @@ def part(rank: int, values_2N: list[list[float]], *, axes=None, **more) -> AxisP
         "norms_2N": np.abs(values),
         "sketches_2NK": sketches,
     }
-    return AxisPart(**{**known, **more})
+    return director.AxisPart(**{**known, **more})
 
 
 ALIKE = [[1.0, 2.0, 3.0], [0.1, 0.2, 0.3]]
@@ -43,11 +37,11 @@ ALIKE = [[1.0, 2.0, 3.0], [0.1, 0.2, 0.3]]
 
 def test_what_is_cut_over_an_axis_is_not_compared_over_it():
     other = part(5, [[1.0, -9.0, 3.0], [0.1, 99.0, 0.3]])
-    found = compare_along("tp", [part(4, ALIKE), other])
+    found = director.compare_along("tp", [part(4, ALIKE), other])
     named = [(one.name, one.placed, one.cuts) for one in found]
     assert named == [("norm", True, True), ("router", False, True)]
     assert [(one.parameter, one.gradient, one.odd) for one in found] == [(0, 0, ())] * 2
-    over_cp = compare_along("cp", [part(4, ALIKE), other])
+    over_cp = director.compare_along("cp", [part(4, ALIKE), other])
     assert [(one.name, one.cuts) for one in over_cp] == [(name, False) for name in NAMES]
     assert over_cp[1].parameter == pytest.approx(11 / 9)
     assert over_cp[1].ranks == (4, 5)
@@ -56,7 +50,7 @@ def test_what_is_cut_over_an_axis_is_not_compared_over_it():
 def test_distances_count_from_half_of_the_digits_on():
     near, far = 1e-5, 1e-3  # beyond half of the digits of float32, and not of bfloat16
     other = part(5, [[1.0 + near, 2.0, 3.0], [0.1 * (1 + far), 0.2, 0.3 * (1 + far)]])
-    norm, router = compare_along("tp", [part(4, ALIKE), other])
+    norm, router = director.compare_along("tp", [part(4, ALIKE), other])
     assert norm.parameter == pytest.approx(near, rel=0.1)
     assert norm.gradient == pytest.approx(far, rel=0.1)
     assert (norm.parameter_differs, norm.gradient_differs) == (False, True)
@@ -71,12 +65,12 @@ def one(
     name, parameter=0.0, gradient=0.0, *, ranks=(0, 1), cuts=True, placed=False, odd=None, held=True
 ):
     odd = ranks if odd is None else odd
-    return Replicated(name, ranks, placed, cuts, parameter, gradient, odd, 2.0**-12, held)
+    return director.Replicated(name, ranks, placed, cuts, parameter, gradient, odd, 2.0**-12, held)
 
 
 def observe(*steps, axis="tp", begun_at=0):
     """Return all findings in their last state, by id, after steps of ``(step, replicas)``."""
-    verdict = AxisVerdict(axis, begun_at)
+    verdict = director.AxisVerdict(axis, begun_at)
     found = {}
     for step, replicas in steps:
         found |= {finding.id: finding for finding in verdict.observe(step, replicas, WORKERS)}
@@ -140,14 +134,14 @@ STAGES = {0: 0, 1: 1}
 
 def tied(digest, parameter=0.0, gradient=0.0, *, same=None, factor=math.nan, line=(0, 2)):
     same = parameter == 0 if same is None else same
-    return Replicated(
+    return director.Replicated(
         EMBEDDING, line, False, False, parameter, gradient, line, 2.0**-12,
         same=same, digest=digest, factor=factor,
     )  # fmt: skip
 
 
 def told(*steps, certain=(EMBEDDING,)):
-    verdict = TieVerdict("pp", 0, certain)
+    verdict = director.TieVerdict("pp", 0, certain)
     found = [each for step, weight in steps for each in verdict.observe(step, [weight], STAGES)]
     return {str(finding.severity): finding for finding in found}
 

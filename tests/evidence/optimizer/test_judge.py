@@ -15,15 +15,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.judge import (
-    AHEAD,
-    APART,
-    COUNTERS,
-    NOT_LOADED,
-    RESUMED,
-    OptimizerStart,
-)
+from rankscope.evidence.optimizer import KEY, judge
 from rankscope.evidence.optimizer.probe import PendingHoldings
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import evidence_of, named_message, words
@@ -61,7 +53,7 @@ def step_of(number, kind, ranks, lr=0.01):
 
 
 def ended_with(ranks, *, saved=True):
-    detector = OptimizerStart()
+    detector = judge.OptimizerStart()
     assert evidence_of(detector, step_of(0, StateKind.STARTED, ranks)) == []
     for rank in ranks:
         rank.train(3)
@@ -72,7 +64,7 @@ def ended_with(ranks, *, saved=True):
 
 
 def after_restart(ranks, change):
-    detector, resumed = ended_with(ranks), OptimizerStart()
+    detector, resumed = ended_with(ranks), judge.OptimizerStart()
     resumed.restore(unpack_state(pack_state(detector.state())))
     again = copy.deepcopy(ranks)
     change(again)
@@ -173,7 +165,7 @@ def three_ranks():
 @pytest.mark.parametrize(("change", "severity", "text"), CHANGES)
 def test_what_was_lost_or_moved_is_named(change, severity, text):
     [found] = after_restart(three_ranks(), change)
-    assert (found.cause, found.severity, found.ranks) == (RESUMED, severity, ())
+    assert (found.cause, found.severity, found.ranks) == (judge.RESUMED, severity, ())
     assert found.first_step == 3
     assert text in words(found)
     assert "those saved in step 2, bit for bit" in words(found)
@@ -265,7 +257,7 @@ def test_parameters_that_were_not_loaded_beside_their_moments_are_named(
     change, severity, ranks, text
 ):
     [found] = after_restart(three_ranks(), change)
-    assert (found.cause, found.key) == (RESUMED, NOT_LOADED)
+    assert (found.cause, found.key) == (judge.RESUMED, judge.NOT_LOADED)
     assert (found.severity, found.ranks) == (severity, ranks)
     assert text in words(found)
     assert "step counters are those saved in step 2, bit for bit" in words(found)
@@ -323,7 +315,7 @@ def test_the_state_of_another_rank_is_named():
 
 
 def test_moments_of_an_older_checkpoint_are_named():
-    rank, detector = Rank(), OptimizerStart()
+    rank, detector = Rank(), judge.OptimizerStart()
     evidence_of(detector, step_of(0, StateKind.STARTED, [rank]))
     evidence_of(detector, step_of(2, StateKind.SAVED, [rank.train(3)]))
     old = copy.deepcopy(rank.optimizer.state_dict())
@@ -341,12 +333,12 @@ def test_counters_ahead_of_zero_moments_are_a_warning():
     for parameter in rank.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     rank.optimizer.step()
-    [found] = evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank]))
-    assert (found.cause, found.severity) == (AHEAD, Severity.WARNING)
+    [found] = evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, [rank]))
+    assert (found.cause, found.severity) == (judge.AHEAD, Severity.WARNING)
     assert "it is 1.34 times too small" in words(found)
     for state in rank.states():
         state["step"].zero_()
-    assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
 
 
 def never_updated(rank, layer):
@@ -360,12 +352,12 @@ def test_parameters_that_one_rank_leaves_out_are_named():
     for rank in ranks:
         rank.train(3)
     never_updated(ranks[2], 1)
-    [found] = evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks))
-    assert (found.cause, found.severity, found.ranks) == (COUNTERS, Severity.WARNING, (2,))
+    [found] = evidence_of(judge.OptimizerStart(), step_of(2, StateKind.SAVED, ranks))
+    assert (found.cause, found.severity, found.ranks) == (judge.COUNTERS, Severity.WARNING, (2,))
     assert "has not updated 1.weight and 1.bias: its step counters there are 0 to 3" in words(found)
     for rank in ranks[:2]:
         never_updated(rank, 1)
-    assert evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []
 
 
 @pytest.mark.parametrize(
@@ -378,8 +370,8 @@ def test_parameters_that_one_rank_leaves_out_are_named():
 )
 def test_ranks_that_begin_with_states_of_other_steps_are_named(updates, ranks, said):
     begun = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
-    [found] = evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun))
-    assert (found.key, found.severity, found.ranks) == (APART, Severity.ERROR, ranks)
+    [found] = evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, begun))
+    assert (found.key, found.severity, found.ranks) == (judge.APART, Severity.ERROR, ranks)
     assert said in words(found)
 
 
@@ -388,4 +380,4 @@ def test_ranks_that_hold_states_of_their_own_parameters_alone_begin_alike():
     begun[0].optimizer.state.clear()
     for parameter in begun[1].model[0].parameters():
         del begun[1].optimizer.state[parameter]
-    assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []

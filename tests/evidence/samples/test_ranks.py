@@ -2,7 +2,6 @@
 
 import copy
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest

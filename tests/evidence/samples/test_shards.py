@@ -1,13 +1,22 @@
-"""Overlapping shards in epochs of more samples than the ledger remembers."""
+"""Shards that overlap, and data that no worker ever draws, in streams whose reach is known."""
 
+from itertools import islice
+from types import SimpleNamespace
+
+import datasets
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.step import StepReport
+from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.overlap import OverlappingShards, _chance, _ShareTest
 from rankscope.record.states import pack_state, unpack_state
+from rankscope.wrappers.facts import data_digest_of, length_of, rows_of, splits_of
 from support.stepping import describe, evidence_of
-from support.streams import replicated, reports, shard, sharded, with_replacement
+from support.streams import gathered, replicated, reports, shard, sharded, with_replacement
 
 W = 8
 
@@ -185,3 +194,108 @@ def test_a_few_own_repeats_delay_certainty_but_do_not_prevent_it():
     assert _chance(test.log_ratio) == 1.0
     test.add(300, 0, 0.125)
     assert _chance(test.log_ratio) < 1e-3
+
+
+FOUR = 4
+
+
+def split_twice(size):
+    for epoch in range(100):
+        rng = np.random.default_rng(epoch)
+        shares = [rng.permutation(np.arange(size)[r::FOUR][r::FOUR]) for r in range(FOUR)]
+        for start in range(0, len(shares[0]) - 3, 4):
+            yield [share[start : start + 4] for share in shares]
+
+
+def cut_short(size, steps):
+    for epoch in range(100):
+        yield from islice(sharded(size, FOUR, 4, seeds=[epoch] * FOUR), steps)
+
+
+def watch_coverage(stream, num_steps, length=960, *, named=True):
+    detector = EpochCoverage(length)
+    return [e for r in reports(stream, num_steps, named=named) for e in evidence_of(detector, r)]
+
+
+def test_data_that_are_split_twice_are_counted():
+    first = watch_coverage(split_twice(960), 40)[0]
+    assert (first.cause, first.severity) == ("data.coverage", Severity.WARNING)
+    assert first.numbers == {"samples_distinct": 240, "data_set": 960}
+    assert first.last_step <= 30
+
+
+DROPPED = {"drop_last": True, "loader_drop_last": True, "reshuffle": False}
+COVERING = {
+    "the same order, dropped": lambda: sharded(973, FOUR, 4, **DROPPED),
+    "cut short": lambda: cut_short(973, 20),
+    "with replacement": lambda: with_replacement(973, FOUR, 4),
+}
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_healthy_epochs_are_silent(name):
+    assert watch_coverage(COVERING[name](), 250, 973) == []
+
+
+class Stream(IterableDataset):
+    def __init__(self, inner, **values):
+        self.dataset = inner
+        self.__dict__.update(values)
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        if isinstance(self.dataset, Stream):
+            raise TypeError
+        return 512
+
+
+def test_a_loader_shows_its_splits_and_its_length():
+    by_node = Stream([1], _distributed=SimpleNamespace(rank=1, world_size=2))
+    loader = DataLoader(Stream(by_node, num_processes=2, process_index=1))
+    assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
+    sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
+    assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
+
+
+def test_a_digest_shows_which_rows_a_data_set_has():
+    def digests(make):
+        return [data_digest_of(DataLoader(make(rank))) for rank in (0, 0, 1)]
+
+    rows = datasets.Dataset.from_dict({"ids": list(range(8))})
+    for make in (
+        lambda rank: Subset(range(8), range(rank, 8, 2)),
+        lambda rank: rows.shard(2, rank),
+        lambda rank: rows.shuffle(seed=rank).with_transform(lambda _: pytest.fail("made a row")),
+    ):
+        first, again, other = digests(make)
+        assert first == again != other
+    assert len(set(digests(lambda rank: rows))) == 1
+    assert digests(lambda rank: range(8)) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("parts", "digests", "key"),
+    [
+        (2, (1, 2), "data-sharded-first"),
+        (2, (1, 1), None),
+        (2, (), None),
+        (1, (1, 2), None),  # inside of each node
+        (4, (1, 2), "data-split-twice"),
+    ],
+)
+def test_data_sets_that_differ_by_rank_and_are_split_again(parts, digests, key):
+    detector = SplitTwice([("BatchSamplerShard", parts)], 2, digests)
+    found = evidence_of(detector, StepReport(gathered(0, [[1], [2]]), {}))
+    assert [one.key for one in found] == ([key] if key else [])
+    assert all("one part in 2" in describe(one)[0] for one in found if key == "data-sharded-first")
+
+
+def test_the_rows_of_all_living_loaders_count_once_each():
+    data = TensorDataset(torch.zeros(30, 2))
+    loaders = [DataLoader(data), DataLoader(data), DataLoader(TensorDataset(torch.zeros(5)))]
+    assert [rows_of(loader) for loader in loaders] == [30, 30, 5]
+    known = rows_of(None)
+    assert known is None or known >= 35  # another test's loaders may still live
+    assert rows_of(DataLoader(Stream([1]))) is None
