@@ -32,28 +32,28 @@ GROUPS = group_parameters(SIZES, lambda name: name.split(".")[0])
 SECTIONS = cut_sections(SIZES, GROUPS, section_elements=90 * WIDTH)
 
 
-def make(dtype=torch.float32, sizes=SIZES, offset=0):
+def make(dtype=torch.float32, offset=0):
     """Return gradients that begin at any address."""
     generator = torch.Generator().manual_seed(1)
     made = {}
-    for number, (name, size) in enumerate(sizes.items()):
+    for number, (name, size) in enumerate(SIZES.items()):
         memory = torch.randn(size + number + offset, generator=generator).mul_(1e-3)
         made[name] = memory.to(dtype)[number + offset :]
     return made
 
 
-def sketcher_of(kernel, meter=Sketcher, sections=None):
-    sketcher = meter(CPU, GROUPS, WIDTH, SEED, sections)
+def sketcher_of(kernel, sections=None):
+    sketcher = Sketcher(CPU, GROUPS, WIDTH, SEED, sections)
     if kernel == "torch":
         sketcher._kernel = PlainKernel(CPU, WIDTH, period_signs(SEED))
     return sketcher
 
 
-def measured(kernel, gradients, *, meter=Sketcher, sections=None):
+def measured(kernel, gradients, *, sections=None):
     if kernel.startswith("triton"):
         options = {"width": WIDTH, "seed": SEED, "num_processors": int(kernel.split()[1])}
-        return measure_interpreted(PROCESS[0], meter, GROUPS, sections, gradients, **options)
-    sketcher = sketcher_of(kernel, meter, sections)
+        return measure_interpreted(PROCESS[0], Sketcher, GROUPS, sections, gradients, **options)
+    sketcher = sketcher_of(kernel, sections)
     totals = sketcher.new_totals()
     sketcher.measure_many([(name, part, 0) for name, part in gradients.items()], totals)
     return totals

@@ -74,15 +74,17 @@ W = 2
 GROUPS = ("embed", "blocks.0", "blocks.1", "head")
 
 
-def watch(norms_SG, detector=None, first=0):
-    detector = detector or PartsWithoutGradient()
-    found = []
-    for step, norms_G in enumerate(norms_SG, start=first):
-        one = gathered(step, [[]] * W)
-        norms_WG = np.array([norms_G] * W, float)
-        one = replace(one, groups=GROUPS, group_norms_WG=norms_WG, observed=True)
-        found += evidence_of(detector, StepReport(one, {}))
-    return found
+def watch(norms_SG):
+    steps = [
+        replace(
+            gathered(step, [[]] * W),
+            groups=GROUPS,
+            group_norms_WG=np.array([norms_G] * W, float),
+            observed=True,
+        )
+        for step, norms_G in enumerate(norms_SG)
+    ]
+    return evidence_of(PartsWithoutGradient(), *(StepReport(step, {}) for step in steps))
 
 
 @pytest.mark.parametrize(

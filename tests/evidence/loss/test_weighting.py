@@ -45,16 +45,6 @@ def observation(step, tokens, scales, losses=None, calls=1):
     return as_recorded(summarize(one))
 
 
-def watch(detector, steps, first=0):
-    found = {}
-    for step, parts in enumerate(steps, start=first):
-        for evidence in evidence_of(detector, observation(step, *parts)):
-            key = evidence.key or evidence.cause
-            assert "{" not in "".join(describe(evidence))
-            found[key] = evidence
-    return found
-
-
 def told(detector, steps, **columns):
     """Return all evidence in order; ``columns`` are of all workers, or follow from the tokens."""
     found = []
@@ -63,7 +53,12 @@ def told(detector, steps, **columns):
         for name, value in columns.items():
             seen.gathered.workers[name][:] = value(parts[0]) if callable(value) else value
         found += evidence_of(detector, seen)
+    assert "{" not in "".join(map(words, found))
     return found
+
+
+def watch(detector, steps):
+    return {one.key or one.cause: one for one in told(detector, steps)}
 
 
 def lengths(steps, *, micro=1, width=W, ratio=4.0, seed=0):

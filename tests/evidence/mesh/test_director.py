@@ -132,11 +132,10 @@ EMBEDDING = "embedding.weight = head.weight"
 STAGES = {0: 0, 1: 1}
 
 
-def tied(digest, parameter=0.0, gradient=0.0, *, same=None, factor=math.nan, line=(0, 2)):
-    same = parameter == 0 if same is None else same
+def tied(digest, parameter=0.0, gradient=0.0, *, factor=math.nan):
     return director.Replicated(
-        EMBEDDING, line, False, False, parameter, gradient, line, 2.0**-12,
-        same=same, digest=digest, factor=factor,
+        EMBEDDING, (0, 2), False, False, parameter, gradient, (0, 2), 2.0**-12,
+        same=parameter == 0, digest=digest, factor=factor,
     )  # fmt: skip
 
 

@@ -210,22 +210,15 @@ def test_ids_of_the_training_alone_are_no_proof_where_losses_differ(columns, sev
     assert ("the ids are places in each rank's own shard" in describe(evidence)[0]) is doubtful
 
 
-def digest(batch):
-    """Return a digest that is blind to the order inside a batch, as the recorded one is."""
-    return hash(tuple(sorted(int(sample) for sample in batch)))
-
-
-def report_of(step, batches):
-    digests = [digest(batch) if len(batch) else MISSING_INT for batch in batches]
-    return summarize(gathered(step, batches, batch_digest=digests))
-
-
-def watch_order(detector, stream, num_steps, first=0, memory=None):
-    found = []
+def watch_order(detector, stream, num_steps, first=0):
+    reports = []
     for step, batches in enumerate(islice(stream, num_steps), start=first):
-        found += evidence_of(detector, report_of(step, batches), memory=memory)
-    for evidence in found:
-        describe(evidence)
+        digests = [
+            hash(tuple(sorted(batch.tolist()))) if len(batch) else MISSING_INT for batch in batches
+        ]
+        reports.append(summarize(gathered(step, batches, batch_digest=digests)))
+    found = evidence_of(detector, *reports)
+    assert all(map(describe, found))
     return found
 
 

@@ -13,23 +13,11 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.overlap import OverlappingShards, _chance, _ShareTest
-from rankscope.record.states import pack_state, unpack_state
 from rankscope.wrappers.facts import data_digest_of, length_of, rows_of, splits_of
 from support.stepping import describe, evidence_of
 from support.streams import gathered, replicated, reports, shard, sharded, with_replacement
 
 W = 8
-
-
-def watch(stream, num_steps, capacity=512, cut=None):
-    detector, found = OverlappingShards(W, capacity), []
-    for report in reports(stream, num_steps):
-        if report.step == cut:
-            state = unpack_state(pack_state(detector.state()))
-            detector = OverlappingShards(W, capacity)
-            detector.restore(state)
-        found += evidence_of(detector, report)
-    return found
 
 
 def observed(stream, num_steps, num_workers, *, named=True, **options):
@@ -46,7 +34,7 @@ FAULTY = {
 
 @pytest.mark.parametrize("name", FAULTY)
 def test_overlaps_are_found_in_a_share_of_the_samples(name):
-    last = watch(FAULTY[name](), 250)[-1]
+    last = observed(FAULTY[name](), 250, W, capacity=512)[-1]
     assert last.severity is Severity.ERROR
     assert last.ranks == tuple(range(W))
     assert last.numbers["follows_one_sample_in"] in (8, 16)
@@ -74,11 +62,11 @@ def test_advice_fits_what_is_known_of_the_samplers(seeds, advice):
 @pytest.mark.parametrize(("size", "drop_last"), [(3000, False), (8003, True)])
 def test_healthy_epochs_of_many_samples_are_silent(size, drop_last):
     stream = sharded(size, W, 4, drop_last=drop_last, loader_drop_last=drop_last)
-    assert watch(stream, 700) == []
+    assert observed(stream, 700, W, capacity=512) == []
 
 
 def test_sampling_with_replacement_is_no_error_in_a_share_either():
-    found = watch(with_replacement(8000, W, 4), 500)
+    found = observed(with_replacement(8000, W, 4), 500, W, capacity=512)
     assert found
     assert {one.severity for one in found} <= {Severity.NOTE, Severity.WARNING}
     assert found[-1].severity is Severity.NOTE

@@ -38,10 +38,10 @@ def report(step, busy_W):
     )
 
 
-def watch(busy_TW, hosts=(), detector=None, start=0):
-    detector = detector or Stragglers(busy_TW.shape[1], hosts)
-    told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW, start=start)])
-    found = [(t, one) for t, several in enumerate(told, start=start) for one in several]
+def watch(busy_TW, hosts=()):
+    detector = Stragglers(busy_TW.shape[1], hosts)
+    told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW)])
+    found = [(t, one) for t, several in enumerate(told) for one in several]
     return found + [(-1, one) for one in detector.close()]
 
 
