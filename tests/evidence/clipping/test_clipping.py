@@ -36,10 +36,10 @@ ROUNDING = 1e-5
 SIZES = (30, 20, 8, 2)
 
 
-def parts(num_steps=40, seed=0):
+def parts():
     """Yield the norms of the ranks' shards ``[W]``: of unequal size, and new in each step."""
-    rng = np.random.default_rng(seed)
-    for _ in range(num_steps):
+    rng = np.random.default_rng(0)
+    for _ in range(40):
         size = np.exp(0.4 * rng.standard_normal())
         yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in SIZES])
 
@@ -48,10 +48,9 @@ def whole(parts_W):
     return np.sqrt((parts_W**2).sum())
 
 
-def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **columns):
+def watch(factors_of, *, detectors=None, spread=0.0, planned=None, **columns):
     """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``."""
-    rng = np.random.default_rng(1)
-    found = {}
+    rng, reports = np.random.default_rng(1), []
     detectors = detectors or (FactorLaw(), NormLaw(planned))
     for step, parts_W in enumerate(parts()):
         factors_W = factors_of(parts_W) * (1 + 1e-8 * rng.standard_normal(W))
@@ -64,11 +63,9 @@ def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **c
             **{name: np.broadcast_to(value, W) for name, value in given.items()},
         }
         one = replace(gathered(step, [[]] * W, **workers), observed=True)
-        norm = whole(parts_W) / np.sqrt(copies)
-        for detector in detectors:
-            for each in evidence_of(detector, StepReport(one, {"grad_norm_reduced": norm})):
-                found[each.key or each.cause] = each
-    return found
+        reports.append(StepReport(one, {"grad_norm_reduced": whole(parts_W)}))
+    told = [each for detector in detectors for each in evidence_of(detector, *reports)]
+    return {each.key or each.cause: each for each in told}
 
 
 def by(norm):

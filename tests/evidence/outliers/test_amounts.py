@@ -14,20 +14,14 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 def told_of(num_workers, columns_of, steps, detector=None, first=0):
+    given = (
+        gathered(step, [[]] * num_workers, **columns_of(step))
+        for step in range(first, first + steps)
+    )
     detector = detector or UnequalAmounts(num_workers)
-    told = []
-    for step in range(first, first + steps):
-        columns = columns_of(step)
-        sizes = columns.pop("num_samples", None)
-        step_ = gathered(step, [NO_SAMPLES] * num_workers, None, **columns)
-        if sizes is not None:
-            step_.workers["num_samples"][:] = sizes
-        told += evidence_of(detector, StepReport(step_, {}))
-    return told
+    return evidence_of(detector, *(StepReport(step, {}) for step in given))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +100,7 @@ def test_amounts_that_differ_by_worker_are_a_note_and_hide_no_other_fault():
         losses = 2 + 0.1 * rng.standard_normal(4)
         losses[2] *= 1.5 if step >= 80 else 1
         columns = {"loss": losses, "loss_weight": [100, 400, 400, 100]}
-        told += diagnosis.observe(StepReport(gathered(step, [NO_SAMPLES] * 4, None, **columns), {}))
+        told += diagnosis.observe(StepReport(gathered(step, [[]] * 4, **columns), {}))
     severe = {(one.id, one.ranks) for one in told if one.severity > Severity.NOTE}
     assert severe == {("outlier-1", (2,))}
     assert any(one.id == "amounts-differ" for one in told)
@@ -153,11 +147,9 @@ UNITS = 8
 BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm
 
 
-def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
+def step(rng, sizes_U, noise=0.0):
     scatter = noise * rng.standard_normal((2, len(sizes_U)))
-    return np.array([
-        3.0 * np.exp(slopes[0] * sizes_U + scatter[0]), 0.4 + slopes[1] * sizes_U + scatter[1]
-    ])  # fmt: skip
+    return np.array([3 * np.exp(0.6 * sizes_U + scatter[0]), 0.4 - 0.2 * sizes_U + scatter[1]])
 
 
 def free(effect, values, sizes_U):
@@ -165,11 +157,11 @@ def free(effect, values, sizes_U):
     return left
 
 
-def taught(rng, steps=100, noise=0.05):
+def taught(rng):
     effect = SizeEffect(BOTH, UNITS)
-    for _ in range(steps):
+    for _ in range(100):
         sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
-        free(effect, step(rng, sizes_U, noise=noise), sizes_U)
+        free(effect, step(rng, sizes_U, noise=0.05), sizes_U)
     return effect
 
 

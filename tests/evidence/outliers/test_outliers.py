@@ -15,8 +15,6 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import describe, evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 class Job:
     def __init__(self, num_workers=8, groups=6, seed=0, hosts=()):
@@ -38,7 +36,7 @@ class Job:
         directions = {"cosine_rest": values.pop("cosine_rest")}
         norms, cosines = values.pop("group_norms"), values.pop("group_cosines")
         step = replace(
-            gathered(self.step, [NO_SAMPLES] * width, None, **values, **columns),
+            gathered(self.step, [[]] * width, **values, **columns),
             observed=True,
             groups=tuple(f"block {i}" for i in range(self.groups)),
             group_norms_WG=norms,
@@ -77,16 +75,14 @@ def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
     assert len({one.key for one in told}) == 1
 
 
-def observed(detector, seed, center, steps, above=0.06):
+def observed(detector, center, steps):
     """Feed losses around a center that the steps share, rank 5's above it; return the evidence."""
-    rng = np.random.default_rng([seed, steps.start])
-    told = []
+    rng, reports = np.random.default_rng([0, steps.start]), []
     for step in steps:
         losses = center + 0.01 * rng.standard_normal() + 0.02 * rng.standard_normal(8)
-        losses[5] += above
-        report = StepReport(gathered(step, [NO_SAMPLES] * 8, None, loss=losses), {}, {}, None, None)
-        told += evidence_of(detector, report)
-    return told
+        losses[5] += 0.06
+        reports.append(StepReport(gathered(step, [[]] * 8, loss=losses), {}, {}, None, None))
+    return evidence_of(detector, *reports)
 
 
 def restarted(detector, width):
@@ -100,9 +96,9 @@ def test_of_losses_around_zero_or_below_the_difference_is_told_and_no_part_of_th
     center, restarts
 ):
     detector = WorkerOutliers(8)
-    told = observed(detector, 0, center, range(60))
+    told = observed(detector, center, range(60))
     detector = restarted(detector, 8) if restarts else detector
-    told += observed(detector, 0, center, range(60, 140))
+    told += observed(detector, center, range(60, 140))
     told += detector.close()
     assert (told[-1].severity, told[-1].ranks) == (Severity.WARNING, (5,))
     for one in told:

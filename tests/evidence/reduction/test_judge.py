@@ -36,7 +36,7 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
 
 
 def watch(gradients_TWP, reduce, noise=0.01, **columns):
-    """Return the evidence; ``reduce(gradients_WP, step)`` reduces, columns may follow from steps."""
+    """Return the evidence of a run with this reduction; columns may follow from the step."""
     rng = np.random.default_rng(1)
     reports = []
     for step, gradients_WP in enumerate(gradients_TWP):

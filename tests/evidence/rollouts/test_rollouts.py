@@ -17,13 +17,11 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
 FIRST = 100
 
 
 def report(step, gaps_W):
-    samples = [NO_SAMPLES] * len(gaps_W)
-    return StepReport(gathered(step, samples, None, rollout_gap=gaps_W), {})
+    return StepReport(gathered(step, [[]] * len(gaps_W), rollout_gap=gaps_W), {})
 
 
 def engines(width, *, size=0.013, spread=0.3, seed=0):
@@ -34,19 +32,16 @@ def engines(width, *, size=0.013, spread=0.3, seed=0):
 
 
 def told_of(detector, stream, steps, changed=lambda step, gaps_W: gaps_W, first=0):
-    told = []
-    for step in range(first, first + steps):
-        gaps_W = changed(step, next(stream))
-        told += evidence_of(detector, report(step, gaps_W))
-    return told
+    steps = range(first, first + steps)
+    return evidence_of(detector, *(report(step, changed(step, next(stream))) for step in steps))
 
 
-def stale(workers, gap=0.2):
-    """Return what lets workers have a large gap from a step on."""
+def stale(workers):
+    """Return what lets workers have a gap of 0.2 from a step on."""
 
     def changed(step, gaps_W):
         if step >= FIRST:
-            gaps_W[workers] *= gap / 0.013
+            gaps_W[workers] *= 0.2 / 0.013
         return gaps_W
 
     return changed
