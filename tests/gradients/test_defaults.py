@@ -21,8 +21,8 @@ from support.kernel_checks import CPU, SEED, WIDTH, random
 
 GRADIENT = random(30 * WIDTH + 5)
 LOSS = torch.tensor(2.5)
-BATCH = torch.arange(60).reshape(3, 20)
 GROUPS = group_parameters(["weight"])
+BATCH = torch.arange(60).reshape(3, 20)
 
 
 @contextlib.contextmanager

@@ -83,8 +83,7 @@ def test_evidence_grows_by_one_a_step_on_average_in_a_healthy_run(num_units):
         for _ in range(steps):
             take(test, rng.standard_t(3, (1, num_units)))
         final.append(test.evidence)
-    error = np.std(final) / np.sqrt(runs)
-    assert abs(np.mean(final) - steps) < 4 * error
+    assert abs(np.mean(final) - steps) < 4 * (np.std(final) / np.sqrt(runs))
 
 
 def test_a_rounding_after_many_steps_of_equal_units_is_not_far_out():

@@ -116,8 +116,7 @@ def test_a_share_is_nested_and_of_its_size(halvings):
         assert not (admitted & ~before).any()
         before = admitted
     p = 0.5**halvings
-    error = np.sqrt(len(samples) * p * (1 - p))
-    assert abs(before.sum() - len(samples) * p) <= 5 * error
+    assert abs(before.sum() - len(samples) * p) <= 5 * np.sqrt(len(samples) * p * (1 - p))
     assert share.one_in == 2**halvings
 
 
@@ -136,10 +135,7 @@ def test_how_many_steps_are_taken_together_makes_no_difference(capacity):
         found = list(together.observe(drawn(*steps)))
         for one, other in zip(found, expected, strict=True):
             assert one.samples.tolist() == other.samples.tolist()
-            assert (one.counts, one.drawn, one.remembered) == (
-                other.counts,
-                other.drawn,
-                other.remembered,
-            )
+            for name in ("counts", "drawn", "remembered"):
+                assert getattr(one, name) == getattr(other, name)
     assert together.one_in == alone.one_in
     assert (together.one_in > 1) == (capacity == 1500)

@@ -19,8 +19,6 @@ from rankscope.stats.spread import (
     value_range,
 )
 
-any_floats = st.lists(st.floats(width=64), max_size=9)
-
 
 def exact(values):
     finite = [Fraction(value) for value in values if math.isfinite(value)]
@@ -30,7 +28,7 @@ def exact(values):
     return mean, sum((x - mean) ** 2 for x in finite) / len(finite), max(finite) - min(finite)
 
 
-@given(any_floats)
+@given(st.lists(st.floats(width=64), max_size=9))
 def test_mean_spread_and_range_agree_with_fractions(values):
     expected = exact(values)
     found = [f(np.array(values)) for f in (finite_mean, population_std, value_range)]

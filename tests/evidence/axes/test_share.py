@@ -65,8 +65,7 @@ def test_a_difference_is_reported_at_each_doubling_with_its_probable_cause():
 def test_ranks_of_one_model_with_other_samples_are_noted_unless_a_batch_was_the_same():
     apart = [share(0), share(1, samples=2)]
     [*_, last] = reported(apart)
-    assert last.id == "samples-differ-along-axis"
-    assert last.severity is Severity.NOTE
+    assert (last.id, last.severity) == ("samples-differ-along-axis", Severity.NOTE)
     assert "ranks 0 and 1 of the job" in last.explanation
     assert reported([share(0), share(1)]) == []
     assert reported([share(0, cut=()), share(1, samples=2, cut=())]) == []

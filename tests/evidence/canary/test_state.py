@@ -127,9 +127,6 @@ def test_containers_are_compared_without_asking_what_is_in_them():
     assert [(name is key, value) for name, value in model.seen.items()] == [(True, 1)]
 
 
-STRIDE = 17
-
-
 class Changing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +143,7 @@ class Changing(nn.Module):
         self.replaced = self.replaced + random.random() + np.random.rand()  # noqa: NPY002
         self.calls += 1
         self.seen.append(x)
-        drawn = torch.rand((), generator=self.noise)
-        return (drawn * self.norm(self.layer(x))).square().mean()
+        return (torch.rand((), generator=self.noise) * self.norm(self.layer(x))).square().mean()
 
     def state(self) -> list[Any]:
         return [
@@ -167,7 +163,7 @@ def test_all_is_put_back_wherever_it_is_interrupted():
     with Cut(file="/canary/") as count:
         result = run_batch(model, batch, CPU, seed=1)
     assert count.count > 500
-    for at in range(0, count.count, STRIDE):
+    for at in range(0, count.count, 17):
         with Cut(at, file="/canary/"), pytest.raises(KeyboardInterrupt):
             run_batch(model, batch, CPU, seed=1)
         assert model.state() == before, at

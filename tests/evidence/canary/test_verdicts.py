@@ -70,9 +70,7 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
 
 
 @pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (0.1, 0.0001)])
-def test_without_a_schedule_there_is_one_at_once_and_then_within_a_share_of_the_time(
-    step_seconds, cost
-):
+def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost):
     plan, runs = CanaryPlan(4, Schedule()), []
     num_steps = 20_000
     for step in range(num_steps):
@@ -136,10 +134,8 @@ def step(
     if differs is not None:
         own = np.array([9 if rank == differs else 1 for rank in range(4)])
         kinds = kinds or (StateKind.PARAMETER,)
-        differences = (
-            StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds
-        )
-        found = replace(found, differences=tuple(differences))
+        rows = [StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds]
+        found = replace(found, differences=tuple(rows))
     return summarize(found)
 
 

@@ -32,8 +32,6 @@ from support.streams import gathered
 
 W = 4
 LIMIT = 1.0
-ROUNDING = 1e-5
-SIZES = (30, 20, 8, 2)
 
 
 def parts():
@@ -41,7 +39,7 @@ def parts():
     rng = np.random.default_rng(0)
     for _ in range(40):
         size = np.exp(0.4 * rng.standard_normal())
-        yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in SIZES])
+        yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in (30, 20, 8, 2)])
 
 
 def whole(parts_W):
@@ -58,7 +56,7 @@ def watch(factors_of, *, detectors=None, spread=0.0, planned=None, **columns):
         workers = {
             "applied_scale": factors_W,
             "applied_spread": np.full(W, spread),
-            "clip_rounding": np.full(W, ROUNDING),
+            "clip_rounding": np.full(W, 1e-5),
             "reduced_norm": parts_W,
             **{name: np.broadcast_to(value, W) for name, value in given.items()},
         }

@@ -277,8 +277,7 @@ def test_other_loaders_are_not():
 
 def train_on_shards(rank, run_dir, tell):
     loader = DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
-    told = {"loader": loader} if tell else {}
-    loop = Loop(rank, run_dir, plan={}, tier="scalars", **told)
+    loop = Loop(rank, run_dir, plan={}, tier="scalars", **{"loader": loader} if tell else {})
     for step, ids in zip(range(32), loader, strict=False):
         loop.scope.batch(ids.tolist())
         loop.step(step)

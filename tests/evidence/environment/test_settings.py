@@ -20,8 +20,6 @@ from rankscope.evidence.environment.probe import OptimizerMeter
 from support.stepping import evidence_of, named_message, observe, run, words
 from support.streams import gathered
 
-NAN = float("nan")
-DIFFER = "state.hyperparameters_differ"
 ALIKE = {
     "lr": [1e-4] * 4,
     "weight_decay": [0.1] * 4,
@@ -39,7 +37,11 @@ def test_the_odd_learning_rate_is_named_at_once_with_its_value(odd):
     detector = settings.DifferentSettings(4)
     run(detector, 10, **ALIKE)
     (told,) = observe(detector, 10, **alike(lr=[1e-4, 1e-4, odd, 1e-4]))
-    assert (told.cause, told.severity, told.ranks) == (DIFFER, Severity.ERROR, (2,))
+    assert (told.cause, told.severity, told.ranks) == (
+        "state.hyperparameters_differ",
+        Severity.ERROR,
+        (2,),
+    )
     assert (told.first_step, told.last_step, told.status) == (10, 10, "open")
     assert f"the learning rate is {odd!r} on rank 2, 0.0001 on the others" in words(told)
     json.dumps(told.numbers)
@@ -65,8 +67,7 @@ def test_settings_that_differ_are_named_with_their_values():
             sent += bool(names)
             messages.append(named_message(number, names))
         digests_W = np.array(digests, np.int64)
-        none_W = np.full(3, MISSING_INT)
-        digested = {"modes": none_W, "settings_digest": digests_W}
+        digested = {"modes": np.full(3, MISSING_INT), "settings_digest": digests_W}
         found = combiner.combine(as_columns(messages), digested)
         columns = {"settings_digest": digests_W, "optimizer_steps": np.ones(3, np.int64)}
         samples = [np.array([rank]) for rank in range(3)]
@@ -95,8 +96,7 @@ def test_an_update_that_one_worker_skips_is_told_with_the_next_step():
 def test_updates_that_all_skip_are_healthy():
     detector = settings.DifferentSettings(4)
     for step in range(40):
-        calls = [int(step % 3 == 0)] * 4
-        assert observe(detector, step, **alike(optimizer_steps=calls)) == []
+        assert observe(detector, step, **alike(optimizer_steps=[int(step % 3 == 0)] * 4)) == []
 
 
 def test_a_worker_without_data_in_join_is_not_compared():
@@ -126,7 +126,7 @@ DECAY = [1e-3 * (1 - step / 100) for step in range(101)]
     [
         (DECAY, DECAY),
         (WARM_UP, [float(np.float32(rate)) for rate in WARM_UP]),
-        (DECAY, DECAY[:10] + [NAN] * 10 + DECAY[20:]),  # updates are counted where it is unknown
+        (DECAY, DECAY[:10] + [np.nan] * 10 + DECAY[20:]),  # updates are counted where it is unknown
     ],
 )
 def test_a_schedule_that_is_kept_is_no_finding(exact, rates):
@@ -135,11 +135,11 @@ def test_a_schedule_that_is_kept_is_no_finding(exact, rates):
 
 def test_a_scheduler_that_is_stepped_too_often_is_told_after_three_updates():
     detector = settings.DifferentSettings(4, planned(WARM_UP))
-    told = follow(detector, [1e-4, 5e-4, 9e-4, 1e-3, 1e-3])
-    assert (told[0].cause, told[0].severity) == ("state.schedule", Severity.WARNING)
-    assert (told[0].first_step, told[0].last_step, told[0].ranks) == (1, 3, ())
+    told = follow(detector, [1e-4, 5e-4, 9e-4, 1e-3, 1e-3])[0]
+    assert (told.cause, told.severity) == ("state.schedule", Severity.WARNING)
+    assert (told.first_step, told.last_step, told.ranks) == (1, 3, ())
     assert "at call 3 of optimizer.step (from 0) it was 0.001, and the plan has 0.0004" in words(
-        told[0]
+        told
     )
 
 
@@ -148,8 +148,7 @@ def test_updates_are_counted_not_steps():
     told = []
     for step in range(60):  # an update with every third step
         updates = int(step % 3 == 2)
-        rate = WARM_UP[max(0, step - 2) // 3]
-        columns = {"lr": [rate] * 4, "optimizer_steps": [updates] * 4}
+        columns = {"lr": [WARM_UP[max(0, step - 2) // 3]] * 4, "optimizer_steps": [updates] * 4}
         told += observe(detector, step, **columns)
     assert told == []
     assert follow(settings.DifferentSettings(4, planned(DECAY)), DECAY[1::2], calls=2) == []
@@ -164,11 +163,9 @@ def test_a_restart_from_an_earlier_checkpoint_goes_on_from_there():
 
 def test_a_schedule_that_moves_with_micro_batches_is_a_note():
     often = {"micro_batches": [4, 4], "lr_changes": [3, 3]}
-    told = run(settings.ScheduleByPass(), 8, width=2, **often)
-    assert [(one.key, one.severity, one.count) for one in told] == [
-        (settings.BY_PASS, Severity.NOTE, 8)
-    ]
-    assert "moves 4 times in an update" in words(told[0])
+    [told] = run(settings.ScheduleByPass(), 8, width=2, **often)
+    assert (told.key, told.severity, told.count) == (settings.BY_PASS, Severity.NOTE, 8)
+    assert "moves 4 times in an update" in words(told)
     for columns in (
         {"micro_batches": [1, 1], "lr_changes": [0, 0]},
         {**often, "lr_changes": [0, 0]},

@@ -26,10 +26,9 @@ def observation(step, tokens, scales, losses=None, calls=1):
     """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
     tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
     losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
-    nothing = [np.empty(0, np.int64)] * len(tokens)
     one = gathered(
         step,
-        nothing,
+        [np.empty(0, np.int64)] * len(tokens),
         loss=[np.mean(row) for row in losses],
         loss_weight=[row.sum() for row in tokens],
         grad_scale=[row.sum() for row in scales],
@@ -87,8 +86,7 @@ def test_means_of_means_between_workers_are_a_warning():
     assert set(found) == {"loss.token_weighting"}
     evidence = found["loss.token_weighting"]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
-    assert evidence.first_step == 0
-    assert evidence.count == 40
+    assert (evidence.first_step, evidence.count) == (0, 40)
     assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
     assert watch(TokenWeighting(W, None), steps[:15]) == {}
     assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
@@ -102,8 +100,7 @@ def test_means_of_means_between_micro_batches():
         steps.append((table, means_of_means(table)))
     found = watch(TokenWeighting(W, None), steps)
     assert set(found) == {MICRO}
-    assert found[MICRO].cause == "loss.token_weighting"
-    assert found[MICRO].severity is Severity.WARNING
+    assert (found[MICRO].cause, found[MICRO].severity) == ("loss.token_weighting", Severity.WARNING)
 
 
 @pytest.mark.parametrize(("ratio", "micro"), [(2.1, 1), (10, 4)])
@@ -277,8 +274,7 @@ def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_
     assert "with 2 micro-batches, the gradient is 0.5 of their mean" in words(note)
     often = watch(LossScale(W), (full[:1] + rest) * 16)
     assert often[SHORT_WINDOW].severity is Severity.WARNING
-    right = constant(0.5, micro=2, steps=1)
-    assert watch(LossScale(W), (full + right + uneven) * 10) == {}
+    assert watch(LossScale(W), (full + constant(0.5, micro=2, steps=1) + uneven) * 10) == {}
 
 
 @pytest.mark.parametrize(("idle", "severity"), [(0, Severity.WARNING), (1, None)])

@@ -9,13 +9,12 @@ from rankscope.evidence.mesh import director
 from rankscope.stats.rounding import tolerance_of
 
 NAMES = ("norm", "up", "router")
-K = 61
 
 
 def part(rank: int, values_2N: list[list[float]], *, axes=None, **more) -> director.AxisPart:
     """Return what a rank knows; each tensor is its value in one direction."""
     values = np.array(values_2N, np.float64)
-    sketches = np.zeros((2, len(NAMES), K), np.float32)
+    sketches = np.zeros((2, len(NAMES), 61), np.float32)
     sketches[:, :, 7] = np.where(np.isfinite(values), values, 0)
     known = {
         "rank": rank,
@@ -58,9 +57,6 @@ def test_distances_count_from_half_of_the_digits_on():
     assert norm.tolerance == tolerance_of("float32") < router.tolerance == tolerance_of("bfloat16")
 
 
-WORKERS = {0: 0, 4: 1}
-
-
 def one(
     name, parameter=0.0, gradient=0.0, *, ranks=(0, 1), cuts=True, placed=False, odd=None, held=True
 ):
@@ -73,7 +69,7 @@ def observe(*steps, axis="tp", begun_at=0):
     verdict = director.AxisVerdict(axis, begun_at)
     found = {}
     for step, replicas in steps:
-        found |= {finding.id: finding for finding in verdict.observe(step, replicas, WORKERS)}
+        found |= {finding.id: finding for finding in verdict.observe(step, replicas, {0: 0, 4: 1})}
     return found
 
 
@@ -89,10 +85,8 @@ def test_what_differs_in_the_first_step_is_the_whole_cause():
     assert list(found) == ["sync.partial_gradient:tp"]
     [finding] = found.values()
     assert finding.evidence["parameters"] == ["a", "c"]
-    said = (
-        "The gradient of a and c is partial over the mesh axis tp since step 0: it is not reduced"
-    )
-    assert finding.explanation.startswith(f"{said} over that axis.")
+    said = "The gradient of a and c is partial over the mesh axis tp since step 0: it is not"
+    assert finding.explanation.startswith(f"{said} reduced over that axis.")
     assert "ranks 0 and 1 of the job; they lie apart by 1.3 of their norm" in finding.explanation
     assert finding.ranks == (0,)
     assert "Start again with the fault repaired" in finding.next_check
@@ -129,7 +123,6 @@ def test_drift_is_nothing_until_rounding_does_not_explain_it():
 
 
 EMBEDDING = "embedding.weight = head.weight"
-STAGES = {0: 0, 1: 1}
 
 
 def tied(digest, parameter=0.0, gradient=0.0, *, factor=math.nan):
@@ -141,7 +134,9 @@ def tied(digest, parameter=0.0, gradient=0.0, *, factor=math.nan):
 
 def told(*steps, certain=(EMBEDDING,)):
     verdict = director.TieVerdict("pp", 0, certain)
-    found = [each for step, weight in steps for each in verdict.observe(step, [weight], STAGES)]
+    found = [
+        each for step, weight in steps for each in verdict.observe(step, [weight], {0: 0, 1: 1})
+    ]
     return {str(finding.severity): finding for finding in found}
 
 
@@ -154,8 +149,7 @@ def test_gradients_that_are_not_summed_make_them_drift():
     found = told((0, tied(7, gradient=1.1)), (1, tied(8, 1e-6, 1.1)))
     assert list(found) == ["warning"]
     finding = found["warning"]
-    assert finding.cause == "sync.tied_weights"
-    assert (finding.first_step, finding.ranks) == (1, (0,))
+    assert (finding.cause, finding.first_step, finding.ranks) == ("sync.tied_weights", 1, (0,))
     assert f"The tied weight {EMBEDDING} drifts apart over pp since step 1" in finding.explanation
     assert "not added up over pp" in finding.explanation
     assert "only the first values were copied" in finding.next_check
@@ -167,9 +161,8 @@ def test_bits_that_differ_by_rounding_alone_are_no_drift():
 
 
 def test_after_an_update_that_kept_them_equal_it_is_an_error():
-    found = told(
-        (0, tied(7)), (1, tied(8)), (2, tied(8, gradient=0.5, factor=0.5)), (3, tied(9, 0.1))
-    )
+    scaled = tied(8, gradient=0.5, factor=0.5)
+    found = told((0, tied(7)), (1, tied(8)), (2, scaled), (3, tied(9, 0.1)))
     assert list(found) == ["error"]
     assert "scaled apart: one was 0.5 times the other" in found["error"].explanation
     assert "checkpoint before step 3" in found["error"].next_check

@@ -170,8 +170,7 @@ class WithOthers(Rank):
     def __init__(self):
         super().__init__()
         self.others = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(6))]
-        parameters = [*self.others, *self.model.parameters()]
-        self.optimizer = Rates(parameters, lr=0.01, momentum=0.9)
+        self.optimizer = Rates([*self.others, *self.model.parameters()], lr=0.01, momentum=0.9)
 
 
 def others_begun(rank):
@@ -220,9 +219,7 @@ def doubled(rank):
         (doubled, Severity.NOTE, (), "the parameters are not (in 0.weight its norm is 2 times"),
     ],
 )
-def test_parameters_that_were_not_loaded_beside_their_moments_are_named(
-    change, severity, ranks, text
-):
+def test_parameters_that_were_not_loaded_are_named(change, severity, ranks, text):
     [found] = after_restart(three_ranks(), change, on=ranks or None)
     assert (found.cause, found.key) == (judge.RESUMED, judge.NOT_LOADED)
     assert (found.severity, found.ranks) == (severity, ranks)

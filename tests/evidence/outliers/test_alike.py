@@ -25,8 +25,7 @@ def test_a_block_that_is_too_much_alike_is_named():
     detector = AlikePairs(8, tuple)
     assert run(detector, 100) == []
     told = run(detector, 100, start=100, seed=1, block=(2, 6))
-    assert told[-1].ranks == (2, 6)
-    assert told[-1].severity is Severity.WARNING
+    assert (told[-1].ranks, told[-1].severity) == ((2, 6), Severity.WARNING)
     assert abs(told[0].first_step - 100) <= 5
     assert told[0].count == told[0].last_step - told[0].first_step
     text, _ = describe(told[-1])

@@ -16,12 +16,9 @@ from support.streams import gathered
 
 
 def told_of(num_workers, columns_of, steps, detector=None, first=0):
-    given = (
-        gathered(step, [[]] * num_workers, **columns_of(step))
-        for step in range(first, first + steps)
-    )
-    detector = detector or UnequalAmounts(num_workers)
-    return evidence_of(detector, *(StepReport(step, {}) for step in given))
+    steps, none = range(first, first + steps), [[]] * num_workers
+    reports = (StepReport(gathered(step, none, **columns_of(step)), {}) for step in steps)
+    return evidence_of(detector or UnequalAmounts(num_workers), *reports)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from support.ranks import on_ranks, run_ranks
 pytestmark = pytest.mark.ranks
 
 LENGTH, STEPS = 16, 40
-END = StepEnd(0, True, frozenset(), 1)
 
 
 class Gathered(Function):
@@ -156,7 +155,7 @@ def exchange(rank, folder):
         probe.before_forward(0, first=True)
         operation()
         probe.after_forward()
-        pending = probe.collect(END)
+        pending = probe.collect(StepEnd(0, True, frozenset(), 1))
         found[name] = {} if pending is None else pending.read().names[EXCHANGES]["exchanged"]
     nothing = {"uneven": {}, "sum": {}, "rows": {}, "alone": {}}
     expected = {

@@ -92,9 +92,7 @@ def restarted(detector, width):
 
 
 @pytest.mark.parametrize(("center", "restarts"), [(0.002, False), (-40.0, True)])
-def test_of_losses_around_zero_or_below_the_difference_is_told_and_no_part_of_them(
-    center, restarts
-):
+def test_of_losses_around_zero_or_below_the_difference_is_told(center, restarts):
     detector = WorkerOutliers(8)
     told = observed(detector, center, range(60))
     detector = restarted(detector, 8) if restarts else detector
@@ -169,15 +167,13 @@ def test_one_factor_in_loss_and_gradient_leads_to_the_code_of_the_loss(width, no
 def test_two_workers_with_one_fault_are_one_finding():
     told = Job(seed=1).run(WorkerOutliers(8), 60, times("loss", [2, 6], 1.15))
     assert {one.key for one in told} == {"outlier-1"}
-    assert told[-1].ranks == (2, 6)
-    assert told[-1].severity is Severity.WARNING
+    assert (told[-1].ranks, told[-1].severity) == ((2, 6), Severity.WARNING)
 
 
 def test_a_faulty_host_is_one_finding_that_names_it():
     hosts = [f"node{rank // 8}" for rank in range(64)]
-    told = Job(64, seed=4).run(
-        WorkerOutliers(64, hosts), 90, times("grad_norm", range(16, 24), 1.12)
-    )
+    change = times("grad_norm", range(16, 24), 1.12)
+    told = Job(64, seed=4).run(WorkerOutliers(64, hosts), 90, change)
     assert {one.key for one in told} == {"outlier-1"}
     assert told[-1].ranks == tuple(range(16, 24))
     assert "all of the workers on host node2" in say(told[-1])
@@ -185,8 +181,7 @@ def test_a_faulty_host_is_one_finding_that_names_it():
 
 def test_of_two_workers_nobody_knows_who_is_right():
     told = Job(2, seed=7).run(WorkerOutliers(2), 100, times("loss", [1], 1.2))
-    assert told[0].cause == "inconclusive"
-    assert told[0].severity is Severity.WARNING
+    assert (told[0].cause, told[0].severity) == ("inconclusive", Severity.WARNING)
     assert told[0].ranks == (0, 1)
     factor = float(re.fullmatch(r"loss by a factor of (\d\.\d\d)", told[0].fields["what"])[1])
     assert factor == pytest.approx(1.2, abs=0.1)
@@ -203,10 +198,7 @@ def test_label_tokens_and_a_canary_that_agrees_are_in_the_words_of_a_tie():
     canary = {name: values[:2] for name, values in canary_of(1, [1] * 8).items()}
     job.run(detector, 1, change, **canary | {"canary_against": [0, 0]})
     [last] = detector.close()
-    assert (
-        "It is the data, or what the loop does with the loss: in the canary of step 100 all"
-        in say(last)
-    )
+    assert "the data, or what the loop does with the loss: in the canary of step 100" in say(last)
     assert describe(last)[1].startswith("Compare the batches of both")
     same = Job(2, seed=7).run(WorkerOutliers(2), 100, change, loss_weight=[200.0] * 2)
     assert "label tokens" not in say(same[0])
@@ -282,8 +274,7 @@ def test_workers_with_identical_batches_do_not_make_an_outlier_of_one_with_its_o
             column[1:] = column[1]
         report.derived["cosine_rest"][1:] = 0.9
         report.derived["cosine_rest"][0] = 0.2
-        same = np.array([step, -step - 1])
-        samples = (np.array([1000 + step, 2000 + step]), *[same] * 7)
+        samples = (np.array([1000 + step, 2000 + step]), *[np.array([step, -step - 1])] * 7)
         report = replace(report, gathered=replace(report.gathered, samples=samples))
         assert evidence_of(detector, report) == []
 
@@ -337,9 +328,7 @@ def test_what_chance_makes_of_gross_outliers_is_told_where_not_all_belong_to_one
         (4, (1,), "grad_max", "the largest gradient element of rank 1 was "),
     ],
 )
-def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
-    width, named, column, begins
-):
+def test_a_value_far_above_its_peers_is_told_once_per_episode(width, named, column, begins):
     job, diagnosis, told = Job(width, seed=3), Diagnosis(RunFacts(width)), []
     lately = {}
     factor = 16.0 if column == "grad_max" else 10.0  # an element may be 12 times the others'

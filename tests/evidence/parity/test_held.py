@@ -69,8 +69,7 @@ def test_pieces_of_two_ranks_add_up_to_the_whole():
 
 
 def test_masters_follow_the_parameters():
-    sizes = {"down": (10,), "norm": (5,), "up": (3, 4)}
-    model, flat = rank_of(sizes, 7, 22)
+    model, flat = rank_of({"down": (10,), "norm": (5,), "up": (3, 4)}, 7, 22)
     elements = HeldElements(model, {id(p): name for name, p in model.items()}, {})
     whole = torch.arange(27.0)
     for parameter, own in zip(model.values(), whole.split([10, 5, 12]), strict=True):
@@ -204,8 +203,7 @@ def test_names_are_those_of_the_other_layout():
     ]  # fmt: skip
     assert naming.shape("h.0.v", (2, 5)) == (10, 5)
     assert naming.placed("h.0.v", part_of(torch.ones(2, 5))).first == (8, 0)
-    flat = Part(torch.ones(3), (10,), (2,))
-    assert naming.placed("h.0.k", flat)[1:3] == ((50,), (32,))
+    assert naming.placed("h.0.k", Part(torch.ones(3), (10,), (2,)))[1:3] == ((50,), (32,))
 
 
 @pytest.mark.parametrize(

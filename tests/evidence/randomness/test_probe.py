@@ -81,8 +81,7 @@ def test_a_draw_that_changes_the_end_of_torchs_state_alone_is_seen():
     torch.randn(1)
     before, words_before = torch_state(), torch.get_rng_state()
     torch.randn(1)
-    changed = (torch.get_rng_state() != words_before).nonzero()
-    assert changed.min() > len(words_before) - 64
+    assert (torch.get_rng_state() != words_before).nonzero().min() > len(words_before) - 64
     assert torch_state() != before
 
 
@@ -157,8 +156,6 @@ def test_generators_that_move_have_a_digest_of_where_they_stand(kind, held_by_mo
     assert all(a != b for a, b in zip(one[1:3], other[1:3], strict=True))
 
 
-NUM_WORKERS = 2
-
 # Global generators are what is watched.
 # ruff: noqa: NPY002
 
@@ -187,7 +184,7 @@ def seed_numpy_by_worker(worker_id):
     np.random.seed(worker_id)
 
 
-def loader_of(*generators, num_workers=NUM_WORKERS, seed=0, **options):
+def loader_of(*generators, num_workers=2, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
     return DataLoader(
         Noise(*generators), batch_size=2, num_workers=num_workers, generator=generator, **options

@@ -112,8 +112,7 @@ def test_a_factor_after_the_reduction_that_nothing_explains(applied, loss_scale)
 
 def test_a_scaler_that_is_undone_is_no_division():
     """Scalers divide after the reduction; so does who sums the losses of W micro-batches."""
-    told = watch(gradients(3 * STEPS), mean, applied_scale=0.25, grad_scale=32.0)
-    assert told == []
+    assert watch(gradients(3 * STEPS), mean, applied_scale=0.25, grad_scale=32.0) == []
 
 
 def test_the_gradient_of_the_step_before():
@@ -123,8 +122,7 @@ def test_the_gradient_of_the_step_before():
         before[step] = mean(gradients_WP, step)
         return before.get(step - 1, before[step])
 
-    told = watch(gradients(3 * STEPS), stale)
-    assert {evidence.cause for evidence in told} == {"sync.stale"}
+    assert {evidence.cause for evidence in watch(gradients(3 * STEPS), stale)} == {"sync.stale"}
 
 
 def test_gradients_that_were_clipped_before_the_reduction():
@@ -142,14 +140,12 @@ def test_norms_that_stop_at_one_value():
         for gradients_WP in gradients(2 * STEPS):
             yield 5.0 * gradients_WP / np.linalg.norm(gradients_WP, axis=1, keepdims=True)
 
-    told = watch(limited(), mean)
-    assert {evidence.cause for evidence in told} == {"sync.clipped_locally"}
+    assert {evidence.cause for evidence in watch(limited(), mean)} == {"sync.clipped_locally"}
 
 
 def test_equal_batches_are_not_taken_for_clipping():
     rng = np.random.default_rng(0)
-    one_P = rng.standard_normal(SIZE)
-    assert watch([np.tile(one_P, (4, 1))] * 40, mean, noise=0.0) == []
+    assert watch([np.tile(rng.standard_normal(SIZE), (4, 1))] * 40, mean, noise=0.0) == []
 
 
 W = 3
@@ -269,9 +265,8 @@ def carried(number, ranks, *, updates=1, **columns):
 def test_gradients_that_held_other_values_before_are_a_warning():
     found = evidence_of(AccumulationAudit(), *(carried(n, [1, 2]) for n in range(12)))
     assert [one.last_step for one in found] == [8, 9, 10, 11]  # the first one may be any
-    assert {(one.key, one.severity, one.ranks) for one in found} == {
-        (FILLED, Severity.WARNING, (1, 2))
-    }
+    kinds = {(one.key, one.severity, one.ranks) for one in found}
+    assert kinds == {(FILLED, Severity.WARNING, (1, 2))}
     assert "was not zero when the first backward pass of a step began" in words(found[0])
 
 

@@ -169,8 +169,7 @@ def test_a_step_is_measured_in_sketches_that_add_up_to_it():
 
 @pytest.mark.parametrize("clipped", [1.0, 0.3])
 def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
-    draw = torch.Generator().manual_seed(0)
-    gradients = torch.randn(2, 5_000_000, generator=draw)
+    gradients = torch.randn(2, 5_000_000, generator=torch.Generator().manual_seed(0))
     reduced = gradients.mean(0)
     measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
     norm = np.array([float(gradients[0].double().norm())])

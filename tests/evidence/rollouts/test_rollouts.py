@@ -53,8 +53,7 @@ def test_a_worker_with_stale_weights_is_named_within_40_steps(width):
     assert told_of(detector, stream, FIRST, stale([1])) == []
     told = told_of(detector, stream, 40, stale([1]), first=FIRST)
     assert {(one.cause, one.ranks) for one in told} == {("rollout.worker_outlier", (1,))}
-    assert told[0].severity is Severity.WARNING
-    assert told[0].first_step == FIRST
+    assert (told[0].severity, told[0].first_step) == (Severity.WARNING, FIRST)
     assert told[-1].numbers["gap"] == pytest.approx(0.2, rel=0.5)
     assert told[-1].numbers["others"] < 0.03
 
@@ -131,9 +130,8 @@ def test_tokens_without_a_finite_value_do_not_count():
     """vLLM gives none where it could not score a token; without any there is no gap."""
     nan, inf = math.nan, math.inf
     meter = RolloutProbe()
-    meter.give_rollout(
-        torch.tensor([-1.0, -2.0, -3.0, -inf]), torch.tensor([-1.5, nan, -3.25, -inf])
-    )
+    trained, drawn = [-1.0, -2.0, -3.0, -inf], [-1.5, nan, -3.25, -inf]
+    meter.give_rollout(torch.tensor(trained), torch.tensor(drawn))
     assert read(meter) == {"rollout_gap": 0.375}
     meter.give_rollout(torch.tensor([-1.0]), torch.tensor([nan]))
     assert read(meter) == {}

@@ -16,26 +16,22 @@ from rankscope.stats.arrays import Ragged
 from support.stepping import describe, evidence_of, findings_of
 from support.streams import accumulated, gathered, sharded, with_replacement
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 def told_of_counts(counts_of, steps, width=4):
-    without = [NO_SAMPLES] * width
+    without = [[]] * width
     given = (gathered(t, without, micro_batches=counts_of(t)) for t in range(steps))
     return findings_of("data.micro_batches", given)
 
 
 def test_one_of_fewer_micro_batches_is_named_since_its_beginning_until_its_end():
     def counts(step):
-        epoch_end = step % 10 == 9
-        if epoch_end:
+        if step % 10 == 9:
             return [2, 2, 2, 1]
         return [4, 4, 3 if 30 <= step < 100 else 4, 4]
 
     told = told_of_counts(counts, 160)
-    assert {(one.severity, one.ranks, one.first_step) for one in told} == {
-        (Severity.WARNING, (2,), 30)
-    }
+    since = {(one.severity, one.ranks, one.first_step) for one in told}
+    assert since == {(Severity.WARNING, (2,), 30)}
     assert told[0].step - 30 < 45
     assert "since step 30: 3 on rank 2, 4 on the others" in told[0].explanation
     assert [one.status for one in told][-2:] == ["open", "closed"]
@@ -57,8 +53,7 @@ def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:
         none = Ragged.of([batch[:0] for batch in one.samples])
-        sent = {"samples_B": Ragged.of(one.samples), "rows_B": none}
-        Samples().combine(sent, one.workers)
+        Samples().combine({"samples_B": Ragged.of(one.samples), "rows_B": none}, one.workers)
     return findings_of("data.repeated_batches", given, plan)
 
 
@@ -128,8 +123,7 @@ def test_inputs_that_are_always_the_same_are_the_training_s_own():
 
 
 def test_batches_without_labels_and_small_ones_say_nothing():
-    weights = [64.0, 0.0]
-    assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
+    assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=[64.0, 0.0]) == []
     assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
 
 
@@ -167,8 +161,7 @@ def found(num_steps=4, batches=PAIRS, by_loop=False, **columns):
 
 def test_workers_that_share_the_work_on_each_sample_are_no_duplicates():
     assert found() == []
-    measured_at_first = found(grad_norm=lambda step: [np.nan] * 4 if step else NORMS)
-    assert measured_at_first == []
+    assert found(grad_norm=lambda step: [np.nan] * 4 if step else NORMS) == []
 
 
 def test_all_workers_of_a_loop_may_share_the_work_which_is_a_note():

@@ -42,8 +42,7 @@ class Stream(IterableDataset):
     """Rows of one rank; nobody knows how many there are."""
 
     def __init__(self, rank, rows):
-        draw = torch.Generator().manual_seed(rank)
-        self.rows = torch.randn(rows, 6, generator=draw)
+        self.rows = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank))
 
     def __iter__(self):
         return iter(self.rows)
@@ -172,8 +171,7 @@ def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
-    shard = 0 if "same" in way else rank
-    draws = torch.Generator().manual_seed(1 + shard)
+    draws = torch.Generator().manual_seed(1 + (0 if "same" in way else rank))
     for step in range(NUM_STEPS):
         pairs = torch.randint(32, (8, 2), generator=draws)
         if scope is not None and "named" in way:
@@ -203,6 +201,5 @@ def test_what_only_arms_the_hooks_is_no_sample(trained, way, causes, num_samples
     assert all(plain == watched for plain, watched in (rank[way] for rank in results))
     run = Run.open(folder / way)
     assert {finding.cause for finding in faults(run).values()} == causes
-    drawn = run.columns(Table.STEPS, "samples_drawn")["samples_drawn"]
-    assert np.nansum(drawn) == num_samples
+    assert np.nansum(run.columns(Table.STEPS, "samples_drawn")["samples_drawn"]) == num_samples
     assert run.columns(Table.STEPS, "observed")["observed"].all()

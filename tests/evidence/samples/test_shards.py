@@ -35,8 +35,7 @@ FAULTY = {
 @pytest.mark.parametrize("name", FAULTY)
 def test_overlaps_are_found_in_a_share_of_the_samples(name):
     last = observed(FAULTY[name](), 250, W, capacity=512)[-1]
-    assert last.severity is Severity.ERROR
-    assert last.ranks == tuple(range(W))
+    assert (last.severity, last.ranks) == (Severity.ERROR, tuple(range(W)))
     assert last.numbers["follows_one_sample_in"] in (8, 16)
     words, _ = describe(last)
     assert f"among the one in {last.numbers['follows_one_sample_in']} samples" in words

@@ -29,7 +29,6 @@ from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
 W = 4
-ONE_SET = {"replica": np.zeros(W, np.int64)}
 
 
 def difference(kind, digests_W, *, name="head.weight", unchanged=()):
@@ -39,7 +38,7 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 
 
 def step(number, *found, **values):
-    values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
+    values = {name: np.array(value) for name, value in {"replica": [0] * W, **values}.items()}
     one = gathered(number, [[]] * W, **values)
     one = replace(one, differences=found, observed=True, reduced_copies=W)
     return StepReport(one, {})
@@ -107,9 +106,8 @@ def test_norms_tell_at_once_that_nothing_is_reduced():
 
 
 def test_a_gradient_that_one_worker_scales_alone():
-    [found] = watch(
-        step(3, difference("applied", [1, 1, 1, 9]), applied_scale=[1.0, 1.0, 1.0, 0.25])
-    )
+    scaled = {"applied_scale": [1.0, 1.0, 1.0, 0.25]}
+    [found] = watch(step(3, difference("applied", [1, 1, 1, 9]), **scaled))
     assert (found.key, found.cause) == ("applied-scale", "state.parameters_differ")
     assert found.ranks == (3,)
     assert "0.25" in describe(found)[0]
@@ -369,8 +367,7 @@ def test_what_moves_in_the_forward_pass_is_counted():
 
 def test_frozen_parameters_are_a_warning_and_others_a_note():
     sent = [[("teacher.weight", 4, True), ("centre", 4, False)], []]
-    found = numbered(StateKind.PASSES, sent)
-    named = [(d.kind, d.name, d.digests_W.tolist()) for d in found]
+    named = [(d.kind, d.name, d.digests_W.tolist()) for d in numbered(StateKind.PASSES, sent)]
     assert named == [(StateKind.PASSES, name, [4, 0]) for name in ("teacher.weight", "centre")]
     frozen = difference("passes", [4, 4, 4, 4], name="teacher.weight", unchanged=range(4))
     once = difference("passes", [1, 1, 1, 1], name="other", unchanged=range(4))

@@ -41,8 +41,7 @@ def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
 
 def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     own, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
-    elsewhere = dataclasses.replace(other, given_dir="member-1")
-    [note] = found([own], [elsewhere]).values()
+    [note] = found([own], [dataclasses.replace(other, given_dir="member-1")]).values()
     assert note.severity is Severity.NOTE
     [note] = found([own], [dataclasses.replace(other, seed=1)], seed=0).values()
     assert note.severity is Severity.NOTE
