@@ -47,10 +47,8 @@ def gradient_numbers():
             meter.measure("weight", GRADIENT, totals)
         yield meter.kernel, *totals.tensors
     dot = choose_dot(CPU)
-    yield (
-        type(dot).__name__,
-        torch.tensor(float(dot(GRADIENT, GRADIENT)), dtype=torch.float64, device=CPU),
-    )
+    product = float(dot(GRADIENT, GRADIENT))
+    yield type(dot).__name__, torch.tensor(product, dtype=torch.float64, device=CPU)
     yield "accumulator", torch.tensor(native_functions.__wrapped__() is None, device=CPU)
 
 

@@ -1,6 +1,5 @@
 """Many gradients measured in one call, against the definition and against one after the other."""
 
-import importlib.util
 import math
 
 import numpy as np
@@ -14,7 +13,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from support import interpreted_digest
 from support.interpreted import interpreter, measure_interpreted
-from support.kernel_checks import CPU, DTYPES, needs_compiler
+from support.kernel_checks import CPU, DTYPES, needs_compiler, needs_triton
 from support.sketch_oracle import first_position, truth
 
 WIDTH = 251
@@ -70,9 +69,6 @@ def process():
         PROCESS.clear()
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
 KERNELS = pytest.mark.parametrize(
     "kernel",
     [

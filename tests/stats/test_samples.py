@@ -1,7 +1,7 @@
 """The ledger against dictionaries and sets, and on streams whose counts are known."""
 
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -51,9 +51,8 @@ class NaiveLedger:
                     if sample not in self.crossed:
                         crossing.update([rank, self.first_owner[sample]])
                         self.crossed.add(sample)
-        shared = Counter(
-            pair for ranks in ranks_of.values() for pair in combinations(sorted(ranks), 2)
-        )
+        pairs = (combinations(sorted(ranks), 2) for ranks in ranks_of.values())
+        shared = Counter(chain.from_iterable(pairs))
         counts = {
             "drawn": sum(map(len, batches)),
             "new": sum(not self.owners[sample] for sample in ranks_of),

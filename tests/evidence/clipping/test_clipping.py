@@ -96,9 +96,8 @@ def test_factors_by_the_norm_of_each_ranks_own_shards():
 
 def test_factors_that_are_nearly_equal_have_the_digits_that_tell_them_apart():
     nearly_W = 0.4 * (1 + 1e-3 * np.array([0, 0, 1, 1]))
-    assert "0.4 on ranks 0 and 1, 0.4004 on ranks 2 and 3" in words(
-        watch(lambda parts_W: nearly_W)["sync.shard_factors"]
-    )
+    found = watch(lambda parts_W: nearly_W)["sync.shard_factors"]
+    assert "0.4 on ranks 0 and 1, 0.4004 on ranks 2 and 3" in words(found)
 
 
 @pytest.mark.parametrize("columns", [called(mean), {"planned": LIMIT}])
@@ -128,10 +127,11 @@ def test_a_limit_that_follows_the_norms_is_silent():
 
     assert watch(quantile) == {}
     limits = iter(np.linspace(1.0, 1.5, 40))
-    drifting = watch(
-        lambda p: np.broadcast_to(min(1.0, next(limits) / whole(p)), W), detectors=(NormLaw(None),)
-    )
-    assert drifting == {}
+
+    def drifting(parts_W):
+        return np.broadcast_to(min(1.0, next(limits) / whole(parts_W)), W)
+
+    assert watch(drifting, detectors=[NormLaw(None)]) == {}
 
 
 def test_a_stage_of_a_pipeline_that_clips_by_its_own_norm():

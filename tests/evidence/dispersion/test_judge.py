@@ -95,9 +95,8 @@ def test_workers_that_replay_their_own_batches_say_nothing():
     """The first step of each batch is a draw; its repeats are not."""
     own = np.random.default_rng(0).standard_normal((3, 8, 4))
     own[:] -= own.mean(axis=2, keepdims=True)  # all workers alike by chance, for ever
-    steps = [
-        micro_step(t, 3 + own[t % 3], batch_digest=np.arange(8) + 8 * (t % 3)) for t in range(200)
-    ]
+    digests = np.arange(24).reshape(3, 8)
+    steps = [micro_step(t, 3 + own[t % 3], batch_digest=digests[t % 3]) for t in range(200)]
     assert watch(steps) == []
 
 

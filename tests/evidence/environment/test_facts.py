@@ -89,10 +89,7 @@ def test_of_an_address_the_host_alone_is_told(monkeypatch, value):
 
 def git(folder, *command):
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    done = subprocess.run(
-        ["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    return subprocess.check_output(["git", *who, *command], cwd=folder, text=True).strip()
 
 
 @pytest.fixture

@@ -263,9 +263,7 @@ def test_other_factors_are_silent(values):
 
 def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_their_number():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
-    uneven = [
-        ([np.full(4, 64.0)] * 3 + [np.full(3, 64.0)], [np.full(4, 0.25)] * 3 + [np.full(3, 0.25)])
-    ]
+    uneven = [tuple([np.full(n, value) for n in (4, 4, 4, 3)] for value in (64.0, 0.25))]
     full = constant(0.25, micro=4, steps=15)
     found = watch(LossScale(W), (full + rest + uneven) * 10)
     assert set(found) == {SHORT_WINDOW}

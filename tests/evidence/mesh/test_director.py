@@ -78,10 +78,8 @@ def test_equal_replicas_say_nothing():
 
 
 def test_what_differs_in_the_first_step_is_the_whole_cause():
-    found = observe(
-        (0, [one("a", gradient=1.3), one("b"), one("c", gradient=0.01)]),
-        (90, [one("b", parameter=0.1, gradient=0.9)]),
-    )
+    first = [one("a", gradient=1.3), one("b"), one("c", gradient=0.01)]
+    found = observe((0, first), (90, [one("b", parameter=0.1, gradient=0.9)]))
     assert list(found) == ["sync.partial_gradient:tp"]
     [finding] = found.values()
     assert finding.evidence["parameters"] == ["a", "c"]
@@ -108,10 +106,8 @@ def test_ranks_with_an_empty_share_do_not_make_it_a_fault_of_single_workers():
 )
 def test_plain_tensors_may_be_meant_to_differ_where_the_axis_cuts_nothing(meant, severity):
     meant = {"cuts": False, **meant}
-    found = observe(
-        (0, [one("a", 1.4, 1.4, **meant), one("b", 0.0, 1.4, **meant)]),
-        (1, [one("b", 0.1, 1.4, **meant)]),
-    )
+    first = [one("a", 1.4, 1.4, **meant), one("b", 0.0, 1.4, **meant)]
+    found = observe((0, first), (1, [one("b", 0.1, 1.4, **meant)]))
     assert list(found) == ["state.replicas_differ:tp"]
     assert str(found["state.replicas_differ:tp"].severity) == severity
 

@@ -124,9 +124,8 @@ def test_a_difference_that_is_over_has_an_end_and_the_figures_of_its_steps(width
     assert abs(found.first_step - 60) <= 5
     assert abs(found.last_step - 90) <= 10
     when = f"from about step {found.first_step} to about step {found.last_step}"
-    assert f"differed from {'each other' if width == 2 else 'the other workers'} {when}" in (
-        found.explanation
-    )
+    others = "each other" if width == 2 else "the other workers"
+    assert f"differed from {others} {when}" in found.explanation
     expected = (factor - 1) / (factor + 1) if width == 2 else factor - 1
     for signal in found.evidence["workers"][str(width - 1)]:
         assert signal["deviation"] == pytest.approx(expected, rel=0.5)
@@ -361,9 +360,8 @@ def test_of_values_far_above_in_several_steps_it_is_told_whose_they_were():
     for step in range(8):
         told += diagnosis.observe(job.report(times("grad_norm", [int(step == 5)], 10.0)))
     note = [one for one in told if one.id == "gross-value"][-1]
-    assert note.explanation.endswith(
-        "(8 steps of that kind so far; the larger was rank 0's in 7 and rank 1's in 1)."
-    )
+    said = "(8 steps of that kind so far; the larger was rank 0's in 7 and rank 1's in 1)."
+    assert note.explanation.endswith(said)
 
 
 def test_heavy_tails_early_in_training_raise_hardly_a_note():
@@ -413,6 +411,5 @@ def test_a_difference_that_sizes_do_not_explain_is_a_warning():
         values["group_norms"][5] *= 2
 
     told = job.run(detector, 60, change)
-    assert {(one.cause, one.severity, one.ranks) for one in told} == {
-        ("compute.worker_outlier", Severity.WARNING, (5,))
-    }
+    kinds = {(one.cause, one.severity, one.ranks) for one in told}
+    assert kinds == {("compute.worker_outlier", Severity.WARNING, (5,))}

@@ -82,10 +82,8 @@ def test_copies_that_a_loop_keeps_in_another_type_are_masters():
     model = nn.Linear(3, 2).bfloat16()
     copies = [nn.Parameter(p.detach().float()) for p in reversed([*model.parameters()])]
     pairs = trained_copies([torch.optim.SGD(copies, lr=1)], model.parameters())
-    assert {(id(p), id(copy)) for p, copy in pairs} == {
-        (id(model.weight), id(copies[1])),
-        (id(model.bias), id(copies[0])),
-    }
+    expected = {(id(model.weight), id(copies[1])), (id(model.bias), id(copies[0]))}
+    assert {(id(p), id(copy)) for p, copy in pairs} == expected
     elements = HeldElements(model, {id(model.weight): "weight", id(model.bias): "bias"}, {}, pairs)
     (held,) = elements.in_tensor(copies[1])
     assert (held.name, held.part(copies[1]).shape) == ("weight", (6,))
@@ -160,12 +158,8 @@ def names_and_places(rank):
     experts = DealtExperts(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     naming = Naming([("moe.*", ["1.*"])], shapes, experts.pieces)
-    return (
-        refused,
-        dict(experts.pieces),
-        {n: naming.of(n) for n in shapes},
-        experts.name("1.of_list.1"),
-    )
+    named = {name: naming.of(name) for name in shapes}
+    return refused, dict(experts.pieces), named, experts.name("1.of_list.1")
 
 
 @pytest.mark.ranks

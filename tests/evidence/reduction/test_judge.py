@@ -87,12 +87,8 @@ def test_a_division_after_the_reduction():
 
 def test_a_sum_after_the_reduction_that_is_clipped():
     """Clipping hides the factor in the gradient's norm, and not in what the call has seen."""
-    told = watch(
-        gradients(STEPS),
-        mean,
-        applied_scale=lambda t: 4.0 / (2 + t),
-        clip_factor=lambda t: 1 / (2 + t),
-    )
+    columns = {"applied_scale": lambda t: 4.0 / (2 + t), "clip_factor": lambda t: 1 / (2 + t)}
+    told = watch(gradients(STEPS), mean, **columns)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
     assert "multiplied once more by the number of workers" in describe(told[0])[0]
 
@@ -192,9 +188,8 @@ def accumulated(number, change, scale, *, micro=2, **columns):
 )
 def test_a_mistake_that_comes_again_is_an_error(scale, kind, text):
     change = abs(scale - 1) / max(scale, 1)
-    found = evidence_of(
-        AccumulationAudit(), *(accumulated(n, change, scale) for n in range(ERROR_FROM))
-    )
+    steps = (accumulated(n, change, scale) for n in range(ERROR_FROM))
+    found = evidence_of(AccumulationAudit(), *steps)
     assert [one.severity for one in found] == [Severity.WARNING] * 2 + [Severity.ERROR]
     assert found[-1].numbers["kind"] == kind
     assert found[-1].ranks == (0, 1, 2)
@@ -203,11 +198,8 @@ def test_a_mistake_that_comes_again_is_an_error(scale, kind, text):
 
 
 def test_rounding_is_no_change_and_one_micro_batch_tells_nothing():
-    unknown = [step(n) for n in range(4)]
-    assert (
-        evidence_of(AccumulationAudit(), *unknown, *(accumulated(n, 1e-6, 1.0) for n in range(9)))
-        == []
-    )
+    unknown, rounded = [step(n) for n in range(4)], [accumulated(n, 1e-6, 1.0) for n in range(9)]
+    assert evidence_of(AccumulationAudit(), *unknown, *rounded) == []
 
 
 def left(number, ranks, *, calls=1):
@@ -216,9 +208,8 @@ def left(number, ranks, *, calls=1):
 
 
 def test_a_gradient_that_two_updates_apply_is_left_over():
-    found = evidence_of(
-        AccumulationAudit(), *(left(n, (0, 2) if n % 3 == 1 else ()) for n in range(9))
-    )
+    steps = (left(n, (0, 2) if n % 3 == 1 else ()) for n in range(9))
+    found = evidence_of(AccumulationAudit(), *steps)
     assert [one.key for one in found] == [LEFT_OVER] * 3
     assert (found[-1].severity, found[-1].ranks) == (Severity.ERROR, (0, 2))
     assert found[-1].first_step == 1
@@ -287,9 +278,6 @@ def test_gradients_that_are_explained_otherwise_are_not_filled(make):
 def test_gradients_of_parameters_that_no_optimizer_holds_are_zeroed_by_nobody():
     steps = [carried(n, [1, 2]) for n in range(12)]
     for by_loop in (False, True):
-        (audit,) = (
-            one
-            for one in make_judges(RunFacts(W, unheld=True, by_loop=by_loop))
-            if isinstance(one, AccumulationAudit)
-        )
+        judges = make_judges(RunFacts(W, unheld=True, by_loop=by_loop))
+        (audit,) = (one for one in judges if isinstance(one, AccumulationAudit))
         assert bool(evidence_of(audit, *steps)) == by_loop

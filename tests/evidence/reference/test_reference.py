@@ -174,10 +174,8 @@ def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
     measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
     norm = np.array([float(gradients[0].double().norm())])
     known = {"elements_P": np.array([5e6]), "norms_MP": norm[None], "copies": 2}
-    shares = [
-        share_of(("weight",), measured[rank][None], measured[3], reduced_PK=measured[2], **known)
-        for rank in range(2)
-    ]
+    known |= {"names": ("weight",), "given_PK": measured[3], "reduced_PK": measured[2]}
+    shares = [share_of(terms_MPK=measured[rank][None], **known) for rank in range(2)]
     found = verify(shares, [np.ones(1)] * 2, [])
     assert (found.answer, found.clipped) == (ReferenceAnswer.AGREES, pytest.approx(clipped, 1e-4))
 

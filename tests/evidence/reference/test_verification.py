@@ -95,9 +95,8 @@ def test_a_factor_of_all_parameters_is_told(factor):
 def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
     found = ask(summed(gradients(), EQUAL / W), scales=np.full((W, M), 1 / (M * W)))
     assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
-    assert "0.333 times what one process would compute, as if averaged over the workers twice" in (
-        words(found)
-    )
+    said = "0.333 times what one process would compute, as if averaged over the workers twice"
+    assert said in words(found)
     assert "it was so when backward was called" in words(found)
 
 
@@ -123,9 +122,8 @@ def test_a_factor_that_may_be_meant_is_one_of_the_mean_loss():
     found = ask(0.965 * summed(gradients(), BY_TOKEN), scales=0.965 * W * BY_TOKEN)
     finding = verified(found, 20, W, M)
     assert str(finding.severity) == "warning"
-    assert "0.965 times that of the mean loss, where each label token counts alike; it was so" in (
-        finding.explanation
-    )
+    said = "0.965 times that of the mean loss, where each label token counts alike; it was so"
+    assert said in finding.explanation
 
 
 def test_stages_of_a_pipeline_may_sum_a_shared_weight_after_a_sound_reduction():

@@ -135,10 +135,9 @@ def test_a_training_that_begins_anew_is_judged_by_itself(runs, name, number, wha
     assert {f.severity for f in found.values()} == {Severity.NOTE}
     begun = (number - 1) * STEPS
     assert f"started again at step {begun} with {what}" in found["begun-anew"].explanation
-    assert found["data.duplicate_batches"].status == "closed"
-    assert found["data.duplicate_batches"].explanation.startswith(
-        f"Of the training before step {STEPS}: "
-    )
+    before = found["data.duplicate_batches"]
+    assert before.status == "closed"
+    assert before.explanation.startswith(f"Of the training before step {STEPS}: ")
     assert progress_of(run).earlier_steps == 0
     assert read_number(run.path / STATE_FILE, "num_steps") == STEPS
     assert {f.id: f for f in diagnose_run(run)} == found

@@ -73,15 +73,11 @@ def shuffled_again(num_samples, steps, seed=7):
 def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop, together):
     length = -(-num_samples // (W * BATCH))
     at = epoch * length + stop
-    found = restart(
-        islice(epochs(num_samples), at),
-        islice(shuffled_again(num_samples, stop), 2 * length),
-        together=together,
-    )
+    after = islice(shuffled_again(num_samples, stop), 2 * length)
+    found = restart(islice(epochs(num_samples), at), after, together=together)
     assert found
-    assert {(one.cause, one.severity, one.key) for one in found} == {
-        ("data.resume_mismatch", Severity.ERROR, "")
-    }
+    kinds = {(one.cause, one.severity, one.key) for one in found}
+    assert kinds == {("data.resume_mismatch", Severity.ERROR, "")}
     assert (found[0].ranks, found[0].first_step) == (tuple(range(W)), at)
     assert found[0].numbers["epoch_began_at"] == epoch * length
     assert found[0].last_step < at + length
@@ -238,9 +234,8 @@ def test_a_loader_that_went_further_back_than_its_checkpoint_is_a_warning():
 def test_the_same_order_in_each_epoch_is_no_restart_at_an_epochs_end(stop, seen):
     stream = list(islice(sharded(512, W, BATCH, reshuffle=False), 200))
     first = stop // 32 * 32
-    found = streamed(
-        stream[:stop], stream[first:][:12], saved=[stop - 1], started=stop - 1, more=False
-    )
+    after, at = stream[first:][:12], stop - 1
+    found = streamed(stream[:stop], after, saved=[at], started=at, more=False)
     begun_again = (Severity.WARNING, "epoch-begun-again")
     assert [(one.severity, one.key) for one in found] == [begun_again] * seen
 

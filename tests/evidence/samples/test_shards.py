@@ -79,9 +79,7 @@ def drawn_by(rank, batch_size):
 
 
 def test_a_worker_whose_epochs_end_at_other_steps_overlaps_with_nobody():
-    stream = (
-        list(batches) for batches in zip(*map(drawn_by, range(4), [4, 3, 4, 4]), strict=False)
-    )
+    stream = map(list, zip(*map(drawn_by, range(4), [4, 3, 4, 4]), strict=False))
     assert observed(stream, 300, 4) == []
 
 
@@ -153,10 +151,9 @@ def test_rows_that_become_other_samples_in_each_epoch_prove_nothing(rows, named,
     found = observed(padded_by(1, 3, 960, 8), 100, 3, named=named, rows=rows)
     assert found[-1].severity is severity
     words, check = describe(found[-1])
-    assert ("more different samples than the data set has rows" in words) is (
-        severity is Severity.NOTE
-    )
-    assert check.startswith("Samples are compared by their ids") is (severity is Severity.NOTE)
+    noted = severity is Severity.NOTE
+    assert ("more different samples than the data set has rows" in words) is noted
+    assert check.startswith("Samples are compared by their ids") is noted
 
 
 def smallest_chance(rng, p, num_repeats):

@@ -95,10 +95,8 @@ def test_many_small_parameters_share_a_digest():
 
 NAMES = ("embedding.weight", "block.weight", "block.bias", "head.weight")
 PLAIN = Role.TRAINED | Role.OWNED
-HELD, FREE = (
-    (StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED),
-    (StateKind.PARAMETER, StateKind.REDUCED),
-)
+FREE = (StateKind.PARAMETER, StateKind.REDUCED)
+HELD = (StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED)
 
 
 def messages(*words_WN, left_out=({}, {}, {})):

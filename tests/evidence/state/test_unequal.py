@@ -245,9 +245,8 @@ def test_averages_stay_known_in_steps_that_compare_frozen_parameters_alone():
     apart, own = difference("parameter", [1, 2, 3, 4]), difference("applied", [5, 6, 7, 8])
     columns = {"unreduced": [1] * W, "param_digest": [9] * W}
     detector = UnequalState(W)
-    assert {one.severity for one in evidence_of(detector, step(0, apart, own, **columns))} == {
-        Severity.ERROR
-    }
+    found = evidence_of(detector, step(0, apart, own, **columns))
+    assert {one.severity for one in found} == {Severity.ERROR}
     met = evidence_of(detector, step(1, own, **columns))
     assert {one.severity for one in met if one.key != "sync.gradients_differ"} == {Severity.NOTE}
     for number, found in ((2, ()), (3, (apart, own))):  # frozen ones, then the others again

@@ -20,13 +20,12 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         "main": True, "layout": 1, "names": ("a", "b"), "dtype": "float32", "divisor": 2.0,
         "wrapper": "fully_shard got a mesh", "axes": {}, "given_dir": "run", "seed": 0,
     }  # fmt: skip
-    readings = {
-        at: values + 1e-3 * (at * common + max(at - 1, 0) * moves * own) for at in (0, 1, 2, 4)
-    }
+    steps = {at: at * common + max(at - 1, 0) * moves * own for at in (0, 1, 2, 4)}
+    readings = {at: (values + 1e-3 * step).astype(np.float32) for at, step in steps.items()}
     return Unit(
         tuple(ranks),
         **{**taken, **more},
-        readings={at: one.astype(np.float32) for at, one in readings.items()},
+        readings=readings,
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
