@@ -74,10 +74,7 @@ def test_lengths_that_differ_from_batch_to_batch_are_healthy():
 
 
 def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy():
-    """As that of Transformers does: batches of fifty steps are sorted, the longest first.
-
-    Rank 0 then has the longest of each few samples in every step.
-    """
+    """As that of Transformers does: rank 0 has the longest of each few samples in every step."""
     width, batch, steps, rng = 4, 1, 50, np.random.default_rng(1)
     dealt = []
     for _ in range(20):

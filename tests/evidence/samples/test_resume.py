@@ -155,10 +155,9 @@ def held(step, kind, model, **more):
 
 
 def streamed(before, after, *, saved, started, state=None, more=True, together=3):
-    """Return the evidence of a job that reads a stream, by the steps after which it was saved.
+    """Return the evidence of a job that begins again with the model of step ``started``.
 
-    It begins again with the model of step ``started``, and with some ``state`` of its optimizer,
-    which had none at first; ``more``: whether its data had a rest.
+    ``state`` is that of its optimizer, which had none at first; ``more``: its data had a rest.
     """
     steps = [
         gathered(number, samples, loader_goes_on=[more or number != len(before) - 1] * W)

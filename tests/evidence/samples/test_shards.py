@@ -104,10 +104,7 @@ def test_a_whole_batch_that_comes_a_step_late_is_no_equal_content_side_by_side(s
 
 
 def filled_up(num_workers, *, every_step=False):
-    """Yield new samples for each step, whose number is drawn, and copies of the first ones.
-
-    With them, all workers have equally many.
-    """
+    """Yield new samples, and copies of the first with which all workers have equally many."""
     rng = np.random.default_rng(0)
     first = 0
     while True:
@@ -132,10 +129,7 @@ def test_copies_in_every_step_are_more_than_a_note():
 
 
 def padded_by(rank, num_workers, size, batch):
-    """Yield batches of a healthy job, in which one worker's samples are other ones in each epoch.
-
-    Its collate function pads them to the longest sample of their batch with a value of its own.
-    """
+    """Yield batches of a healthy job; one worker pads its samples otherwise in each epoch."""
     for epoch in range(20):
         shards = [shard(size, num_workers, worker, 0, epoch) for worker in range(num_workers)]
         shards[rank] = shards[rank] + size * (epoch + 1)
