@@ -21,19 +21,6 @@ WIDTH = 1021
 ONE = group_parameters(["weight"])
 
 
-def normal(generator: torch.Generator) -> Tensor:
-    return torch.randn(60_000, generator=generator)
-
-
-def constant_plus_noise(generator: torch.Generator) -> Tensor:
-    return normal(generator) + 1
-
-
-def wide_positive_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(64, generator=generator), torch.randn(4096, generator=generator)
-    return torch.outer(delta, hidden.relu())
-
-
 def sparse_rows_with_mean(generator: torch.Generator) -> Tensor:
     gradient = torch.zeros(2048, 64)
     rows = torch.randperm(2048, generator=generator)[:150]
@@ -42,17 +29,19 @@ def sparse_rows_with_mean(generator: torch.Generator) -> Tensor:
     return gradient
 
 
-def zero_mean_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(128, generator=generator), torch.randn(1000, generator=generator)
-    return torch.outer(delta, hidden)
+def outer(generator: torch.Generator, num_out: int, num_in: int, *, positive: bool) -> Tensor:
+    """Return the gradient of a weight, of positive activations or of such with mean zero."""
+    delta = torch.randn(num_out, generator=generator)
+    hidden = torch.randn(num_in, generator=generator)
+    return torch.outer(delta, hidden.relu() if positive else hidden)
 
 
 STRUCTURES: tuple[Callable[[torch.Generator], Tensor], ...] = (
-    normal,
-    constant_plus_noise,
-    wide_positive_activations,
+    lambda generator: torch.randn(60_000, generator=generator),
+    lambda generator: torch.randn(60_000, generator=generator) + 1,
+    lambda generator: outer(generator, 64, 4096, positive=True),
     sparse_rows_with_mean,
-    zero_mean_activations,
+    lambda generator: outer(generator, 128, 1000, positive=False),
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.stats import bets
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.units import HEALED, RecentSteps, compare_with_others, friedman
+from rankscope.stats.units import RecentSteps, compare_with_others, friedman
 
 BETS = bets.worker_bets()
 
@@ -116,26 +116,6 @@ def test_a_shift_is_found_with_its_unit_signal_direction_size_and_beginning():
     assert (trace.signal, trace.kind) == (1, bets.BetKind.DOWN)
     assert trace.deviation == pytest.approx(-0.15, abs=0.03)
     assert trace.age == pytest.approx(40, abs=4)
-
-
-def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
-    rng = np.random.default_rng(2)
-    test = make()
-    feed(test, rng, 30, shift(3, 0.3))
-    test.flag(3)
-    assert test.flagged == (3,)
-    before = test.evidence
-    feed(test, rng, 50, shift(3, 0.3))
-    assert test.certainty(3) == pytest.approx(1, abs=0.05)
-    assert test.evidence < before + 1000
-    for _ in range(150):
-        feed(test, rng, 1)
-        if test.certainty(3) <= HEALED:
-            break
-    assert test.certainty(3) <= HEALED
-    test.release(3)
-    assert test.flagged == ()
-    assert test.evidence_of_units()[3] == 0
 
 
 @pytest.mark.parametrize("num_units", [3, 9])

@@ -145,12 +145,8 @@ def test_rounding_of_the_norm_that_clips_is_measured(tmp_path, size):
     recorder.after_update(optimizer)
     recorder.close()
     error = abs(vector.weight.grad.norm().double() / vector.weight.grad.double().norm() - 1)
-    [step] = recorder_steps(tmp_path)
+    [step] = [RankStep.unpack(file.read_bytes()) for file in tmp_path.rglob("step-*.bin")]
     assert step.facts["norm rounding"] == pytest.approx(float(error), rel=0.05, abs=1e-7)
-
-
-def recorder_steps(folder):
-    return [RankStep.unpack(file.read_bytes()) for file in folder.rglob("step-*.bin")]
 
 
 def train(rank, folder, watched):
