@@ -162,16 +162,14 @@ def untouched():
 def test_it_can_be_read_where_only_the_new_settings_of_tf32_are_used(model):
     backend = torch.backends.cuda.matmul
     code, before = precision_code(model, CPU), backend.fp32_precision
-    try:
-        backend.fp32_precision = "tf32"
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        words = precision_words(model, CPU)
-        assert (words["float32_matmul"], words["tf32_matmul"]) == ("mixed", "tf32")
-        assert precision_code(model, CPU) == precision_code(model, CPU) != code
-        assert environment_facts(CPU)["tf32_matmul"] == "tf32"
-    finally:
-        backend.fp32_precision = before
+    backend.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    words = precision_words(model, CPU)
+    assert (words["float32_matmul"], words["tf32_matmul"]) == ("mixed", "tf32")
+    assert precision_code(model, CPU) == precision_code(model, CPU) != code
+    assert environment_facts(CPU)["tf32_matmul"] == "tf32"
+    backend.fp32_precision = before
     assert precision_code(model, CPU) == code
 
 

@@ -22,26 +22,20 @@ from support.streams import gathered
 W = 4
 
 
-def observation(step, tokens, scales, losses=None, calls=1):
+def observation(step, tokens, scales):
     """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
     tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
-    losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
     one = gathered(
         step,
-        [np.empty(0, np.int64)] * len(tokens),
-        loss=[np.mean(row) for row in losses],
+        [[]] * len(tokens),
+        loss=[2.0] * len(tokens),
         loss_weight=[row.sum() for row in tokens],
         grad_scale=[row.sum() for row in scales],
-        optimizer_steps=[calls] * len(tokens),
+        optimizer_steps=[1] * len(tokens),
     )
-    one = replace(
-        one,
-        micro_losses=tuple(losses),
-        micro_weights=tuple(tokens),
-        micro_scales=tuple(scales),
-        micro_norms=(),
-    )
-    return as_recorded(summarize(one))
+    losses = [np.full(len(row), 2.0) for row in tokens]
+    micro = {"micro_losses": losses, "micro_weights": tokens, "micro_scales": scales}
+    return as_recorded(summarize(replace(one, **{n: tuple(rows) for n, rows in micro.items()})))
 
 
 def told(detector, steps, **columns):
