@@ -79,7 +79,6 @@ def all_numbers():
 @pytest.mark.parametrize(
     "default",
     [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}],
-    ids=lambda default: str(*default.values()),
 )
 def test_the_numbers_are_those_under_the_usual_defaults(default):
     usual = all_numbers()

@@ -21,13 +21,8 @@ streams = st.tuples(
 )
 
 
-def as_arrays(batches):
-    return [np.array(batch, np.int64) for batch in batches]
-
-
-def count(ledger, batches):
-    [counts] = ledger.observe(DrawnSamples([batches]).sorted())
-    return counts
+def drawn(*steps):
+    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
 
 
 class NaiveLedger:
@@ -74,7 +69,7 @@ def test_counts_agree_with_dictionaries(stream):
     naive, ledger = NaiveLedger(), SampleLedger()
     for batches in stream:
         expected = naive.observe(batches)
-        counts = count(ledger, as_arrays(batches))
+        [counts] = ledger.observe(drawn(batches).sorted())
         assert {name: getattr(counts, name) for name in expected} == expected
         assert ledger.distinct == len(naive.owners)
         assert ledger.exact
@@ -98,10 +93,6 @@ def test_a_map_agrees_with_a_dict_however_it_is_filled(num_keys):
     found, values = one.find(everything)
     assert dict(zip(everything[found].tolist(), values[found].tolist(), strict=True)) == truth
     assert count_common(everything, np.array(list(truth))) == len(truth)
-
-
-def drawn(*steps):
-    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
 
 
 @pytest.mark.parametrize("halvings", [1, 5])

@@ -187,7 +187,6 @@ def collected(samples):
         [date(2026, 1, 2), PurePosixPath("x/1"), Decimal("1.5"), Colour.RED, 1.5],
         np.array(["2026-01-01", "2026-01-02"], "datetime64[D]"),
     ],
-    ids=str,
 )
 def test_ids_of_any_type_are_told_apart(ids):
     numbers = collected(ids)
@@ -199,7 +198,6 @@ def test_ids_of_any_type_are_told_apart(ids):
 @pytest.mark.parametrize(
     "samples",
     ["text", [{"a": 1}], [float("nan")], Broken()],
-    ids=["text", "list of dicts", "NaN", "broken"],
 )
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()
@@ -221,7 +219,6 @@ def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, cap
         (torch.ones(2, 2, device="meta"),),
         (iter([torch.ones(2)]),),
     ],
-    ids=lambda inputs: type(inputs[0]).__name__,
 )
 def test_inputs_that_cannot_be_read_are_declined_in_one_line(inputs, caplog):
     meter = SampleMeter()

@@ -80,7 +80,6 @@ def test_optimizer_state_counts_where_the_parameter_differs():
         ([5, 6, 7, 8], [("scratch-buffers", Severity.NOTE)]),
         ([1, 2, 3, 4], [("state.buffers_differ", Severity.ERROR)]),
     ],
-    ids=["counts", "a table"],
 )
 def test_buffers_that_no_checkpoint_holds_and_that_change_are_a_note(second, found):
     detector = UnequalState(W, unsaved=["head.weight"])
