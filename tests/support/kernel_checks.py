@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without a C compiler, the package has no native kernels"
 )
 """Where there is a compiler, a test of a native kernel fails if the package lacks it."""
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton for this platform")
 
 
 def measured(
