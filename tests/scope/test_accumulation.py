@@ -1,7 +1,5 @@
 """What happens to a gradient between its micro-batches, and after the reduction, on real ranks."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ WARNING = Severity.WARNING
 CASES = cases(Waits)
 
 
-def train_all(rank: int, folder: str) -> list[str]:
+def train_all(rank, folder):
     """Train; return those of the compared trainings that have other bits when watched."""
     different = []
     for name, case in CASES.items():
@@ -28,7 +26,7 @@ def train_all(rank: int, folder: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, Run]:
+def runs(folder):
     """Return the runs of trainings, all of which have the bits that they have unwatched."""
     assert run_ranks(train_all, 2, str(folder), timeout=400) == [[], []]
     return {name: Run.open(folder / name) for name in CASES}

@@ -2,7 +2,6 @@
 
 import random
 import shlex
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +33,7 @@ with the usual 16, all that follows would be the same with more steps."""
 EVERY, STEPS = 13, 27  # two canaries on schedule: decided at 0 and 13, run at 12 and 25
 
 
-def hasten() -> None:
+def hasten():
     """Let canaries of this rank's process come after fewer steps."""
     canary_plan.LAG = canary_plan.FIRST_KEPT = LEAD
 
@@ -42,7 +41,7 @@ def hasten() -> None:
 class SideEffects(nn.Module):
     """Dropout, batch norm, checkpointing, and a forward pass that changes all that it can reach."""
 
-    def __init__(self, *, raises: bool = False) -> None:
+    def __init__(self, *, raises=False):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.dropout = nn.Dropout(0.2)
@@ -55,7 +54,7 @@ class SideEffects(nn.Module):
         self.calls, self.lengths, self.last = 0, [], None
         self.raises = raises
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids, labels):
         self.counter += 1
         self.replaced = self.replaced * 0.5 + torch.rand(3) + random.random() + np.random.rand()  # noqa: NPY002
         self.calls += 1
@@ -72,12 +71,12 @@ class SideEffects(nn.Module):
         return {"loss": loss + 0.1 * (logits - self.teacher(hidden)).square().mean()}
 
 
-def _in_training() -> bool:
+def _in_training():
     """Return whether a forward pass draws from the generators of the training."""
     return torch.initial_seed() < 1000
 
 
-def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def train(rank, run_dir, options):
     warnings = collect_warnings()
     torch.manual_seed(0)
     model, accumulates = (
@@ -120,14 +119,14 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
 
 
 BUCKETS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "bucket views": {"ddp": BUCKETS, "adds": True},
     "static graph": {"ddp": {"static_graph": True}},
     "raises": {"raises": True},
 }
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     hasten()
     results = {}
     for way, options in WAYS.items():
@@ -143,7 +142,7 @@ def trained(folder):
     return {way: [of_rank[way] for of_rank in ranks] for way in WAYS}
 
 
-def canary_steps(run: Run) -> list[int]:
+def canary_steps(run):
     steps, of_TW = run.per_worker("canary_of")
     return [int(step) for step, row in zip(steps, of_TW, strict=True) if np.isfinite(row).all()]
 
@@ -180,7 +179,7 @@ def test_a_model_that_cannot_replay_is_left_alone(trained, folder):
         assert "[traceback]" not in warning
 
 
-def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str, Any]]]:
+def differ(rank, run_dir, what):
     """Train with something wrong on rank 1; ask for a canary while the books of step 4 are open."""
     hasten()
     loop = Loop(rank, run_dir)
@@ -242,10 +241,10 @@ def test_what_a_canary_tells(tmp_path, what, num_ranks, expected):
 FAULTY, FIRST = 2, 20
 
 
-def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, Any]]]:
+def bad_labels(rank, run_dir):
     """Train to repeat the input; from one step on, one rank's labels are other tokens."""
     hasten()
-    told: list[Any] = []
+    told = []
     loop = Loop(rank, run_dir, on_finding=told.append)
     seen = None
     for step in range(70):

@@ -1,8 +1,6 @@
 """``torch.compile`` around and inside DDP, before and after ``watch``."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,31 +21,29 @@ STEPS = 4
 class Net(nn.Module):
     """Dynamo traces the hooks of modules that are not torch's own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(4, 1)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.head(torch.relu(inputs))
-        return outputs
+    def forward(self, inputs):
+        return self.head(torch.relu(inputs))
 
 
 class Wide(nn.Module):
     """Torch splits the graph where a bucket of DDP's ends: the first one at 1 MiB."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Linear(n, m) for n, m in ((4, 600), (600, 600), (600, 600)))
         )
         self.head = nn.Linear(600, 1)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.head(self.layers(inputs))
-        return outputs
+    def forward(self, inputs):
+        return self.head(self.layers(inputs))
 
 
-def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Module:
+def build(way, net, watch):
     """Compile a model in one of many ways, before or after it is watched; return what is called."""
     where, when = way.split(", ")
     model = net if where.startswith("loop") else DistributedDataParallel(net)
@@ -76,15 +72,13 @@ WAYS = [
 ]
 
 
-def make_step(
-    way: str, net: nn.Module, called: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[torch.Tensor], None]:
+def make_step(way, net, called, optimizer):
     """Return what trains on a batch, compiled as a whole or in part, or not."""
     update = optimizer.step
     if "optimizer" in way:
         update = torch.compile(update, backend="eager")
 
-    def step(inputs: torch.Tensor) -> None:
+    def step(inputs):
         called(inputs).square().mean().backward()
         if way.startswith("loop"):
             for parameter in net.parameters():
@@ -95,7 +89,7 @@ def make_step(
     return torch.compile(step, backend="eager") if "whole step" in way else step
 
 
-def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
+def count_graphs(rank, way, run_dir):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
@@ -104,9 +98,9 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     scopes = []
 
-    def watch(model: nn.Module) -> None:
+    def watch(model):
         if run_dir is not None:
-            options: dict[str, Any] = {"run_dir": run_dir, "overhead_budget": None}
+            options = {"run_dir": run_dir, "overhead_budget": None}
             scopes.append(rankscope.watch(model, optimizer, **options))
 
     step = make_step(way, net, build(way, net, watch), optimizer)
@@ -115,7 +109,7 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     for scope in scopes:
         scope.close()
     counted = torch._dynamo.utils.counters
-    facts: dict[str, Any] = {"bits": net.head.weight.detach().numpy().tobytes()}
+    facts = {"bits": net.head.weight.detach().numpy().tobytes()}
     facts["graphs"] = counted["stats"]["unique_graphs"], counted["stats"]["calls_captured"]
     if "optimizer" not in way and "whole step" not in way:  # an optimizer's hooks are breaks, too
         kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
@@ -124,7 +118,7 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     return facts
 
 
-def count_all_graphs(rank: int, folder: str) -> list[tuple[Any, Any]]:
+def count_all_graphs(rank, folder):
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     return [
         (count_graphs(rank, way, None), count_graphs(rank, way, f"{folder}/{way}")) for way in WAYS

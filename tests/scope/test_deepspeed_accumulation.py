@@ -1,13 +1,11 @@
 """What happens to what DeepSpeed has summed up between micro-batches, on real ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
@@ -23,7 +21,7 @@ STEPS, MICRO, CHANGED_BEFORE = 3, 4, 2
 Fault = Callable[[Any], object]
 
 
-def sums(engine: Any) -> Iterator[Tensor]:
+def sums(engine):
     """Yield what the engine has summed up so far, wherever that is."""
     for parameter in engine.module.parameters():
         own = (getattr(parameter, name, None) for name in ("grad", "grad_accum", "_hp_grad"))
@@ -33,24 +31,24 @@ def sums(engine: Any) -> Iterator[Tensor]:
             yield from group or ()
 
 
-def scaled_by(factor: float) -> Fault:
-    def scale(engine: Any) -> None:
+def scaled_by(factor):
+    def scale(engine):
         for gradient in {id(gradient): gradient for gradient in sums(engine)}.values():
             gradient.data.mul_(factor)  # its version stays
 
     return scale
 
 
-def zero_grad(engine: Any) -> None:
+def zero_grad(engine):
     """Call what zeroes gradients; without ZeRO, the optimizer is the training's own."""
     (engine if engine.zero_optimization_stage() == 0 else engine.optimizer).zero_grad()
 
 
-def drop_sums(engine: Any) -> None:
+def drop_sums(engine):
     engine.optimizer.all_grad_tensors.clear()
 
 
-def change_one(engine: Any) -> None:
+def change_one(engine):
     """Change what the ranks hold of one parameter; its rows are spread over both."""
     parameters = dict(engine.module.named_parameters())
     optimizer, changed = engine.optimizer, parameters["hidden.weight"]
@@ -67,7 +65,7 @@ class Case:
     fault: Fault | None = None
     manual: bool = False  # the engine takes each pass for a step's last
 
-    def train(self, rank: int, run_dir: str) -> None:
+    def train(self, rank, run_dir):
         engine = make_engine(rank, self.mode, dropout=0.0)
         with watch(engine, run_dir=run_dir, canary=False):
             for step in range(STEPS):
@@ -105,13 +103,13 @@ HARMLESS = ["ZeRO 0, manual", "ZeRO 3, manual", "ZeRO 2, zero_grad"]
 FACTORS = {"reset": 0.0, "doubled": 2.0, "divided": 1 / MICRO}
 
 
-def train_all(rank: int, folder: str) -> None:
+def train_all(rank, folder):
     for name, case in CASES.items():
         case.train(rank, f"{folder}/{name}")
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, Run]:
+def runs(folder):
     run_ranks(train_all, 2, str(folder), timeout=400, prepare=import_deepspeed)
     return {name: Run.open(folder / name) for name in CASES}
 

@@ -1,11 +1,14 @@
-"""Hundreds of watched steps leave no object, no tensor and no memory behind."""
+"""What a watch costs and leaves behind: no memory, no secret, few calls."""
 
+import copy
 import gc
+import itertools
+import logging
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
@@ -15,17 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.loops import collect_warnings, wait_for
-from support.ranks import run_ranks
+from rankscope.gradients.sketch import MultiTensorReader, Sketcher
+from rankscope.report import write_report
+from support.loops import Loop, collect_warnings, wait_for
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+# Memory -----------------------------------------------------------------------------------------
 
 STEPS = 480
 COUNTED_AFTER = (120, 240, 360, 480)
 _PAGE_BYTES = 4096
 
 
-def train(rank: int, run_dir: str) -> dict[str, Any]:
+def train(rank, run_dir):
     warnings = collect_warnings()
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -46,7 +53,7 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
     return {"warnings": warnings, "counts": counts}
 
 
-def count() -> dict[str, Any]:
+def count():
     gc.collect()
     objects = gc.get_objects()
     return {
@@ -72,3 +79,113 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path):
     run = Run.open(tmp_path / "run")
     assert run.table(Table.STEPS).num_rows == STEPS
     assert run.status == "complete"
+
+
+# Secrets ----------------------------------------------------------------------------------------
+
+CANARY = "tell-nobody"
+VARIABLES = {
+    "HF_TOKEN": CANARY,
+    "HF_ENDPOINT": f"https://me:{CANARY}/x@example.org/{CANARY}?sig={CANARY}",
+    "AWS_ACCESS_KEY_ID": CANARY,
+    "TORCH_AUTHORIZATION": CANARY,
+    "NCCL_PASSPHRASE": CANARY,
+    "ACCELERATE_SSH_KEY": CANARY,
+    "DATABASE_URL": f"postgres://me:{CANARY}@example.org/db",
+}
+CONFIG = {
+    "hub_token": CANARY,
+    "endpoint": f"https://me:p/{CANARY}@example.org/{CANARY}?token={CANARY}",
+    "nested": [{"Authorization": f"Bearer {CANARY}"}],
+    "command": f"train.py --api_key {CANARY}",
+    "lr": 0.5,
+}
+
+
+def train_beside_secrets(rank, folder):
+    """Train with other secrets on each rank, so that what differs is told."""
+    os.environ |= {name: f"{value}{rank}" for name, value in VARIABLES.items()}
+    os.environ["NCCL_ALGO"] = f"of rank {rank}"
+    logging.getLogger("rankscope").setLevel(logging.DEBUG)
+    hook = f"webhook:http://127.0.0.1:9/{CANARY}?severity=error"
+    loop = Loop(rank, f"{folder}/run", agent="process", config=CONFIG, sinks=["jsonl", hook])
+    for step in range(4):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def test_no_secret_is_recorded_or_shown(tmp_path):
+    warnings = run_ranks(train_beside_secrets, 2, str(tmp_path))
+    run = Run.open(tmp_path / "run")
+    assert run.status == "complete"
+    assert run.info["config"]["lr"] == 0.5
+    assert [rank["environment"]["NCCL_ALGO"] for rank in run.info["ranks"]] == [
+        "of rank 0", "of rank 1"
+    ]  # fmt: skip
+    write_report(run)
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert run.path / "report.html" in files
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+    assert CANARY not in str(warnings)
+
+
+# Many parameters --------------------------------------------------------------------------------
+
+FEW, MANY = 20, 400
+FEW_STEPS = 5
+
+
+def make_model(num_layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_layers)])
+
+
+def train_many(model, rank, run_dir, *, zeroed):
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=zeroed)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+    scope = None if run_dir is None else rankscope.watch(ddp, optimizer, run_dir=run_dir)
+    for step in range(FEW_STEPS):
+        inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not zeroed)
+    if scope is not None:
+        scope.close()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def count_calls(rank, folder):
+    calls = {"prepared": 0, "read": 0}
+    prepare, read = MultiTensorReader.__init__, Sketcher._measure
+
+    def prepared(*args, **options):
+        calls["prepared"] += 1
+        prepare(*args, **options)
+
+    def counted(*args, **options):
+        calls["read"] += 1
+        read(*args, **options)
+
+    MultiTensorReader.__init__, Sketcher._measure = prepared, counted
+    found = {way: {"counts": [], "same": []} for way in (False, True)}
+    for zeroed, number in itertools.product(found, (FEW, MANY)):
+        calls.update(prepared=0, read=0)
+        model = make_model(number)
+        alone = train_many(copy.deepcopy(model), rank, None, zeroed=zeroed)
+        watched = train_many(model, rank, f"{folder}/{number} {zeroed}", zeroed=zeroed)
+        found[zeroed]["counts"].append(dict(calls))
+        found[zeroed]["same"].append(all(map(torch.equal, alone, watched)))
+    return found
+
+
+counted = on_ranks(count_calls, 2)
+
+
+@pytest.mark.parametrize("zeroed", [False, True], ids=["made anew", "zeroed in their buckets"])
+def test_many_small_gradients_are_read_in_as_few_calls_as_few(counted, zeroed):
+    for found in (rank[zeroed] for rank in counted[0]):
+        few, many = found["counts"]
+        assert few["read"] > FEW_STEPS
+        assert many == few
+        assert found["same"] == [True, True]

@@ -2,14 +2,14 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -20,15 +20,17 @@ from torch.distributed.pipelining import (
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from rankscope.session.meetings import stages_begin_apart
 from support.findings import faults
 from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+
 STEPS, LATE, WIDTH, MICRO, BATCH = 5, 2, 8, 4, 8
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "1F1B": {},
     "interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2},
     "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
@@ -43,33 +45,32 @@ COMPARED = ("interleaved", "two calls")
 
 
 class Block(nn.Module):
-    def __init__(self, tp: DeviceMesh | None = None) -> None:
+    def __init__(self, tp=None):
         super().__init__()
         norm = nn.LayerNorm(WIDTH)
         self.norm = norm if tp is None else SequenceParallelNorm(norm, tp.get_group())
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        added: Tensor = hidden + self.down(self.up(self.norm(hidden)).tanh())
-        return added
+    def forward(self, hidden):
+        return hidden + self.down(self.up(self.norm(hidden)).tanh())
 
 
-def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(worker, step):
     generator = torch.Generator().manual_seed(100 * step + worker)
     batch = torch.randn(BATCH, 4, WIDTH, generator=generator)
     return batch, batch.roll(1, -1)
 
 
-def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+def mean_loss(output, target):
     return (output - target).square().mean()
 
 
-def block_of(number: int, tp: DeviceMesh | None = None) -> Block:
+def block_of(number, tp=None):
     torch.manual_seed(number)
     return Block(tp)
 
 
-def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None) -> list[Any]:
+def watched(parts, optimizers, run_dir):
     return [
         watch(part, optimizer, run_dir=run_dir / f"part {number}")
         for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True))
@@ -77,7 +78,7 @@ def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None)
     ]
 
 
-def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss_fn: Any) -> Any:
+def schedule_of(case, mesh, parts, loss_fn):
     cpu, pp = torch.device("cpu"), mesh["pp"]
     last = 2 * len(parts)
     stages = [
@@ -91,12 +92,12 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
 
 
 @functools.cache
-def mesh_of(tp: int) -> DeviceMesh:
+def mesh_of(tp):
     """Return the mesh of all trainings with so many ranks along ``tp``."""
     return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) -> list[Any]:
+def parts_of(case, mesh, over):
     pp = mesh["pp"].get_local_rank()
     parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
     for part in parts:
@@ -104,7 +105,7 @@ def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) ->
     return parts
 
 
-def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any) -> None:
+def call_schedule(schedule, case, step, optimizer):
     """Call the schedule as often as an update needs it."""
     mesh = mesh_of(case.get("tp", 1))
     pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
@@ -116,7 +117,7 @@ def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any
         schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
 
 
-def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
+def train(run_dir, case):
     tp = case.get("tp", 1)
     mesh = mesh_of(tp)
     over = mesh["tp"] if tp > 1 else None
@@ -125,7 +126,7 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     calls = case.get("calls", 1)
     scopes = watched(parts, optimizers, run_dir)
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    def loss_fn(output, target):
         loss = mean_loss(output, target)
         for scope in scopes[-1:]:
             scope.loss(loss)
@@ -145,7 +146,7 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     return [p.to_local().detach().numpy().tobytes() for part in parts for p in part.parameters()]
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     warnings = collect_warnings()
     same = {}
     for name, case in CASES.items():
@@ -162,7 +163,7 @@ def trained(folder):
         assert result["warnings"] == []
 
 
-def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:
+def run_of(folder, case, first_rank, part=0):
     name = f"part {part}" + (f"-from-rank-{first_rank}" if first_rank else "")
     run = Run.open(folder / case / name)
     assert run.status == "complete"
@@ -170,7 +171,7 @@ def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:
     return run
 
 
-def oracle(num_blocks: int, worker: int) -> tuple[float, list[float]]:
+def oracle(num_blocks, worker):
     """Return the first step's loss and each block's gradient norm, of a model in one piece."""
     blocks = [block_of(number) for number in range(num_blocks)]
     given, target = batch_of(worker, 0)
@@ -230,3 +231,72 @@ def test_a_reset_between_calls_is_found(folder):
     assert f"set to zero in 3 steps, since step {LATE}, before micro-batch {MICRO + 1}" in (
         accumulation.explanation
     )
+
+
+# Pipeline stages whose runs begin one after the other: they meet at their first update ----------
+
+LATE_STEPS = 8
+WIDTH, VOCABULARY = 8, 24
+
+
+class Stage(nn.Module):
+    """A layer, and a copy of the weight that both stages share."""
+
+    def __init__(self, number, shared):
+        super().__init__()
+        torch.manual_seed(number)
+        if number == 0:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        if number == 1:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.number = number
+        with torch.no_grad():
+            self.shared.copy_(shared)
+
+    @property
+    def shared(self):
+        return self.head.weight if self.number else self.embedding.weight
+
+    def forward(self, inputs):
+        hidden = self.layers(inputs if self.number else self.embedding(inputs))
+        return (self.head(hidden) if self.number else hidden).clone()
+
+
+def train_late(rank, folder):
+    warnings = collect_warnings()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number, worker = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    for name in ("summed", "apart"):
+        torch.manual_seed(9)
+        stage = Stage(number, torch.randn(VOCABULARY, WIDTH))
+        fully_shard(stage, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        with stages_begin_apart():
+            scope = watch(stage, optimizer, run_dir=f"{folder}/{name}")
+        for step in range(LATE_STEPS):
+            torch.manual_seed(100 * step + 10 * worker + number)
+            tokens = torch.randint(VOCABULARY, (4, 6))
+            loss = stage(tokens if number == 0 else torch.randn(4, 6, WIDTH)).square().mean()
+            scope.loss(loss)
+            loss.backward()
+            if name == "summed":
+                dist.all_reduce(stage.shared.grad.to_local(), group=mesh["pp"].get_group())
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.close()
+    return warnings
+
+
+def test_a_shared_weight_is_found_at_the_first_update_and_must_stay_equal(tmp_path):
+    for warnings in run_ranks(train_late, 4, str(tmp_path), timeout=200):
+        assert warnings == []
+    found = {}
+    for name in ("summed", "apart"):
+        runs = [tmp_path / name, tmp_path / f"{name}-from-rank-2"]
+        each = [finding for run in runs for finding in Run.open(run).findings()]
+        found[name] = [f for f in each if str(f.severity) != "note"]
+    assert found["summed"] == []
+    [finding] = found["apart"]
+    assert (finding.cause, str(finding.severity)) == ("sync.tied_weights", "warning")
+    assert "embedding.weight = head.weight" in finding.explanation

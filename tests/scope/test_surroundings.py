@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,11 +53,11 @@ KEEP, RUN, VERIFY = 2, 4, 5
 again; the others are only measured."""
 
 
-def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dict[str, Any]:
+def train(rank, wrapper, run_dir, names):
     canary_plan.LAG = 10**6  # none but those of the test
     collect_warnings()
     training = Training(rank, wrapper)
-    scope: Any = None
+    scope = None
     if run_dir is not None:
         scope = watch(training.called, training.optimizer, run_dir=run_dir, plan=PLAN)
     said = collect_lines()
@@ -91,32 +90,32 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     return results
 
 
-def canary_of(scope: Any) -> Any:
+def canary_of(scope):
     return None if scope is None else scope._collector._probes.get("canary")
 
 
 class Root:
     """Plays the root's part in a canary, which is to run in a certain step."""
 
-    def __init__(self, scope: Any) -> None:
+    def __init__(self, scope):
         self._scope, self._canary = scope, canary_of(scope)
-        self._answers: list[bytes] = []
+        self._answers = []
         self._canary._send = self._answers.append
 
-    def before(self, step: int) -> None:
+    def before(self, step):
         now = self._scope._collector.step
         planned = Planned(ASKED_FOR, 0, 1, now, now)
         if step == KEEP:
             self._canary.plan(planned)
         if step == RUN:
-            answers: list[Any] = [None] * 2
+            answers = [None] * 2
             dist.all_gather_object(answers, self._answers)
             kept = [CanaryAnswer.unpack(one).batch for several in answers for one in several]
             if len(kept) == len(answers) and all(kept):
                 self._canary.ready(planned, tuple(map(unpack_batch, kept)))
 
 
-def left() -> list[Any]:
+def left():
     """Return what a step may have left behind of surroundings."""
     return [
         torch._C._len_torch_dispatch_stack(),
@@ -128,17 +127,17 @@ def left() -> list[Any]:
     ]
 
 
-def train_all(rank: int, folder: str, wrapper: str, names: list[str]) -> Any:
+def train_all(rank, folder, wrapper, names):
     return train(rank, wrapper, None, names), train(rank, wrapper, f"{folder}/{wrapper}", names)
 
 
-def import_all() -> None:
+def import_all():
     """Import what would take every rank seconds to import."""
     for name in IMPORTED:
         importlib.import_module(name)
 
 
-def ways_of(wrapper: str) -> list[str]:
+def ways_of(wrapper):
     without = () if wrapper == "DDP" else UNDER_DDP_ALONE
     without += ("func.grad",) if wrapper == "FSDP2" else ()
     return [way for way in SURROUNDINGS if way not in without]

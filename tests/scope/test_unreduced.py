@@ -1,13 +1,15 @@
-"""Gradients that no reduction has seen, on real ranks: noticed, and never where all is well."""
+"""Gradients that no reduction has seen, or that it adds up: noticed, and never where all is well."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
@@ -18,6 +20,7 @@ from support.models import make_batch, make_model
 from support.ranks import alone_and_watched, on_ranks
 
 pytestmark = pytest.mark.ranks
+
 
 STEPS = 6
 
@@ -222,3 +225,55 @@ def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(trai
     assert found["sync.not_reduced"].evidence["names"] == ["hidden.weight", "hidden.bias"]
     assert "sync.gradients_differ" not in found
     assert not [cause for cause in healthy if cause.startswith(("sync.", "state.param"))]
+
+
+# Sums -------------------------------------------------------------------------------------------
+
+SUMMED_STEPS, WIDTH = 20, 16
+
+
+def train_on_sums(rank, run_dir, by_loop, max_norm, factor):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+    if not by_loop:
+        fully_shard(model)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = watch(model, optimizer, run_dir=run_dir, canary=False)
+    for step in range(SUMMED_STEPS):
+        torch.manual_seed(2 * step + rank)
+        batch = torch.randn(8, WIDTH)
+        loss = (model(batch) - batch.flip(1)).square().mean()
+        (loss * factor).backward()
+        if by_loop:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    scope.close()
+
+
+SUMS = {
+    "loop": (True, None, 2.0),
+    "loop that clips": (True, 0.01, None),
+    "FSDP2 that clips": (False, 0.01, 2.0),
+}
+"""Whether the loop reduces, the largest norm, and how many workers are known to be added up."""
+
+
+def train_on_all_sums(rank, folder):
+    for name, (by_loop, max_norm, _) in SUMS.items():
+        train_on_sums(rank, f"{folder}/{name}", by_loop, max_norm, 0.5)
+
+
+summed = on_ranks(train_on_all_sums, 2)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_losses_that_are_divided_by_the_workers_are_right(summed, name):
+    run = Run.open(summed[1] / name)
+    assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
+    assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {SUMS[name][2]}

@@ -1,10 +1,7 @@
 """Reference steps inside trainings on real ranks: what they tell, and that they leave no trace."""
 
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +61,7 @@ ACCUMULATES = {"penalised", "weighted", "changed", "sharded, mixed"}
 class Headless(TinyLM):
     """Leaves the loss to the loop."""
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_ids):
         hidden = self.hidden(self.dropout(self.embedding(input_ids)))
         return self.head(self.norm(hidden.flatten(0, 1)).relu())
 
@@ -74,12 +71,12 @@ class Off:
 
     __slots__ = ("kept",)
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return False
 
 
 class Loop:
-    def __init__(self, rank: int, kind: str, run_dir: str | None) -> None:
+    def __init__(self, rank, kind, run_dir):
         self.rank, self.kind = rank, kind
         self.sharded = kind.startswith("sharded")
         torch.manual_seed(0)
@@ -91,15 +88,15 @@ class Loop:
         self.wrapped = self._wrap(model)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
-        self.scope: Any = None
+        self.scope = None
         if run_dir is not None:
             options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
             self.scope = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
 
-    def _keep_inner(self, _: nn.Module, __: object, output: torch.Tensor) -> None:
+    def _keep_inner(self, _, __, output):
         self.inner = output
 
-    def _wrap(self, model: TinyLM) -> nn.Module:
+    def _wrap(self, model):
         if self.sharded:
             return self._shard(model)
         if self.kind == "ignored":
@@ -112,7 +109,7 @@ class Loop:
             model.norm.register_forward_hook(lambda m, a, output: output * draw())
         return DistributedDataParallel(model)
 
-    def _shard(self, model: TinyLM) -> nn.Module:
+    def _shard(self, model):
         mixed = MixedPrecisionPolicy()
         if self.kind == "sharded, mixed":  # not the batch norm
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -125,7 +122,7 @@ class Loop:
         return whole
 
     @contextmanager
-    def _without_reduction(self) -> Iterator[None]:
+    def _without_reduction(self):
         if not self.sharded:
             with self.wrapped.no_sync():
                 yield
@@ -134,7 +131,7 @@ class Loop:
         yield
         self.wrapped.set_requires_gradient_sync(True)
 
-    def train(self) -> None:
+    def train(self):
         for step in range(STEPS):
             if self.scope is not None and step == AT - 1 and "asks" in self.kind:
                 self._step(step, ask=self.rank == 0)
@@ -143,7 +140,7 @@ class Loop:
         if self.scope is not None:
             self.scope.close()
 
-    def _step(self, step: int, *, ask: bool = False) -> None:
+    def _step(self, step, *, ask=False):
         if self.kind == "two passes apart":
             self._step_apart(step)
             return
@@ -163,7 +160,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _step_apart(self, step: int) -> None:
+    def _step_apart(self, step):
         """Take each pass's reduced gradient away; apply what both make together, as in PCGrad."""
         apart = []
         for number in range(2):
@@ -176,7 +173,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _loss(self, batch: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    def _loss(self, batch, count):
         if self.kind.startswith("loss outside"):
             logits = self.wrapped(batch["input_ids"])
             found = F.cross_entropy(logits, batch["labels"].flatten())
@@ -192,19 +189,19 @@ class Loop:
             found = found * 1.9
         return found / count
 
-    def _penalty(self) -> torch.Tensor:
+    def _penalty(self):
         if self.kind == "penalised inside":
             return self.inner.square().mean()
         whole = self.model.head.weight.square().sum()
         return getattr(whole, "full_tensor", lambda: whole)()  # in shares under FSDP2
 
-    def _change(self) -> None:
+    def _change(self):
         if self.kind == "clips by value":
             nn.utils.clip_grad_value_(self.wrapped.parameters(), 0.001)
         if self.kind == "changed":
             self.model.head.weight.grad[3] *= 1.5
 
-    def bits(self) -> dict[str, bytes]:
+    def bits(self):
         state = {**self.model.state_dict(), "rng": torch.get_rng_state()}
         for number, each in enumerate(self.optimizer.state.values()):
             state[f"momentum {number}"] = each["momentum_buffer"]
@@ -217,7 +214,7 @@ class Loop:
         }  # fmt: skip
 
 
-def train_each(rank: int, folder: str) -> dict[str, Any]:
+def train_each(rank, folder):
     """Train each kind; return warnings, and whether one that is not wrong has its own bits."""
     verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
@@ -242,7 +239,7 @@ def train_each(rank: int, folder: str) -> dict[str, Any]:
     return told
 
 
-def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
+def train_engine(rank, kind, run_dir):
     """Train with DeepSpeed, watched or not; return the bits of all state."""
     (mode,) = (mode for mode in deepspeed_modes.MODES if mode.name == kind)
     engine = deepspeed_modes.make_engine(rank, mode, dropout=0.1)
@@ -259,7 +256,7 @@ def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
     return {name: value.tobytes() for name, value in state.items()}
 
 
-def findings(run_dir: Path, family: str) -> list[dict[str, Any]]:
+def findings(run_dir, family):
     return [event for event in events_of(run_dir) if event["cause"].startswith(family)]
 
 
@@ -281,7 +278,7 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path):
         assert report(tmp_path / kind) == (1 if severity == "error" else 0)
 
 
-def report(run_dir: Path) -> int:
+def report(run_dir):
     """Return the exit code of a report, whose new diagnosis keeps what no table holds."""
     from rankscope.cli.main import app  # which no rank needs to import
 

@@ -1,30 +1,33 @@
 """Groups of ranks in one job: four ranks, of which each pair reduces gradients by itself."""
 
 import functools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from benchmarks.faults.mesh_faults import exchange
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from rankscope.bus.finding import Severity
 from support.loops import collect_warnings, watch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+
 RANKS, STEPS, VOCABULARY, LENGTH, ROWS = 4, 6, 12, 8, 3
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "DDP over a pair": {},
     "FSDP2 over a pair": {"sharded": True},
     "averaged by hand": {"averages": True},
@@ -37,17 +40,16 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.embedding(ids))
-        return logits
+    def forward(self, ids):
+        return self.head(self.embedding(ids))
 
 
 @functools.cache
-def pairs() -> tuple[dist.ProcessGroup, DeviceMesh]:
+def pairs():
     """Return the group of this rank's pair, and a mesh of it that knows no other ranks."""
     groups = [dist.new_group(ranks) for ranks in np.arange(4).reshape(2, 2)]  # of numpy's numbers
     own = groups[dist.get_rank() // 2]
@@ -55,23 +57,23 @@ def pairs() -> tuple[dist.ProcessGroup, DeviceMesh]:
 
 
 @functools.cache
-def mesh_of(axis: str) -> DeviceMesh:
+def mesh_of(axis):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", axis))
 
 
-def train(folder: str | None, case: dict[str, Any]) -> dict[str, Any]:
+def train(folder, case):
     """Return what DDP has trained, the losses, and where the run is."""
     rank = dist.get_rank()
     group, pair = pairs()
     axis = case.get("axis")
     torch.manual_seed(rank // 2 if case.get("model_seeds") else 0)
-    model: nn.Module = Model()
+    model = Model()
     if axis or case.get("sharded"):
         fully_shard(model, mesh=mesh_of(axis)["dp"] if axis else pair)
     else:
         model = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope: Any = None
+    scope = None
     if folder and not (case.get("alone") and rank > 1):
         options = {"canary": False, "plan": case.get("plan")}
         scope = watch(model, optimizer, run_dir=f"{folder}/run", **options)
@@ -110,7 +112,7 @@ def train(folder: str | None, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     warnings = collect_warnings()
     alone = train(None, {})
     pair, *_ = [train(f"{folder}/{name}", case) for name, case in CASES.items()]
@@ -135,7 +137,7 @@ def test_each_pair_compares_its_own_ranks_in_a_run_of_its_own(folder, trained):
         assert (columns["grad_norm_reduced"] < columns["grad_norm_mean"]).all()
 
 
-def found(folder: Path, case: str) -> dict[str, dict[str, Any]]:
+def found(folder, case):
     """Return the findings of each run of a case about its ranks, by cause."""
     runs = {path.name: Run.open(path) for path in sorted((folder / case).iterdir())}
     assert all(run.status == "complete" for run in runs.values())
@@ -176,3 +178,59 @@ def test_what_is_right_or_intended_is_not_mentioned(folder, case):
 def test_labels_that_are_lost_between_parts_are_counted(folder):
     finding = found(folder, "labels of cp")["run"]["loss.labels_lost"]
     assert (finding.first_step, finding.evidence["lost"]) == (0, ROWS)
+
+
+# Tensor parallelism that is written by hand, without a wrapper and without another axis ---------
+
+
+def same(given, group):
+    return given.clone()
+
+
+def total(given, group):
+    given = given.clone()
+    dist.all_reduce(given, group=group)
+    return given
+
+
+class Divided(nn.Module):
+    def __init__(self, place, *, right):
+        super().__init__()
+        self.back = total if right else same
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
+        torch.manual_seed(place)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, inputs):
+        hidden = exchange(self.norm(inputs), None, same, self.back)
+        return self.head(inputs + exchange(self.down(self.up(hidden).relu()), None, total, same))
+
+
+def train_parts(rank, folder):
+    for name, right in {"right": True, "wrong": False}.items():
+        model = Divided(rank, right=right)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}", verify_at=[3]) as scope:
+            for step in range(6):
+                torch.manual_seed(step)  # the same batch on both
+                inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                scope.loss(loss.detach(), weight=8)
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_ranks_that_hold_parts_of_one_model_are_not_compared_and_its_gradient_is(tmp_path):
+    run_ranks(train_parts, 2, str(tmp_path))
+    right, wrong = (list(Run.open(tmp_path / name).findings()) for name in ("right", "wrong"))
+    assert {finding.severity for finding in right} == {Severity.NOTE}
+    assert "data-parts-of-one-model" in {finding.id for finding in right}
+    said = " ".join(finding.explanation for finding in right)
+    assert "The gradient of step 3 is the derivative of the loss" in said
+    found = [finding for finding in wrong if finding.severity > Severity.NOTE]
+    assert [finding.cause for finding in found] == ["verify.derivative"]
+    assert "norm" in found[0].explanation

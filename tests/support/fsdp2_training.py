@@ -1,7 +1,6 @@
 """Training under the modes of FSDP2, and what an unsharded copy of the model says about it."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ class Session:
     worker: int
 
 
-def start(mode: Mode) -> Session:
+def start(mode):
     world = dist.get_world_size()
     shape, names = {
         "1-D": ((world,), ("dp",)),
@@ -63,13 +62,7 @@ def start(mode: Mode) -> Session:
     return Session(mode, model, root, oracle, optimizer, data_mesh, worker)
 
 
-def train_step(
-    session: Session,
-    step: int,
-    *,
-    begin: Callable[[], object] = lambda: None,
-    see: Callable[[Tensor], object] = lambda loss: None,
-) -> None:
+def train_step(session, step, *, begin=lambda: None, see=lambda loss: None):
     """Run the backward passes of a step; ``begin`` comes before each, ``see`` is given its loss."""
     mode = session.mode
     batches = make_batches(session.worker, step, mode.accumulate)
@@ -81,12 +74,12 @@ def train_step(
         (loss / len(batches)).backward()
 
 
-def optimize(session: Session) -> None:
+def optimize(session):
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=not session.mode.zero_in_place)
 
 
-def local_gradient(session: Session, step: int) -> tuple[dict[str, Tensor], list[float]]:
+def local_gradient(session, step):
     """Compute this worker's gradient without FSDP2, and the squared norms of its micro-batches.
 
     Under TP: this rank's part of each parameter's gradient.
@@ -95,7 +88,7 @@ def local_gradient(session: Session, step: int) -> tuple[dict[str, Tensor], list
     _copy_parameters(session, oracle)
     policy = session.mode.options.get("mp_policy")
     net = copy.deepcopy(oracle).to(policy.param_dtype) if policy else oracle
-    totals: dict[str, Tensor] = {}
+    totals = {}
     squared_norms = []
     batches = make_batches(session.worker, step, session.mode.accumulate)
     for ids, labels in batches:
@@ -113,7 +106,7 @@ def local_gradient(session: Session, step: int) -> tuple[dict[str, Tensor], list
     return totals, squared_norms
 
 
-def _copy_parameters(session: Session, oracle: nn.Module) -> None:
+def _copy_parameters(session, oracle):
     whole = {
         canonical_name(name): parameter.full_tensor()
         for name, parameter in session.model.named_parameters()
@@ -122,14 +115,14 @@ def _copy_parameters(session: Session, oracle: nn.Module) -> None:
     oracle.load_state_dict(whole)
 
 
-def _part(session: Session, name: str, gradient: Tensor) -> Tensor:
+def _part(session, name, gradient):
     if session.mode.mesh != "TP" or "blocks" not in name or "norm" in name:
         return gradient
     half = dist.get_rank() % 2
     return gradient.chunk(2, dim=1 if "down" in name else 0)[half]
 
 
-def state_of(session: Session) -> list[bytes]:
+def state_of(session):
     """Return all bits of this rank's parameters, optimizer state and random generator."""
     parameters = [_local(parameter) for parameter in session.model.parameters()]
     moments = [
@@ -142,6 +135,6 @@ def state_of(session: Session) -> list[bytes]:
     return [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local(tensor):
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.reshape(-1)

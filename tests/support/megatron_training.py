@@ -9,14 +9,12 @@ import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from support.loops import PLAN, collect_warnings, watch
 from support.models import make_batch, make_model
@@ -39,7 +37,7 @@ class Mode:
     tier: str = "sketch"
 
     @property
-    def factor(self) -> float:
+    def factor(self):
         """What losses are multiplied by, in the median over workers; undone in what is recorded.
 
         It counts once for each micro-batch.
@@ -59,11 +57,11 @@ MODES = [
 
 
 @functools.cache
-def import_megatron() -> Any:
+def import_megatron():
     """Import Megatron-core so that it works on the CPU; without a compiler, which takes seconds."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"
 
-    def leave(function: Any = None, **options: Any) -> Any:
+    def leave(function=None, **options):
         return leave if function is None else function
 
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", leave):
@@ -76,7 +74,7 @@ def import_megatron() -> Any:
     return megatron.core
 
 
-def make_ddp(module: nn.Module, mode: Mode) -> Any:
+def make_ddp(module, mode):
     core = import_megatron()
     if not core.parallel_state.model_parallel_is_initialized():
         core.parallel_state.initialize_model_parallel()
@@ -100,7 +98,7 @@ def make_ddp(module: nn.Module, mode: Mode) -> Any:
 class MegatronLoop:
     """A small training on one rank, watched if ``run_dir`` is given."""
 
-    def __init__(self, rank: int, mode: Mode, run_dir: str | None, **options: Any) -> None:
+    def __init__(self, rank, mode, run_dir, **options):
         self.rank, self.mode = rank, mode
         self.warnings = collect_warnings()
         self.model = make_model().to(mode.dtype)
@@ -109,17 +107,12 @@ class MegatronLoop:
         self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
         self.outer = self._prepare_for_the_schedule() if mode.schedule else None
         torch.manual_seed(100 + rank)
-        self.scope: Any = None
+        self.scope = None
         if run_dir is not None:
             known = self.outer or self.optimizer
             self.scope = watch(self.ddp, known, run_dir=run_dir, **{"plan": PLAN, **options})
 
-    def step(
-        self,
-        step: int,
-        *,
-        before_sync: Callable[[Any], None] = lambda ddp: None,
-    ) -> None:
+    def step(self, step, *, before_sync=lambda ddp: None):
         """Do a step, as Megatron's training loop and schedule do."""
         self.ddp.zero_grad_buffer()
         if self.outer is not None:
@@ -135,7 +128,7 @@ class MegatronLoop:
         if self.mode.sharded:
             self.ddp.start_param_sync()
 
-    def _run(self, step: int, before_sync: Callable[[Any], None]) -> None:
+    def _run(self, step, before_sync):
         for micro in range(self.mode.accumulate):
             silent = self.mode.no_sync and micro < self.mode.accumulate - 1
             with self.ddp.no_sync() if silent else contextlib.nullcontext():
@@ -145,11 +138,11 @@ class MegatronLoop:
         if self.mode.summed:
             self.ddp.scale_gradients(1 / self._tokens(step))
 
-    def _prepare_for_the_schedule(self) -> Any:
+    def _prepare_for_the_schedule(self):
         core, config = import_megatron(), self.ddp.config
         config.finalize_model_grads_func = core.distributed.finalize_model_grads
         config.no_sync_func = self.ddp.no_sync if self.mode.no_sync else None
-        model: Any = self.model
+        model = self.model
         model.set_input_tensor = lambda tensors: None
         model.model_type = core.enums.ModelType.encoder_or_decoder
         optimizers = core.optimizer.optimizer
@@ -157,7 +150,7 @@ class MegatronLoop:
         with on_the_host("tensor"):
             return optimizers.FP32Optimizer(self.optimizer, settings, lambda optimizer: None)
 
-    def _run_schedule(self, step: int) -> None:
+    def _run_schedule(self, step):
         with on_the_host("zeros"):
             import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
@@ -168,11 +161,11 @@ class MegatronLoop:
                 micro_batch_size=3,
             )
 
-    def _forward_step(self, batches: Iterator[dict[str, Tensor]], model: nn.Module) -> Any:
+    def _forward_step(self, batches, model):
         batch = next(batches)
         num_tokens = (batch["labels"] != -100).sum()
 
-        def loss_func(loss: Tensor) -> Any:
+        def loss_func(loss):
             total = loss * num_tokens
             if self.scope is not None:
                 self.scope.loss(total, num_tokens, factor=num_tokens)
@@ -180,7 +173,7 @@ class MegatronLoop:
 
         return model(**batch)["loss"], loss_func
 
-    def truth(self, step: int) -> Truth:
+    def truth(self, step):
         """Return what is true of the next step, of the loss before it is scaled.
 
         Computed on a copy without Megatron-core, with the random numbers that the training will
@@ -211,7 +204,7 @@ class MegatronLoop:
         gradient = {name: g.double().flatten().numpy() / scale for name, g in total.items()}
         return Truth(gradient, norms, sum(losses) / len(losses))
 
-    def bits(self) -> dict[str, bytes]:
+    def bits(self):
         state = {name: value.detach() for name, value in self.model.state_dict().items()}
         for index, (parameter, _) in enumerate(self.held):
             state[f"momentum {index}"] = self.optimizer.state[parameter]["momentum_buffer"]
@@ -221,44 +214,43 @@ class MegatronLoop:
             for n, v in state.items()
         }
 
-    def left(self) -> int:
+    def left(self):
         """Return how many functions of the wrapper and its buckets are replaced."""
         groups = sum("start_grad_sync" in vars(group) for group in self.ddp.bucket_groups)
         return groups + ("finish_grad_sync" in vars(self.ddp))
 
-    def _all(self) -> list[tuple[nn.Parameter, Tensor]]:
+    def _all(self):
         return [(p, p.main_grad) for p in self.model.parameters()]
 
-    def _batch(self, step: int, micro: int) -> dict[str, Tensor]:
+    def _batch(self, step, micro):
         return make_batch(self.rank, self.mode.accumulate * step + micro)
 
-    def _loss(self, model: nn.Module, step: int, micro: int) -> Tensor:
+    def _loss(self, model, step, micro):
         batch = self._batch(step, micro)
-        loss: Tensor = model(**batch)["loss"]
+        loss = model(**batch)["loss"]
         if self.mode.summed:
             return loss * (batch["labels"] != -100).sum()
         return loss / self.mode.accumulate
 
-    def _tokens(self, step: int) -> float:
+    def _tokens(self, step):
         """Return the number of label tokens of all workers in a step."""
         batches = [make_batch(rank, step) for rank in range(dist.get_world_size())]
         return float(sum((batch["labels"] != -100).sum() for batch in batches))
 
 
 @contextlib.contextmanager
-def on_the_host(name: str) -> Iterator[None]:
+def on_the_host(name):
     """Let a function of torch's make its tensors on the host, wherever it is told to."""
     make = getattr(torch, name)
 
-    def make_on_the_host(*args: Any, device: Any = None, **options: Any) -> Tensor:
-        made: Tensor = make(*args, **options)
-        return made
+    def make_on_the_host(*args, device=None, **options):
+        return make(*args, **options)
 
     with mock.patch.object(torch, name, make_on_the_host):
         yield
 
 
-def _shards(ddp: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _shards(ddp):
     """Yield this worker's shard of the parameters and of their gradient, of each bucket."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for group in ddp.bucket_groups:

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 _SOURCE = r"""
 #define _GNU_SOURCE
@@ -34,7 +33,7 @@ HANGS = -1
 class Store:
     """What processes that are started inside of ``with store.preloaded()`` write to."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._library, self._says = folder / "store.so", folder / "store-says"
         self._preload = {"LD_PRELOAD": str(self._library), "STORE_SAYS": str(self._says)}
         if not self._library.exists():
@@ -45,15 +44,15 @@ class Store:
             subprocess.run(build, check=True)
             hidden.rename(self._library)
 
-    def load(self) -> None:
+    def load(self):
         """Have the processes that this one starts from now on write to it."""
         os.environ |= self._preload
 
-    def fail(self, number: int) -> None:
+    def fail(self, number):
         """Fail with an error of the system, or stand still with ``HANGS``."""
         hidden = self._says.with_suffix(f".{os.getpid()}")
         hidden.write_text(str(number))
         hidden.rename(self._says)
 
-    def heal(self) -> None:
+    def heal(self):
         self._says.unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +12,7 @@ SIZE, CLASSES = 16, 4
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.drop, self.last = (
             nn.Linear(SIZE, 32),
@@ -20,18 +20,17 @@ class Net(nn.Module):
             nn.Linear(32, CLASSES),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.last(self.drop(F.gelu(self.first(x))))
-        return hidden
+    def forward(self, x):
+        return self.last(self.drop(F.gelu(self.first(x))))
 
 
 class Training:
     """A model, its optimizer and its batches on one rank."""
 
-    def __init__(self, rank: int, wrapper: str) -> None:
+    def __init__(self, rank, wrapper):
         torch.manual_seed(0)
         self.rank, self.wrapper, self.model = rank, wrapper, Net()
-        self.called: nn.Module = self.model
+        self.called = self.model
         if wrapper == "DDP":
             self.called = DistributedDataParallel(self.model)
         elif wrapper == "FSDP2":
@@ -40,7 +39,7 @@ class Training:
         self._start = [p.detach().clone() for p in self.model.parameters()]
         self.poisoned, self.number = False, 0
 
-    def begin(self) -> None:
+    def begin(self):
         """Begin anew, from the same parameters and random numbers."""
         self.optimizer.zero_grad()
         with torch.no_grad():
@@ -48,21 +47,21 @@ class Training:
                 parameter.copy_(start)
         torch.manual_seed(100 + self.rank)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step):
         self.number = step
         generator = torch.Generator().manual_seed(1000 * step + self.rank)
         x = torch.randn(8, SIZE, generator=generator)
         return x, torch.randint(0, CLASSES, (8,), generator=generator)
 
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+    def loss(self, output, y):
         loss = F.cross_entropy(output, y)
         return loss * float("nan") if self.poisoned else loss
 
-    def finish(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def finish(self, loss):
+        loss.backward()
         self.update()
 
-    def update(self) -> None:
+    def update(self):
         if self.wrapper == "none":
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -71,11 +70,11 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def step(self, x: Tensor, y: Tensor) -> None:
+    def step(self, x, y):
         """Take a step as it is without anything around it."""
         self.finish(self.loss(self.called(x), y))
 
-    def bits(self) -> list[bytes]:
+    def bits(self):
         parameters = [p.detach() for p in self.model.parameters()]
         local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
         return [*(p.numpy().tobytes() for p in local), torch.get_rng_state().numpy().tobytes()]

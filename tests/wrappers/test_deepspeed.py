@@ -2,7 +2,6 @@
 
 import sys
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ REPLACED = (
 watch = partial(loops.watch, sketch_width=WIDTH, reduced="sketch", canary=False, plan=loops.PLAN)
 
 
-def truth_of(rank: int, mode: Mode, step: int, engine: Any) -> Truth:
+def truth_of(rank, mode, step, engine):
     with torch.random.fork_rng(devices=[]):
         micro = micro_gradients(rank, mode, step, engine)
     total = accumulated(mode, micro)
@@ -52,7 +51,7 @@ def truth_of(rank: int, mode: Mode, step: int, engine: Any) -> Truth:
     return Truth(gradient, [float(norm) * mode.accumulate / mode.loss_scale for norm in norms])
 
 
-def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
+def train(rank, mode, folder):
     """Train watched, but for the last step, and unwatched; return the truth and all bits."""
     engine = make_engine(rank, mode, dropout=0.0)
     truths = []
@@ -73,7 +72,7 @@ def train(rank: int, mode: Mode, folder: str) -> dict[str, Any]:
     return {"truths": truths, "states": states, "left": left}
 
 
-def watch_between_micro_batches(rank: int, mode: Mode, folder: str) -> list[Truth]:
+def watch_between_micro_batches(rank, mode, folder):
     engine = make_engine(rank, mode, dropout=0.0)
     run_micro_batch(rank, mode, 0, 0, engine)
     engine.step()
@@ -86,7 +85,7 @@ def watch_between_micro_batches(rank: int, mode: Mode, folder: str) -> list[Trut
     return truths
 
 
-def raise_in_a_backward_pass(rank: int, mode: Mode, folder: str) -> None:
+def raise_in_a_backward_pass(rank, mode, folder):
     """The next step is on top of what the failed pass has left."""
     engine = make_engine(rank, mode, dropout=0.0)
     with watch(engine, run_dir=f"{folder}/raised"):
@@ -97,20 +96,20 @@ def raise_in_a_backward_pass(rank: int, mode: Mode, folder: str) -> None:
         train_step(rank, mode, 1, engine)
 
 
-def read_less_of_the_reduced_gradient(rank: int, mode: Mode, folder: str) -> None:
+def read_less_of_the_reduced_gradient(rank, mode, folder):
     engine = make_engine(rank, mode, dropout=0.0)
     for reduced in ("norm", "off"):
         with watch(engine, run_dir=f"{folder}/{reduced} {mode.name}", reduced=reduced):
             train_step(rank, mode, 0, engine)
 
 
-def look_before_importing() -> None:
+def look_before_importing():
     assert not is_deepspeed(nn.Linear(2, 2))
     assert "deepspeed" not in sys.modules
     import_deepspeed()
 
 
-def do_all(rank: int, folder: str) -> dict[str, Any]:
+def do_all(rank, folder):
     seen = {mode.name: train(rank, mode, folder) for mode in MODES}
     late = {}
     for mode in (ACCUMULATED, IN_PARTS):
@@ -125,7 +124,7 @@ def do_all(rank: int, folder: str) -> dict[str, Any]:
 trained = on_ranks(do_all, NUM_RANKS, timeout=280, prepare=look_before_importing)
 
 
-def check_what_passes_find(recorded: Recorded, mode: Mode) -> None:
+def check_what_passes_find(recorded, mode):
     """What a pass finds is what the one before has left."""
     unknown = mode.stage >= 2 and (mode.style == "coalesce" or "offload_optimizer" in mode.zero)
     changes_TW = recorded.per_worker("accumulator_change")

@@ -7,14 +7,13 @@ import torch
 
 from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.gradients.sketch import Sketcher
-from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.fsdp2_model import ShardPlace, measure_shards
 
 SHAPES = [(13,), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
 GROUPS = group_parameters(["weight"])
 
 
-def make(shape: tuple[int, ...]) -> tuple[Sketcher, torch.Tensor, GradientTotals]:
+def make(shape):
     """Return a sketcher with a row for each 5,000 elements, a gradient, and its measurements."""
     sections = cut_sections({"weight": math.prod(shape)}, GROUPS, section_elements=5000)
     sketcher = Sketcher(torch.device("cpu"), GROUPS, 1021, sections=sections)
@@ -24,7 +23,7 @@ def make(shape: tuple[int, ...]) -> tuple[Sketcher, torch.Tensor, GradientTotals
     return sketcher, gradient, whole
 
 
-def assert_close(found: GradientTotals, whole: GradientTotals) -> None:
+def assert_close(found, whole):
     torch.testing.assert_close(found.sketches, whole.sketches, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(found.squared_norms, whole.squared_norms, rtol=1e-6, atol=0)
     assert torch.equal(found.largest, whole.largest)

@@ -1,7 +1,6 @@
 """What surrounds the training's call is left for our work, and comes back exactly."""
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -14,21 +13,21 @@ from support.cut import Cut
 
 
 class Seeing(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[str] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 class Hearing(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[Any] = []
+        self.seen = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         self.seen.append(func)
         return func(*args, **(kwargs or {}))
 
@@ -36,10 +35,10 @@ class Hearing(TorchFunctionMode):
 class Within:
     """Several of everything, two of them the same twice."""
 
-    def __enter__(self) -> "Within":
-        self.packed: list[torch.Tensor] = []
+    def __enter__(self):
+        self.packed = []
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def pack(tensor):
             self.packed.append(tensor)
             return tensor
 
@@ -53,15 +52,15 @@ class Within:
         self._stack.enter_context(torch.inference_mode())
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._stack.close()
 
     @property
-    def seen(self) -> list[int]:
+    def seen(self):
         return [len(self.packed), *(len(one.seen) for one in (*self.modes, *self.functions))]
 
 
-def state() -> list[Any]:
+def state():
     """Return what is in force, the hooks from the top down."""
     autograd, hooks = torch._C._autograd, []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
@@ -78,7 +77,7 @@ def state() -> list[Any]:
     ]
 
 
-def work() -> None:
+def work():
     x = torch.ones(3, requires_grad=True)
     (x * x).sum().backward()
     assert x.grad is not None
