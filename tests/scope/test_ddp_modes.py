@@ -18,15 +18,12 @@ from support.modes import (
     MORE_MODES,
     POISONED_STEP,
     Training,
-    assert_same_bits,
     micro_batches,
 )
-from support.ranks import alone_and_watched, run_ranks
+from support.ranks import alone_and_watched, on_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
-
 STEPS = 4
 OTHERS = ("plain", "bucket views", "no_sync", "unused parameters")
 """Modes whose hooks are those of a harder one."""
@@ -36,14 +33,10 @@ PARTS = {"first part": range(1, 3), "second part": range(3, 4)}
 """Steps of the third training that are watched, by the ends of their runs' names."""
 
 
-def train_in_modes(rank, modes, folder):
-    """Train in each mode alone, then watched with a look at the truth before each step.
-
-    The third time, parts of it are watched, and in the tier without sketches, where the reduced
-    gradient shows directions.
-    """
+def train_in_modes(rank, folder):
+    """Train in each mode alone, watched, and watched in parts in the tier without sketches."""
     warnings = collect_warnings()
-    results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in modes}
+    results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in ALL}
     assert warnings == []
     return results
 
@@ -73,7 +66,6 @@ def _train(rank, mode, run_dir):
 
 
 def what_is_there(training):
-    """Return all that the monitor might have left in the training."""
     hooks = [training.ddp._forward_pre_hooks, training.ddp._forward_hooks]
     hooks.append(training.optimizer._optimizer_step_post_hooks)
     for parameter in training.model.parameters():
@@ -84,18 +76,15 @@ def what_is_there(training):
 
 
 class ModeRun(Recorded):
-    def __init__(self, ranks, mode, folder):
-        super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in ranks])
-        self.ranks = ranks
-        self.mode = mode
-        self._folder = folder
+    def __init__(self, ranks, folder, mode):
+        self.ranks, self.mode, self._folder = [rank[mode.name] for rank in ranks], mode, folder
+        super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in self.ranks])
         self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
 
     def check_bits(self):
         for rank in self.ranks:
             alone, *watched = rank["bits"]
-            for each in watched:
-                assert_same_bits(alone, each)
+            assert watched == [alone] * 2
 
     def check_spreads_and_losses(self):
         losses_TW, norms_TW = self.truth("loss"), self.truth("norm")
@@ -184,10 +173,12 @@ def to_bfloat16(values):
     return torch.from_numpy(values).float().bfloat16().double().numpy()
 
 
+in_modes = on_ranks(train_in_modes, 3, timeout=240.0)
+
+
 @pytest.fixture(scope="module")
-def runs(folder):
-    ranks = run_ranks(train_in_modes, 3, ALL, str(folder), timeout=240)
-    return {mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, folder) for mode in ALL}
+def runs(in_modes):
+    return {mode.name: ModeRun(*in_modes, mode) for mode in ALL}
 
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
@@ -259,8 +250,7 @@ def train(rank, way, run_dir):
         loss = loop.ddp(**make_batch(rank, step), **branch)["loss"]
         loss.backward()
         see(step, "reduced")
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
         see(step, "parameter")
     loop.close()
     assert loop.warnings == []
@@ -270,10 +260,6 @@ def train(rank, way, run_dir):
 trained = alone_and_watched(train, WAYS, 2)
 
 
-def rows_of(path):
-    return Run.open(path).table(Table.TRACES).to_pylist()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_trace_holds_what_the_training_held_and_changes_no_bit(trained, way):
     ranks, folder = trained
@@ -281,7 +267,8 @@ def test_a_trace_holds_what_the_training_held_and_changes_no_bit(trained, way):
         assert traced["bits"] == alone["bits"]
     every = WAYS[way].get("every", 1)
     seen = [row for row in ranks[0][way][1]["seen"] if row[0] < 0 or row[0] % every == 0]
-    rows = [row for row in rows_of(folder / way) if row["kind"] != "buffer"]
+    rows = Run.open(folder / way).table(Table.TRACES).to_pylist()
+    rows = [row for row in rows if row["kind"] != "buffer"]
     found = {(r["step"], r["kind"], r["name"]): (r["digest"], r["norm"]) for r in rows}
     assert len(found) == len(rows)
     assert found.keys() == {row[:3] for row in seen}

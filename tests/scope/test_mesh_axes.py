@@ -21,7 +21,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.session import meetings, opening, start
 from support.findings import faults
 from support.fsdp2_modes import Block
-from support.loops import collect_lines, collect_warnings, train_watched, watch
+from support.loops import bits_of, collect_lines, collect_warnings, train_watched, watch
 from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -50,10 +50,6 @@ def make_block(mesh):
 def mesh_of_all():
     """Return the mesh of all trainings: it costs more than some of their steps."""
     return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
-
-
-def bits_of(model):
-    return [parameter.to_local().detach().numpy().tobytes() for parameter in model.parameters()]
 
 
 def train(run_dir, case):

@@ -1,6 +1,5 @@
 """What surrounds a step of the training does not see the monitor, whatever it does inside."""
 
-import hashlib
 import importlib
 
 import numpy as np
@@ -80,9 +79,8 @@ def train(rank, wrapper, run_dir, names):
                 training.optimizer.zero_grad()
             if scope is not None:
                 scope._collector.close_step()
-        bits = hashlib.sha256(b"".join(training.bits())).hexdigest()
         steps = range(first, first if scope is None else scope._collector.step)
-        results[name] = {"seen": seen, "raised": raised, "bits": bits, "left": left()}
+        results[name] = {"seen": seen, "raised": raised, "bits": training.bits(), "left": left()}
         results[name] |= {"said": said[:], "steps": steps}
         said.clear()
     if scope is not None:

@@ -1,5 +1,7 @@
 """A model under FSDP2 and tensor parallelism: reference steps, and clipping by the training."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +25,8 @@ from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
 from rankscope.verdict.diagnosis import diagnose_run
 from support.findings import events_of
-from support.loops import collect_warnings, watch
+from support.fsdp2_modes import Block
+from support.loops import bits_of, collect_warnings, train_watched, watch
 from support.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -61,10 +64,8 @@ class Layer(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = (
-            nn.Embedding(TOKENS, WIDTH),
-            nn.Linear(WIDTH, TOKENS, bias=False),
-        )
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.norm = nn.RMSNorm(WIDTH)
 
@@ -79,12 +80,10 @@ class Net(nn.Module):
 
 def cut_over_tp(net, tp, sequence):
     """Cut layers, and sequences between them: not, in torch's style, or norms by hand."""
-    begin, end = (
-        {"input_layouts": Shard(1)},
-        {"output_layouts": Shard(1), "use_local_output": False},
-    )
-    if not sequence:
-        begin, end = {}, {}
+    begin, end = {}, {}
+    if sequence:
+        begin = {"input_layouts": Shard(1)}
+        end = {"output_layouts": Shard(1), "use_local_output": False}
     plan = {"up": ColwiseParallel(**begin), "down": RowwiseParallel(**end)}
     if sequence == "style":
         plan["norm"] = SequenceParallel()
@@ -110,10 +109,8 @@ class Training:
         self.count = 2 if "accumulates" in kind or "lost" in kind else 1
         self.model = self._shard()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.scope = None
-        if run_dir is not None:
-            at = () if kind == "one asks" and dist.get_rank() % 2 else [AT]
-            self.scope = watch(self.model, self.optimizer, run_dir=run_dir, verify_at=at)
+        at = () if kind == "one asks" and dist.get_rank() % 2 else [AT]
+        self.watched = watch(self.model, self.optimizer, run_dir=run_dir, verify_at=at)
 
     def _shard(self):
         sequence = "style" if self.kind.startswith("sequence") else ""
@@ -136,26 +133,20 @@ class Training:
         args[0].view(2, LENGTH, 4 // self.mesh["tp"].size(), WIDTH // 2)
 
     def train(self):
-        """Return all bits afterwards."""
-        for step in range(AT + 1):
-            for micro in range(self.count):
-                last = micro == self.count - 1
-                self.model.set_requires_gradient_sync(last or "lost" in self.kind)
-                draw = torch.Generator().manual_seed(1000 * self.worker + step * self.count + micro)
-                ids = torch.randint(TOKENS, (2, LENGTH), generator=draw)
-                self._backward(ids, forgets="lost" in self.kind and last)
-            self._change()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        if self.scope is not None:
-            self.scope.close()
-        moments = [each["momentum_buffer"] for each in self.optimizer.state.values()]
-        tensors = [*self.model.parameters(), *moments]
-        local = [tensor.to_local().detach().contiguous() for tensor in tensors]
-        bits = [tensor.view(torch.uint8).numpy().tobytes() for tensor in local]
-        return [*bits, torch.get_rng_state().numpy().tobytes()]
+        with self.watched:
+            for step in range(AT + 1):
+                for micro in range(self.count):
+                    last = micro == self.count - 1
+                    self.model.set_requires_gradient_sync(last or "lost" in self.kind)
+                    self._backward(step * self.count + micro, forgets="lost" in self.kind and last)
+                self._change()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        return bits_of(self.model, [self.optimizer])
 
-    def _backward(self, ids, *, forgets):
+    def _backward(self, number, *, forgets):
+        draw = torch.Generator().manual_seed(1000 * self.worker + number)
+        ids = torch.randint(TOKENS, (2, LENGTH), generator=draw)
         found = self.model(ids)["loss"]
         if forgets:
             self.optimizer.zero_grad()
@@ -210,17 +201,7 @@ def test_each_training_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path
 STEPS, NARROW, LIMIT = 12, 8, 0.01
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(NARROW)
-        self.up, self.down = nn.Linear(NARROW, 16, bias=False), nn.Linear(16, NARROW, bias=False)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-def clip(model, mesh, *, twice):
+def clip(model, mesh, twice, step):
     """Clip by the norm over both axes; ``twice`` counts what ranks along tp hold alike for each."""
     total = torch.zeros(())
     for parameter in model.parameters():
@@ -236,22 +217,19 @@ def clip(model, mesh, *, twice):
 def train_clipped(rank, run_dir, twice, same_data=False):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), nn.Linear(NARROW, NARROW))
+    model = nn.Sequential(Block(NARROW), nn.Linear(NARROW, NARROW))
     parallelize_module(model[0], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(model[0], mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scope = watch(model, optimizer, run_dir=run_dir, canary=False)
-    for step in range(STEPS):
+
+    def loss_of(step):
         torch.manual_seed(2 * step + (0 if same_data else mesh["dp"].get_local_rank()))
         batch = torch.randn(4, NARROW)
-        loss = (model(batch) - batch.flip(1)).square().mean()
-        scope.loss(loss)
-        loss.backward()
-        clip(model, mesh, twice=twice)
-        optimizer.step()
-        optimizer.zero_grad()
-    scope.close()
+        return (model(batch) - batch.flip(1)).square().mean()
+
+    clipped = partial(clip, model, mesh, twice)
+    train_watched(model, optimizer, run_dir, STEPS, loss_of, clipped)
 
 
 def train_all_clipped(rank, folder):

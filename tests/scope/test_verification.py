@@ -17,7 +17,7 @@ from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
 from support import deepspeed_modes
 from support.findings import events_of
-from support.loops import collect_warnings, watch
+from support.loops import bits_of, collect_warnings, watch
 from support.models import TinyLM, make_batch
 from support.ranks import run_ranks
 
@@ -202,16 +202,7 @@ class Loop:
             self.model.head.weight.grad[3] *= 1.5
 
     def bits(self):
-        state = {**self.model.state_dict(), "rng": torch.get_rng_state()}
-        for number, each in enumerate(self.optimizer.state.values()):
-            state[f"momentum {number}"] = each["momentum_buffer"]
-        whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in state.items()}
-        numpy = np.random.get_state(legacy=False)["state"]["key"]  # noqa: NPY002
-        return {
-            **{n: v.detach().contiguous().view(torch.uint8).numpy().tobytes() if v.dim() else
-               v.detach().float().numpy().tobytes() for n, v in whole.items()},
-            "others": numpy.tobytes() + repr(random.getstate()).encode(),
-        }  # fmt: skip
+        return bits_of(self.model, [self.optimizer])
 
 
 def train_each(rank, folder):

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from support.loops import PLAN, bits_of, collect_warnings, watch
+from support.loops import PLAN, bits_of, collect_warnings, grad_norm, watch
 from support.models import make_batch, make_model
 
 Parameters = list[Tensor]
@@ -66,8 +66,7 @@ class BareLoop:
     def step(self, step):
         for micro in range(self.micro_batches):
             self.backward(self.loss(step, micro))
-        squares = [p.grad.double().square().sum() for p in self.trained if p.grad is not None]
-        self.norms.append(float(torch.stack(squares).sum().sqrt()))
+        self.norms.append(grad_norm(self.model))
         self.reduce(step)
         self.optimize()
         self.zero()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -120,21 +120,3 @@ def _part(session, name, gradient):
         return gradient
     half = dist.get_rank() % 2
     return gradient.chunk(2, dim=1 if "down" in name else 0)[half]
-
-
-def state_of(session):
-    """Return all bits of this rank's parameters, optimizer state and random generator."""
-    parameters = [_local(parameter) for parameter in session.model.parameters()]
-    moments = [
-        _local(value)
-        for state in session.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    tensors = [*parameters, *moments, torch.get_rng_state()]
-    return [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
-
-
-def _local(tensor):
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.reshape(-1)

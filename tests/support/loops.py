@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import logging
+import random
 import time
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -81,16 +83,23 @@ def watch(model, optimizer=None, *, run_dir, **options):
     return rankscope.watch(model, optimizer, **options)
 
 
-def bits_of(model, optimizers):
-    """Return every bit of a training's state."""
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    kept = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+def bits_of(model, optimizers=()):
+    """Return every bit of a training's state on this rank."""
+    tensors = {**model.state_dict(), "rng": torch.get_rng_state()}
+    for number, state in enumerate(s for one in optimizers for s in one.state.values()):
+        tensors |= {f"{number} {n}": v for n, v in state.items() if isinstance(v, torch.Tensor)}
+    local = {n: v.to_local() if isinstance(v, DTensor) else v for n, v in tensors.items()}
     return {
-        **{name: value.numpy().tobytes() for name, value in model.state_dict().items()},
-        "optimizers": b"".join(value.numpy().tobytes() for value in kept),
-        "rng": torch.get_rng_state().numpy().tobytes(),
+        **{n: v.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for n, v in local.items()},
         "numpy": np.random.get_state(legacy=False)["state"]["key"].tobytes(),  # noqa: NPY002
+        "python": random.getstate(),
     }
+
+
+def grad_norm(model):
+    """Return the norm of a model's whole gradient, in double precision."""
+    parts = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(parts).norm().item()
 
 
 class Loop:
@@ -104,7 +113,6 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
         self.scope = None
-        self.failed_on = []
         if run_dir is not None:
             self.watch(run_dir, **options)
 
@@ -147,8 +155,7 @@ class Loop:
                 options = {"use_branch": True} if branch and branch[index] else {}
                 loss = alone(**make_batch(self.rank, number), **options)["loss"]
                 (loss / len(batches)).backward()
-        parts = [p.grad.double().flatten() for p in alone.parameters() if p.grad is not None]
-        return torch.cat(parts).norm().item()
+        return grad_norm(alone)
 
     def bits(self):
         return bits_of(self.model, [self.optimizer])

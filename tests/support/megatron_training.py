@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.loops import PLAN, collect_warnings, watch
+from support.loops import PLAN, bits_of, collect_warnings, grad_norm, watch
 from support.models import make_batch, make_model
 from support.recorded import Truth
 
@@ -103,7 +103,8 @@ class MegatronLoop:
         self.warnings = collect_warnings()
         self.model = make_model().to(mode.dtype)
         self.ddp = make_ddp(self.model, mode)
-        self.held = list(_shards(self.ddp)) if mode.sharded else self._all()
+        whole = [(p, p.main_grad) for p in self.model.parameters()]
+        self.held = list(_shards(self.ddp)) if mode.sharded else whole
         self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
         self.outer = self._prepare_for_the_schedule() if mode.schedule else None
         torch.manual_seed(100 + rank)
@@ -195,32 +196,20 @@ class MegatronLoop:
                 losses.append(
                     loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
                 )
-                own = {name: p.grad.float() for name, p in named.items() if p.grad is not None}
-                parts = [gradient.double().flatten() for gradient in own.values()]
-                norms.append(torch.cat(parts).norm().item() / self.mode.factor)
-                for name, gradient in own.items():
-                    total[name] += gradient
+                norms.append(grad_norm(alone) / self.mode.factor)
+                for name, parameter in named.items():
+                    total[name] += parameter.grad.float()
         scale = self.mode.factor * self.mode.accumulate
         gradient = {name: g.double().flatten().numpy() / scale for name, g in total.items()}
         return Truth(gradient, norms, sum(losses) / len(losses))
 
     def bits(self):
-        state = {name: value.detach() for name, value in self.model.state_dict().items()}
-        for index, (parameter, _) in enumerate(self.held):
-            state[f"momentum {index}"] = self.optimizer.state[parameter]["momentum_buffer"]
-        state["rng"] = torch.get_rng_state()
-        return {
-            n: v.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for n, v in state.items()
-        }
+        return bits_of(self.model, [self.optimizer])
 
     def left(self):
         """Return how many functions of the wrapper and its buckets are replaced."""
         groups = sum("start_grad_sync" in vars(group) for group in self.ddp.bucket_groups)
         return groups + ("finish_grad_sync" in vars(self.ddp))
-
-    def _all(self):
-        return [(p, p.main_grad) for p in self.model.parameters()]
 
     def _batch(self, step, micro):
         return make_batch(self.rank, self.mode.accumulate * step + micro)

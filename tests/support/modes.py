@@ -9,9 +9,9 @@ import torch
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
+from support.loops import bits_of, grad_norm, watch
 from support.models import make_batch, make_model
 from support.recorded import Truth
 
@@ -89,9 +89,7 @@ class Training:
         torch.manual_seed(100 + rank)
 
     def watch(self, run_dir, **options):
-        """Record the run from now on, gradients in every step."""
-        options = {"overhead_budget": None, **options}
-        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+        self.scope = watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
     def close(self):
         if self.scope is not None:
@@ -106,18 +104,16 @@ class Training:
                 loss = self._forward(self.ddp, batch)
                 with self._poison(step):
                     self.scaler.scale(loss / self._divisor).backward()
-        parts = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()
-        norm = norm / self.multiplier
+        norm = grad_norm(self.model) / self.multiplier
         self._optimize()
-        return norm.item()
+        return norm
 
     def oracle(self, step):
         """Return what is true of the step that comes next, computed without DDP or monitor."""
         return _compute(self.rank, self.mode, step, self.model, self._forward)
 
     def state(self):
-        return {**state_of(self.model, self.optimizer), "scale": self.scaler.get_scale()}
+        return bits_of(self.model, [self.optimizer]), self.scaler.get_scale()
 
     @property
     def multiplier(self):
@@ -177,28 +173,6 @@ def train_step(rank, mode, step, ddp, optimizer):
             (ddp(**batch)["loss"] / len(batches)).backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=not mode.zero_in_place)
-
-
-def state_of(model, optimizer):
-    return {
-        "parameters": {k: v.numpy().copy() for k, v in model.state_dict().items()},
-        "optimizer": [
-            {k: v.numpy().copy() for k, v in state.items()}
-            for state in optimizer.state_dict()["state"].values()
-        ],
-        "rng": torch.get_rng_state().numpy().copy(),
-    }
-
-
-def assert_same_bits(one, other):
-    assert one["scale"] == other["scale"]
-    for name, value in one["parameters"].items():
-        assert value.tobytes() == other["parameters"][name].tobytes(), name
-    assert len(one["optimizer"]) == len(other["optimizer"]) > 0
-    for before, after in zip(one["optimizer"], other["optimizer"], strict=True):
-        for name, value in before.items():
-            assert value.tobytes() == after[name].tobytes(), name
-    assert one["rng"].tobytes() == other["rng"].tobytes()
 
 
 def _compute(rank, mode, step, model, forward):

@@ -7,6 +7,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from support.loops import bits_of
+
 WRAPPERS = ("DDP", "FSDP2", "none")
 SIZE, CLASSES = 16, 4
 
@@ -75,6 +77,4 @@ class Training:
         self.finish(self.loss(self.called(x), y))
 
     def bits(self):
-        parameters = [p.detach() for p in self.model.parameters()]
-        local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
-        return [*(p.numpy().tobytes() for p in local), torch.get_rng_state().numpy().tobytes()]
+        return bits_of(self.model)

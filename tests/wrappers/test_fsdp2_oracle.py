@@ -8,8 +8,8 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.fsdp2_modes import MODES
-from support.fsdp2_training import local_gradient, optimize, start, state_of, train_step
-from support.loops import watch
+from support.fsdp2_training import local_gradient, optimize, start, train_step
+from support.loops import bits_of, watch
 from support.ranks import run_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth, cosines
 
@@ -46,7 +46,10 @@ def train_mode(mode, folder):
     train_unwatched(session, range(STEPS, STEPS + 1))
     alone = start(mode)
     train_unwatched(alone, range(STEPS + 1))
-    return {"truths": truths, "bits": (state_of(session), state_of(alone))}
+    return {
+        "truths": truths,
+        "bits": [bits_of(each.model, [each.optimizer]) for each in (session, alone)],
+    }
 
 
 def num_ranks_of(mode):
