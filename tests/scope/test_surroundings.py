@@ -13,8 +13,7 @@ from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
 from support.loops import PLAN, collect_lines, collect_warnings, wait_for, watch
 from support.ranks import run_ranks
-from support.surrounded_training import WRAPPERS, Training
-from support.surroundings import SURROUNDINGS
+from support.surroundings import SURROUNDINGS, WRAPPERS, Training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -31,7 +30,6 @@ NO_CANARY = {
     "dual level": "the forward pass runs under forward-mode differentiation",
 }
 VERIFIED = ("verify.agrees", "what one process")
-"""It was computed again, for the loss on which backward was called."""
 OTHERWISE_VERIFIED = {
     "checkpoint without generators": ("verify.gradient", "is not what one process would"),
     "reentrant checkpoint": (
@@ -41,10 +39,7 @@ OTHERWISE_VERIFIED = {
     "dual level": ("verify.declined", "forward-mode differentiation"),
 }
 """Without the generators, a recomputation drops other units: the gradient is wrong indeed.
-
-Autograd does not see through a reentrant checkpoint around the model, so that the loop's loss is
-not known.
-"""
+Autograd does not see through a reentrant checkpoint: the loop's loss is not known."""
 
 STEPS = 6
 KEEP, RUN, VERIFY = 2, 4, 5
@@ -52,7 +47,7 @@ KEEP, RUN, VERIFY = 2, 4, 5
 again; the others are only measured."""
 
 
-def train(rank, wrapper, run_dir, names):
+def train(rank, wrapper, run_dir):
     canary_plan.LAG = 10**6  # none but those of the test
     collect_warnings()
     training = Training(rank, wrapper)
@@ -61,9 +56,10 @@ def train(rank, wrapper, run_dir, names):
         scope = watch(training.called, training.optimizer, run_dir=run_dir, plan=PLAN)
     said = collect_lines()
     results = {}
-    for name in names:
+    for name in ways_of(wrapper):
         training.begin()
-        root = None if canary_of(scope) is None else Root(scope)
+        canary = None if scope is None else scope._collector._probes.get("canary")
+        root = None if canary is None else Root(scope, canary)
         first = -1 if scope is None else scope._collector.step
         wait_for(scope, first - 1)
         seen, raised = [], []
@@ -88,17 +84,12 @@ def train(rank, wrapper, run_dir, names):
     return results
 
 
-def canary_of(scope):
-    return None if scope is None else scope._collector._probes.get("canary")
-
-
 class Root:
     """Plays the root's part in a canary, which is to run in a certain step."""
 
-    def __init__(self, scope):
-        self._scope, self._canary = scope, canary_of(scope)
-        self._answers = []
-        self._canary._send = self._answers.append
+    def __init__(self, scope, canary):
+        self._scope, self._canary, self._answers = scope, canary, []
+        canary._send = self._answers.append
 
     def before(self, step):
         now = self._scope._collector.step
@@ -114,7 +105,6 @@ class Root:
 
 
 def left():
-    """Return what a step may have left behind of surroundings."""
     return [
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
@@ -123,10 +113,6 @@ def left():
         torch.is_inference_mode_enabled(),
         torch.is_grad_enabled(),
     ]
-
-
-def train_all(rank, folder, wrapper, names):
-    return train(rank, wrapper, None, names), train(rank, wrapper, f"{folder}/{wrapper}", names)
 
 
 def import_all():
@@ -141,13 +127,15 @@ def ways_of(wrapper):
     return [way for way in SURROUNDINGS if way not in without]
 
 
+def train_alone_and_watched(rank, folder, wrapper):
+    return [train(rank, wrapper, run_dir) for run_dir in (None, f"{folder}/{wrapper}")]
+
+
 @pytest.fixture(scope="module", params=WRAPPERS)
 def trained(request, folder):
     """Return a wrapper, what each rank has of each way, and the watched run."""
-    ways = ways_of(request.param)
-    ranks = run_ranks(
-        train_all, 2, str(folder), request.param, ways, timeout=300, prepare=import_all
-    )
+    given = (train_alone_and_watched, 2, str(folder), request.param)
+    ranks = run_ranks(*given, timeout=300, prepare=import_all)
     return request.param, ranks, Run.open(folder / request.param)
 
 

@@ -244,7 +244,7 @@ def train_engine(rank, kind, run_dir):
     state = deepspeed_modes.state_of(engine)
     engine.destroy()
     dist.barrier()
-    return {name: value.tobytes() for name, value in state.items()}
+    return state
 
 
 def findings(run_dir, family):

@@ -242,7 +242,7 @@ def state_of(engine):
             state[f"master {index}"] = master.detach()
             state |= {f"{name} {index}": value for name, value in values.items()}
     state["rng"] = torch.get_rng_state()
-    return {name: v.reshape(-1).view(torch.uint8).numpy().copy() for name, v in state.items()}
+    return {n: v.reshape(-1).view(torch.uint8).numpy().tobytes() for n, v in state.items()}
 
 
 def _optimizer_state_of_stage_3(engine):
