@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.evidence import Table
@@ -20,9 +19,9 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import Loop, bits_of, collect_warnings, wait_for
+from support.loops import Loop, bits_of, collect_warnings, wait_for, watch
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -41,7 +40,7 @@ def hasten():
 class SideEffects(nn.Module):
     """Dropout, batch norm, checkpointing, and a forward pass that changes all that it can reach."""
 
-    def __init__(self, *, raises=False):
+    def __init__(self, raises):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.dropout = nn.Dropout(0.2)
@@ -79,37 +78,29 @@ def _in_training():
 def train(rank, run_dir, options):
     warnings = collect_warnings()
     torch.manual_seed(0)
-    model, accumulates = (
-        SideEffects(raises=options.pop("raises", False)),
-        options.pop("adds", False),
-    )
+    model, accumulates = SideEffects(options.pop("raises", False)), options.pop("adds", False)
     model.noise.manual_seed(rank)
     ddp = DistributedDataParallel(model, **options.pop("ddp", {}))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(100 + rank)
     random.seed(rank)
     np.random.seed(rank)  # noqa: NPY002
-    scope = None
-    if run_dir is not None:
-        scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None, **options)
     gradients_kept = []
-    for step in range(STEPS):
-        if accumulates:
-            with ddp.no_sync():
-                ddp(**make_batch(rank, step + STEPS))["loss"].backward()
-        before = [id(p.grad) for p in model.parameters()]
-        output = ddp(**make_batch(rank, step))
-        gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
-        output["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        wait_for(scope, step - 1)
-    if scope is not None:
-        scope.close()
+    with watch(ddp, optimizer, run_dir=run_dir, **options) as scope:
+        for step in range(STEPS):
+            if accumulates:
+                with ddp.no_sync():
+                    ddp(**make_batch(rank, step + STEPS))["loss"].backward()
+            before = [id(p.grad) for p in model.parameters()]
+            output = ddp(**make_batch(rank, step))
+            gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
+            output["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            wait_for(scope, step - 1)
     return {
         "bits": {
             **bits_of(model, [optimizer]),
-            "python": random.getstate(),
             "own": model.noise.get_state().numpy().tobytes(),
             "attributes": (model.calls, model.lengths, model.last.numpy().tobytes()),
         },
@@ -136,10 +127,7 @@ def train_all(rank, folder):
     return results
 
 
-@pytest.fixture(scope="module")
-def trained(folder):
-    ranks = run_ranks(train_all, 2, str(folder))
-    return {way: [of_rank[way] for of_rank in ranks] for way in WAYS}
+trained = on_ranks(train_all, 2)
 
 
 def canary_steps(run):
@@ -148,8 +136,9 @@ def canary_steps(run):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_has_the_same_bits_with_canaries(trained, folder, way):
-    for alone, watched in trained[way]:
+def test_training_has_the_same_bits_with_canaries(trained, way):
+    ranks, folder = trained
+    for alone, watched in (of_rank[way] for of_rank in ranks):
         assert alone["bits"] == watched["bits"]
         assert alone["gradients_kept"] == watched["gradients_kept"]
     assert Run.open(folder / way).status == "complete"
@@ -157,8 +146,9 @@ def test_training_has_the_same_bits_with_canaries(trained, folder, way):
 
 
 @pytest.mark.parametrize("way", ["bucket views", "static graph"])
-def test_healthy_workers_agree_in_every_bit(trained, folder, way):
-    assert [watched["warnings"] for _, watched in trained[way]] == [[], []]
+def test_healthy_workers_agree_in_every_bit(trained, way):
+    ranks, folder = trained
+    assert [of_rank[way][1]["warnings"] for of_rank in ranks] == [[], []]
     run = Run.open(folder / way)
     assert canary_steps(run) == [2 * LEAD, EVERY + 2 * LEAD]
     columns = run.columns(Table.WORKERS, "step", "canary_digest", "canary_again")
@@ -170,10 +160,11 @@ def test_healthy_workers_agree_in_every_bit(trained, folder, way):
     assert not [finding for finding in run.findings() if finding.id.startswith("canary")]
 
 
-def test_a_model_that_cannot_replay_is_left_alone(trained, folder):
+def test_a_model_that_cannot_replay_is_left_alone(trained):
+    ranks, folder = trained
     assert canary_steps(Run.open(folder / "raises")) == []
-    for _, watched in trained["raises"]:
-        [warning] = watched["warnings"]  # of two canaries on schedule
+    for of_rank in ranks:
+        [warning] = of_rank["raises"][1]["warnings"]  # of two canaries on schedule
         assert "no canary for scheduled" in warning
         assert "this model is peculiar" in warning
         assert "[traceback]" not in warning
@@ -253,8 +244,7 @@ def bad_labels(rank, run_dir):
         targets = (batch["input_ids"] + off) % 50
         batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], targets)
         loop.ddp(**batch)["loss"].backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
         wait_for(loop.scope, step - 1)
         if seen is None and any(finding.severity >= Severity.WARNING for finding in told):
             seen = step

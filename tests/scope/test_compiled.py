@@ -1,6 +1,8 @@
 """``torch.compile`` around and inside DDP, before and after ``watch``."""
 
 import logging
+from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.ranks import run_ranks
+from support.loops import watch
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -19,28 +21,15 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Dynamo traces the hooks of modules that are not torch's own."""
+    """Dynamo traces the hooks of modules that are not torch's own; a graph ends with a bucket."""
 
-    def __init__(self):
+    def __init__(self, *widths):
         super().__init__()
-        self.head = nn.Linear(4, 1)
+        self.layers = nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise(widths)))
+        self.head = nn.Linear(widths[-1], 1)
 
     def forward(self, inputs):
-        return self.head(torch.relu(inputs))
-
-
-class Wide(nn.Module):
-    """Torch splits the graph where a bucket of DDP's ends: the first one at 1 MiB."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Linear(n, m) for n, m in ((4, 600), (600, 600), (600, 600)))
-        )
-        self.head = nn.Linear(600, 1)
-
-    def forward(self, inputs):
-        return self.head(self.layers(inputs))
+        return self.head(self.layers(inputs).relu())
 
 
 def build(way, net, watch):
@@ -90,24 +79,18 @@ def make_step(way, net, called, optimizer):
 
 
 def count_graphs(rank, way, run_dir):
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
     torch.manual_seed(0)
-    net = Wide() if "buckets" in way else Net()
+    net = Net(4, 600, 600, 600) if "buckets" in way else Net(4)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scopes = []
-
-    def watch(model):
-        if run_dir is not None:
-            options = {"run_dir": run_dir, "overhead_budget": None}
-            scopes.append(rankscope.watch(model, optimizer, **options))
-
-    step = make_step(way, net, build(way, net, watch), optimizer)
-    for number in range(STEPS):
-        step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))
-    for scope in scopes:
-        scope.close()
+    with ExitStack() as watched:
+        begin = lambda model: watched.enter_context(watch(model, optimizer, run_dir=run_dir))  # noqa: E731
+        step = make_step(way, net, build(way, net, begin), optimizer)
+        for number in range(STEPS):
+            step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))
     counted = torch._dynamo.utils.counters
     facts = {"bits": net.head.weight.detach().numpy().tobytes()}
     facts["graphs"] = counted["stats"]["unique_graphs"], counted["stats"]["calls_captured"]
@@ -118,19 +101,14 @@ def count_graphs(rank, way, run_dir):
     return facts
 
 
-def count_all_graphs(rank, folder):
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    return [
-        (count_graphs(rank, way, None), count_graphs(rank, way, f"{folder}/{way}")) for way in WAYS
-    ]
+counted = alone_and_watched(count_graphs, WAYS, 2)
 
 
-def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(tmp_path):
-    for results in run_ranks(count_all_graphs, 2, str(tmp_path), timeout=300):
-        for way, (alone, watched) in zip(WAYS, results, strict=True):
+def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(counted):
+    for way in WAYS:
+        for alone, watched in (results[way] for results in counted[0]):
             assert watched == alone, way
             assert alone["graphs"][0] > 0, way
-    for way in WAYS:
-        run = Run.open(tmp_path / way)
+        run = Run.open(counted[1] / way)
         assert run.table(Table.STEPS).num_rows == STEPS, way
         assert run.table(Table.WORKERS)["grad_norm"].null_count == 0, way

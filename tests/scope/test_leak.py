@@ -1,6 +1,5 @@
 """What a watch costs and leaves behind: no memory, no secret, few calls."""
 
-import copy
 import gc
 import itertools
 import logging
@@ -15,21 +14,18 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.gradients.sketch import MultiTensorReader, Sketcher
 from rankscope.report import write_report
-from support.loops import Loop, collect_warnings, wait_for
+from support.loops import Loop, bits_of, collect_warnings, wait_for, watch
 from support.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # Memory -----------------------------------------------------------------------------------------
 
-STEPS = 480
-COUNTED_AFTER = (120, 240, 360, 480)
-_PAGE_BYTES = 4096
+STEPS, COUNTED_AFTER = 480, (120, 240, 360, 480)
 
 
 def train(rank, run_dir):
@@ -37,9 +33,8 @@ def train(rank, run_dir):
     ddp = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     inputs = torch.randn(2, 4)
-    options = {"overhead_budget": None, "sketch_width": 31, "every": 10}
     counts = []
-    with rankscope.watch(ddp, optimizer, run_dir=run_dir, **options) as scope:
+    with watch(ddp, optimizer, run_dir=run_dir, sketch_width=31, every=10) as scope:
         for step in range(STEPS):
             ddp(inputs).square().mean().backward()
             optimizer.step()
@@ -50,7 +45,8 @@ def train(rank, run_dir):
                 if scope._handle.agent is not None:
                     scope._handle.agent.agent.root._record.flush()
                 counts.append(count())
-    return {"warnings": warnings, "counts": counts}
+    assert warnings == []
+    return counts
 
 
 def count():
@@ -60,22 +56,21 @@ def count():
         "objects": len(objects),
         "types": Counter(type(thing).__qualname__ for thing in objects),
         "tensors": sum(issubclass(type(thing), torch.Tensor) for thing in objects),
-        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES,
+        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * 4096,
     }
 
 
 @pytest.mark.timeout(280)
 def test_nothing_grows_with_the_number_of_steps(tmp_path):
-    for number, rank in enumerate(run_ranks(train, 2, str(tmp_path / "run"), timeout=270)):
-        assert rank["warnings"] == []
-        early, *later = rank["counts"]
+    for rank, counted in enumerate(run_ranks(train, 2, str(tmp_path / "run"), timeout=270)):
+        early, *later = counted
         # What is loaded once, such as a module, makes one difference large: a leak makes all.
-        grown = [after["objects"] - before["objects"] for before, after in pairwise(rank["counts"])]
+        grown = [after["objects"] - before["objects"] for before, after in pairwise(counted)]
         assert median(grown) <= 24, (later[-1]["types"] - early["types"]).most_common(20)
         for counts in later:
             assert counts["tensors"] <= early["tensors"] + 10
             # Rank 0 also holds the Parquet parts that still grow, up to a fixed size each.
-            assert counts["bytes"] <= early["bytes"] + (8 if number else 48) * 2**20
+            assert counts["bytes"] <= early["bytes"] + (8 if rank else 48) * 2**20
     run = Run.open(tmp_path / "run")
     assert run.table(Table.STEPS).num_rows == STEPS
     assert run.status == "complete"
@@ -109,10 +104,7 @@ def train_beside_secrets(rank, folder):
     logging.getLogger("rankscope").setLevel(logging.DEBUG)
     hook = f"webhook:http://127.0.0.1:9/{CANARY}?severity=error"
     loop = Loop(rank, f"{folder}/run", agent="process", config=CONFIG, sinks=["jsonl", hook])
-    for step in range(4):
-        loop.step(step)
-    loop.close()
-    return loop.warnings
+    return loop.train(4)
 
 
 def test_no_secret_is_recorded_or_shown(tmp_path):
@@ -136,23 +128,18 @@ FEW, MANY = 20, 400
 FEW_STEPS = 5
 
 
-def make_model(num_layers):
+def train_many(number, rank, run_dir, *, zeroed):
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(num_layers)])
-
-
-def train_many(model, rank, run_dir, *, zeroed):
+    model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(number)])
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=zeroed)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-    scope = None if run_dir is None else rankscope.watch(ddp, optimizer, run_dir=run_dir)
-    for step in range(FEW_STEPS):
-        inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        ddp(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=not zeroed)
-    if scope is not None:
-        scope.close()
-    return [parameter.detach() for parameter in model.parameters()]
+    with watch(ddp, optimizer, run_dir=run_dir):
+        for step in range(FEW_STEPS):
+            inputs = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not zeroed)
+    return bits_of(model)
 
 
 def count_calls(rank, folder):
@@ -171,11 +158,10 @@ def count_calls(rank, folder):
     found = {way: {"counts": [], "same": []} for way in (False, True)}
     for zeroed, number in itertools.product(found, (FEW, MANY)):
         calls.update(prepared=0, read=0)
-        model = make_model(number)
-        alone = train_many(copy.deepcopy(model), rank, None, zeroed=zeroed)
-        watched = train_many(model, rank, f"{folder}/{number} {zeroed}", zeroed=zeroed)
+        alone = train_many(number, rank, None, zeroed=zeroed)
+        watched = train_many(number, rank, f"{folder}/{number} {zeroed}", zeroed=zeroed)
         found[zeroed]["counts"].append(dict(calls))
-        found[zeroed]["same"].append(all(map(torch.equal, alone, watched)))
+        found[zeroed]["same"].append(alone == watched)
     return found
 
 

@@ -29,18 +29,10 @@ SAYS = {
     "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
     "clips by value": ("verify.agrees", "note", "clipped by value after the reduction"),
     "two passes apart": ("verify.declined", "note", "made of several reductions"),
-    "loss outside": (
-        "verify.agrees",
-        "note",
-        "The loss, which is computed outside of the model, was",
-    ),
+    "loss outside": ("verify.agrees", "note", "which is computed outside of the model, was"),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "penalised": ("verify.agrees", "note", "each with 4 micro-batches"),
-    "penalised inside": (
-        "verify.declined",
-        "note",
-        "values of the forward pass that the model does",
-    ),
+    "penalised inside": ("verify.declined", "note", "of the forward pass that the model does"),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
     "ignored": ("verify.parameters", "error", "in hidden.bias alone: not reduced"),
@@ -79,19 +71,15 @@ class Loop:
     def __init__(self, rank, kind, run_dir):
         self.rank, self.kind = rank, kind
         self.sharded = kind.startswith("sharded")
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        seed(0)
         model = Headless() if kind.startswith("loss outside") else TinyLM()
         self.model = model.bfloat16() if kind == "bfloat16" else model
         model.hidden.register_forward_hook(self._keep_inner)
         self.wrapped = self._wrap(model)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
-        self.scope = None
-        if run_dir is not None:
-            options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
-            self.scope = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
+        options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
+        self.watched = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
 
     def _keep_inner(self, _, __, output):
         self.inner = output
@@ -132,15 +120,11 @@ class Loop:
         self.wrapped.set_requires_gradient_sync(True)
 
     def train(self):
-        for step in range(STEPS):
-            if self.scope is not None and step == AT - 1 and "asks" in self.kind:
-                self._step(step, ask=self.rank == 0)
-            else:
-                self._step(step)
-        if self.scope is not None:
-            self.scope.close()
+        with self.watched as self.scope:
+            for step in range(STEPS):
+                self._step(step, ask="asks" in self.kind and step == AT - 1 and self.rank == 0)
 
-    def _step(self, step, *, ask=False):
+    def _step(self, step, *, ask):
         if self.kind == "two passes apart":
             self._step_apart(step)
             return
@@ -153,7 +137,7 @@ class Loop:
             if self.kind.startswith("loss outside") and self.scope is not None:
                 over_workers = self.kind.endswith("over workers")
                 self.scope.loss(loss.detach() * (dist.get_world_size() if over_workers else 1))
-            if ask and not micro:
+            if ask and self.scope is not None:
                 self.scope.verify()
         with torch.no_grad():
             self._change()
@@ -161,7 +145,7 @@ class Loop:
         self.optimizer.zero_grad()
 
     def _step_apart(self, step):
-        """Take each pass's reduced gradient away; apply what both make together, as in PCGrad."""
+        """Apply what the reduced gradients of two passes make together, as in PCGrad."""
         apart = []
         for number in range(2):
             self._loss(make_batch(self.rank, 2 * step + number), 1).backward()
@@ -201,9 +185,6 @@ class Loop:
         if self.kind == "changed":
             self.model.head.weight.grad[3] *= 1.5
 
-    def bits(self):
-        return bits_of(self.model, [self.optimizer])
-
 
 def train_each(rank, folder):
     """Train each kind; return warnings, and whether one that is not wrong has its own bits."""
@@ -215,32 +196,29 @@ def train_each(rank, folder):
             trained = [train_engine(rank, kind, run_dir) for run_dir in (f"{folder}/{kind}", None)]
             told[kind] = warnings, trained[0] == trained[1]
             continue
-        watched = Loop(rank, kind, f"{folder}/{kind}")
-        torch.manual_seed(7 + rank)
-        watched.train()
-        if SAYS[kind][1] == "error":
-            told[kind] = warnings, True
-            continue
-        mine, alone = watched.bits(), Loop(rank, kind, None)
-        torch.manual_seed(7 + rank)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        alone.train()
-        told[kind] = warnings, mine == alone.bits()
+        bits = []
+        for run_dir in (f"{folder}/{kind}", None):
+            loop = Loop(rank, kind, run_dir)
+            seed(7 + rank)
+            loop.train()
+            bits.append(bits_of(loop.model, [loop.optimizer]))
+        told[kind] = warnings, SAYS[kind][1] == "error" or bits[0] == bits[1]
     return told
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
 
 
 def train_engine(rank, kind, run_dir):
     """Train with DeepSpeed, watched or not; return the bits of all state."""
     (mode,) = (mode for mode in deepspeed_modes.MODES if mode.name == kind)
     engine = deepspeed_modes.make_engine(rank, mode, dropout=0.1)
-    scope = None
-    if run_dir is not None:
-        scope = watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL)
-    for step in range(STEPS):
-        deepspeed_modes.train_step(rank, mode, step, engine)
-    if scope is not None:
-        scope.close()
+    with watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL):
+        for step in range(STEPS):
+            deepspeed_modes.train_step(rank, mode, step, engine)
     state = deepspeed_modes.state_of(engine)
     engine.destroy()
     dist.barrier()
