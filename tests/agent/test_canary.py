@@ -53,7 +53,6 @@ class Worker:
             self.canary = CanaryProbe(wrapped, rank, send, first=first)
 
     def read(self, step):
-        """Read what has come, as a probe does at the beginning of a forward pass."""
         assert self.canary is not None
         come = [message for at, message in self.inbox if at <= step]
         self.inbox = [(at, message) for at, message in self.inbox if at > step]
@@ -126,7 +125,6 @@ class Job:
         self.seen.append(gathered(self.step, samples, step_seconds=seconds, **columns))
 
     def see(self, told):
-        """Show the root a step that has been over for a while, and what has arrived since."""
         out = []
         if self.step < self.begins:
             return

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import rankscope
-from integrations.adapter_runs import OPTIONS as SHARED_OPTIONS
+from integrations.adapters import OPTIONS as SHARED_OPTIONS
 from integrations.run_scripts.tiny_llama import NUM_TOKENS, make_model
 
 OPTIONS = {**SHARED_OPTIONS, "plan": None}
@@ -40,7 +40,6 @@ def make_data(count=192):
 
 
 def collate(rows):
-    """Pad a batch on the right."""
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     mask = (ids != 0).long()
@@ -136,7 +135,6 @@ def mean_over_own(outputs, labels, num_items_in_batch=None):
 
 
 def train_by_hand(run_dir, model, kept, loss_of, optimizer=None):
-    """Train as a trainer does, in a plain loop that is instrumented by hand."""
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer or make_optimizer(model)
     scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **OPTIONS)
@@ -152,7 +150,6 @@ def train_by_hand(run_dir, model, kept, loss_of, optimizer=None):
 
 
 def model_loss(scope, ddp, batch, items):
-    """The loss that the model computes, as ``Trainer`` scales it."""
     return ddp(**batch, num_items_in_batch=items).loss * RANKS
 
 

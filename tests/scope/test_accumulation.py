@@ -16,7 +16,6 @@ CASES = cases(Waits)
 
 
 def train_all(rank, folder):
-    """Train; return those of the compared trainings that have other bits when watched."""
     different = []
     for name, case in CASES.items():
         watched = case(rank).train(f"{folder}/{name}")
@@ -27,7 +26,6 @@ def train_all(rank, folder):
 
 @pytest.fixture(scope="module")
 def runs(folder):
-    """Return the runs of trainings, all of which have the bits that they have unwatched."""
     assert run_ranks(train_all, 2, str(folder), timeout=400) == [[], []]
     return {name: Run.open(folder / name) for name in CASES}
 

@@ -192,7 +192,6 @@ class Shell(torch.nn.Module):
 
 
 def try_all(rank, folder):
-    """Watch what is refused, and then a wrapped model in a shell; return why it was refused."""
     problems = []
     for make in REFUSED.values():
         with pytest.raises(UnsupportedError) as caught:

@@ -71,7 +71,6 @@ class SideEffects(nn.Module):
 
 
 def _in_training():
-    """Return whether a forward pass draws from the generators of the training."""
     return torch.initial_seed() < 1000
 
 

@@ -62,7 +62,6 @@ WAYS = [
 
 
 def make_step(way, net, called, optimizer):
-    """Return what trains on a batch, compiled as a whole or in part, or not."""
     update = optimizer.step
     if "optimizer" in way:
         update = torch.compile(update, backend="eager")

@@ -97,7 +97,6 @@ class ModeRun(Recorded):
             np.testing.assert_allclose(found_T[step], norms_TW[step, fine_W].std(), **close)
 
     def check_parts(self):
-        """Hold what was seen of each part against the truth, as a run of its own."""
         learns = self.mode.checkpoint == "shared reentrant"
         for name, steps in PARTS.items():
             run = Run.open(self._folder / f"{self.mode.name} {name}")
@@ -229,7 +228,6 @@ WAYS = {
 
 
 def train(rank, way, run_dir):
-    """Train for some steps, traced if there is a place to record; digests are taken by hand."""
     traced = {"trace": True} if run_dir else {}
     loop = Loop(rank, run_dir, **WAYS[way], **traced)
     seen = []

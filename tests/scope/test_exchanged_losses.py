@@ -69,7 +69,6 @@ def logged(rows):
 
 
 def into_parts(rows, group):
-    """Gather into parts of one tensor."""
     found = torch.empty(2 * ROWS, rows.shape[1])
     dist.all_gather(list(found.chunk(2)), rows)
     return found

@@ -36,7 +36,6 @@ trained = on_ranks(train_all, 2)
 
 
 def told(trained, work):
-    """Return what both ranks have returned of one training, and its run."""
     ranks, folder = trained
     return [rank[work] for rank in ranks], Run.open(folder / work.__name__)
 
@@ -125,7 +124,6 @@ def interrupted_in_a_step(rank, run_dir):
 
 
 def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path):
-    """One worker's parameters are updated, the other's are not, and nothing is wrong."""
     assert run_ranks(interrupted_in_a_step, 2, str(tmp_path / "run")) == [[], []]
     wait_until(lambda: Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 5)
     found = Run.open(tmp_path / "run").findings()

@@ -74,12 +74,10 @@ def schedule_of(case, mesh, parts, loss_fn):
 
 @functools.cache
 def mesh_of(tp):
-    """Return the mesh of all trainings with so many ranks along ``tp``."""
     return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
 def call_schedule(schedule, case, step, optimizer):
-    """Call the schedule as often as an update needs it."""
     mesh = mesh_of(case.get("tp", 1))
     pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     fault = case.get("fault") if step >= LATE else None

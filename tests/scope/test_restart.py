@@ -127,7 +127,6 @@ def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
 
 
 def seen_live(rank, run_dir):
-    """Train with and without accumulation; return each step as the detectors saw it."""
     seen = []
     loop = Loop(rank, run_dir, tier="sketch", every=2)
     if rank == 0:

@@ -159,7 +159,6 @@ class Training:
 
 
 def train_each(rank, folder):
-    """Train each kind; return warnings, and whether one that is not wrong has its own bits."""
     told = {}
     for kind in SAYS:
         warnings = collect_warnings()

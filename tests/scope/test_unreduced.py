@@ -130,7 +130,6 @@ def average(loop, *, take=True):
 
 
 def local_sgd(rank, run_dir, *, every=LOCAL, at=LOCAL - 1, steps=50, missed=None, **options):
-    """Train in local steps with an average after some of them."""
     loop = Loop(rank, run_dir, **options)
     for step in range(steps):
         wait_for(loop.scope, step - LAG)

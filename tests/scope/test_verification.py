@@ -187,7 +187,6 @@ class Loop:
 
 
 def train_each(rank, folder):
-    """Train each kind; return warnings, and whether one that is not wrong has its own bits."""
     verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
     for kind in SAYS:
@@ -213,7 +212,6 @@ def seed(number):
 
 
 def train_engine(rank, kind, run_dir):
-    """Train with DeepSpeed, watched or not; return the bits of all state."""
     (mode,) = (mode for mode in deepspeed_modes.MODES if mode.name == kind)
     engine = deepspeed_modes.make_engine(rank, mode, dropout=0.1)
     with watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL):

@@ -119,7 +119,6 @@ def test_each_pair_compares_its_own_ranks_in_a_run_of_its_own(trained):
 
 
 def found(trained, case):
-    """Return the findings of each run of a case about its ranks, by cause."""
     runs = {path.name: Run.open(path) for path in (trained[1] / case).iterdir()}
     assert all(run.status == "complete" for run in runs.values())
     ours = ("sync.part_of_ranks", "loss.differs_along_axis", "loss.labels_lost")

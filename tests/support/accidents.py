@@ -36,7 +36,6 @@ class Counter:
 
 
 def train(loop, counter):
-    """Train for ever."""
     for step in count():
         time.sleep(0.01)  # of thousands of steps, some that are meant to be healthy would not be
         loop.step(step)
@@ -100,7 +99,6 @@ class Job:
         return found
 
     def wait_for_agent(self):
-        """Wait until the agent has ended."""
         wait_until(lambda: state_of(self.agent) in ("", "Z", "X"))
 
     def info(self):

@@ -1,8 +1,4 @@
-"""Trainings that accumulate, healthy ones and such that change what they accumulate.
-
-Under FSDP2, gradients wait whole for their reduction (``Waits``), or each pass reduces and shards
-add up (``Reduces``). Under DDP (``UnderDDP``) they wait.
-"""
+"""Trainings under FSDP2 and DDP that accumulate, healthy ones and such that change their sums."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -83,7 +79,6 @@ class Waits:
         self.optimizer.zero_grad()
 
     def gradients(self):
-        """Return what has been accumulated, wherever that is."""
         kept = self.sharded if self.reduces else list(self.net.parameters())
         return (p.grad for p in kept if p.grad is not None)
 

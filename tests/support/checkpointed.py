@@ -11,10 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedLM(nn.Module):
-    """Two blocks, in checkpoints that are "reentrant" or "non-reentrant", or in none.
-
-    After "shared", the second block is used twice; after "everything", one is around the model.
-    """
+    """Two blocks in checkpoints: the second is used twice if "shared"; one is around "everything"."""
 
     def __init__(self, kind):
         super().__init__()

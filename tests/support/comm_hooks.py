@@ -5,7 +5,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 
 def register_comm_hook(ddp, name):
-    """Register a hook by name; none for the empty one."""
     if name == "all-reduce":
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     elif name == "rounding":

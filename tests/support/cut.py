@@ -9,11 +9,7 @@ _PACKAGE = str(Path(rankscope.__file__).parent)
 
 
 class Cut:
-    """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
-
-    Without a number, it counts them all; those of one function, or of files with a word in their
-    names, alone.
-    """
+    """Raises KeyboardInterrupt at one of the monitor's lines in this thread, or counts them."""
 
     def __init__(self, at=None, *, file="", function=""):
         self.count = 0

@@ -76,11 +76,7 @@ if SINCE_TORCH_2_13:  # before, DeepSpeed's gradients are zero where another eng
 
 
 class CheckpointedLM(TinyLM):
-    """Recomputes layers in the backward pass.
-
-    One layer is used twice, unless reentrant passes meet sharded gradients: DeepSpeed refuses to
-    reduce a gradient twice.
-    """
+    """Recomputes layers; one is used twice, unless DeepSpeed refuses to reduce a gradient twice."""
 
     def __init__(self, mode, *, dropout):
         super().__init__(dropout=dropout)
@@ -99,13 +95,7 @@ class CheckpointedLM(TinyLM):
 
 
 def import_deepspeed(rank=0):
-    """Import DeepSpeed so that it runs on the CPU, compiles nothing, and does so fast.
-
-    A rank that is killed while it compiles leaves a lock behind that hangs the next one. The CPU
-    accelerator refuses fp16 where the processor has no fast instructions for it; torch has slow
-    ones. The Muon optimizer, imported with others, asks torch for a compiler that takes seconds
-    to import.
-    """
+    """Import DeepSpeed without compilers, of which a killed rank leaves a lock behind."""
     os.environ["LOCAL_RANK"] = str(rank)
     return _import_deepspeed()
 
@@ -115,18 +105,17 @@ def _import_deepspeed():
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", lambda function=None, **options: function):
         import deepspeed
-        import deepspeed.runtime.zero.muon.original_muon
+        import deepspeed.runtime.zero.muon.original_muon  # asks for a compiler
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # torch has it, if slowly
     gc.freeze()  # DeepSpeed collects garbage whenever it makes an engine
     return deepspeed
 
 
 def make_engine(rank, mode, *, dropout=0.1, model=None):
-    """Return an engine around a model that is the same on all ranks."""
     deepspeed = import_deepspeed(rank)
     model = _make_model(mode, dropout) if model is None else model
     config = {
@@ -157,7 +146,6 @@ def _make_model(mode, dropout):
 
 
 def _engine_divides(mode):
-    """Return whether the engine divides the loss by the number of micro-batches."""
     return mode.style in ("engine", "torch", "unmanaged")
 
 
@@ -233,7 +221,6 @@ def full_parameters(engine):
 
 
 def state_of(engine):
-    """Return every byte of the training's state, as far as this rank can know it."""
     state = full_parameters(engine) | dict(engine.module.named_buffers())
     if engine.zero_optimization_stage() == 3:
         state |= _optimizer_state_of_stage_3(engine)

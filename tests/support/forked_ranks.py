@@ -51,10 +51,7 @@ def run_on_ranks(
 
 
 def torchrun(options, *command, folder=None, timeout=200.0, **variables):
-    """Run a script or a module as ``torchrun`` does, on ranks that are forked.
-
-    Returns as :func:`run_on_ranks` does.
-    """
+    """Run a script or a module as ``torchrun`` does, on ranks that are forked."""
     given = ([*options, *command], None if folder is None else str(folder), variables)
     return _run(_fork_under_torchrun, given, timeout)
 

@@ -19,8 +19,6 @@ from support.fsdp2_modes import Mode, make_batches, make_net
 
 @dataclass
 class Session:
-    """A sharded model with its optimizer, and the workers that are compared."""
-
     mode: Mode
     model: nn.Module
     root: Any
@@ -80,10 +78,7 @@ def optimize(session):
 
 
 def local_gradient(session, step):
-    """Compute this worker's gradient without FSDP2, and the squared norms of its micro-batches.
-
-    Under TP: this rank's part of each parameter's gradient.
-    """
+    """Return this worker's gradient, under TP a part, and micro-batches' squared norms, exactly."""
     oracle = session.oracle
     _copy_parameters(session, oracle)
     policy = session.mode.options.get("mp_policy")

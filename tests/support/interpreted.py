@@ -1,8 +1,4 @@
-"""The Triton kernel, run by Triton's interpreter on the CPU.
-
-Triton decides when it is first imported whether it interprets, so that this needs a process of its
-own.
-"""
+"""The Triton kernel on the CPU, by Triton's interpreter, which needs a process of its own."""
 
 import io
 import multiprocessing

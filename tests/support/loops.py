@@ -19,10 +19,7 @@ PLAN = {"local_buffers": True, "loss_weighting": "worker"}
 
 
 def collect_warnings():
-    """Return a list that gets every warning of the monitor in this process from now on.
-
-    One that is logged with a traceback ends in ``[traceback]``. What is said of findings is none.
-    """
+    """Return a list that gets the monitor's warnings, but no findings; tracebacks are marked."""
     warnings = []
 
     def collect(record):
@@ -97,7 +94,6 @@ def bits_of(model, optimizers=()):
 
 
 def grad_norm(model):
-    """Return the norm of a model's whole gradient, in double precision."""
     parts = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
     return torch.cat(parts).norm().item()
 
@@ -144,10 +140,7 @@ class Loop:
         return self.ddp(**batch)["loss"]
 
     def exact_norm(self, *batches, branch=()):
-        """Return the norm of the mean gradient over the batches that come next.
-
-        Computed on a copy without DDP, with the random numbers that the training will draw.
-        """
+        """Return the norm of the mean gradient over the next batches, from a copy without DDP."""
         alone = copy.deepcopy(self.model)
         alone.zero_grad()
         with torch.random.fork_rng(devices=[]):

@@ -38,10 +38,7 @@ class Mode:
 
     @property
     def factor(self):
-        """What losses are multiplied by, in the median over workers; undone in what is recorded.
-
-        It counts once for each micro-batch.
-        """
+        """What losses are multiplied by, in the median over workers; undone in what is recorded."""
         return 9.0 if self.summed else 1 / self.accumulate  # of 12, 9 and 6 label tokens
 
 
@@ -114,7 +111,6 @@ class MegatronLoop:
             self.scope = watch(self.ddp, known, run_dir=run_dir, **{"plan": PLAN, **options})
 
     def step(self, step, *, before_sync=lambda ddp: None):
-        """Do a step, as Megatron's training loop and schedule do."""
         self.ddp.zero_grad_buffer()
         if self.outer is not None:
             self.outer.zero_grad()
@@ -175,11 +171,7 @@ class MegatronLoop:
         return model(**batch)["loss"], loss_func
 
     def truth(self, step):
-        """Return what is true of the next step, of the loss before it is scaled.
-
-        Computed on a copy without Megatron-core, with the random numbers that the training will
-        draw; summed in float32.
-        """
+        """Return what is true of the next step, from a copy without Megatron, summed in float32."""
         state = torch.get_rng_state()
         alone = make_model().to(self.mode.dtype)
         torch.set_rng_state(state)
@@ -222,7 +214,6 @@ class MegatronLoop:
         return loss / self.mode.accumulate
 
     def _tokens(self, step):
-        """Return the number of label tokens of all workers in a step."""
         batches = [make_batch(rank, step) for rank in range(dist.get_world_size())]
         return float(sum((batch["labels"] != -100).sum() for batch in batches))
 

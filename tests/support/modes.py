@@ -32,10 +32,7 @@ class Mode:
     replicates: bool = False  # by ``replicate``, in the place of DDP
 
     def shows_both_gradients(self):
-        """Return whether the reduced gradient is there while the local one still is.
-
-        Not where DDP reduces in place, or ends inside of a checkpoint's own backward pass.
-        """
+        """Return whether DDP neither reduces in place nor ends inside of a backward pass."""
         if self.checkpoint == "everything reentrant":
             return False
         return "gradient_as_bucket_view" not in self.ddp

@@ -47,10 +47,7 @@ def forked():
 
 
 def run_ranks(work, num_ranks, *args, timeout=120.0, prepare=None):
-    """Run ``work(rank, *args)`` on every rank and return the results in rank order.
-
-    ``work`` is a function of a module. It finds a default process group of ``num_ranks`` ranks.
-    """
+    """Run ``work(rank, *args)``, a function of a module, on ranks; return what each returned."""
     context = forked()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -74,10 +71,7 @@ def run_ranks(work, num_ranks, *args, timeout=120.0, prepare=None):
 
 
 def on_ranks(work, num_ranks, **options):
-    """Return a fixture of a module: what ``work(rank, folder)`` returned on the ranks, and folder.
-
-    The options are those of :func:`run_ranks`.
-    """
+    """Return a fixture of a module: what ``work(rank, folder)`` returned on ranks, and folder."""
 
     @pytest.fixture(scope="module")
     def ran():
@@ -88,10 +82,7 @@ def on_ranks(work, num_ranks, **options):
 
 
 def alone_and_watched(train, ways, num_ranks):
-    """Return a fixture as :func:`on_ranks` does: by way, a training alone and the watched one.
-
-    ``train(rank, way, run_dir)`` trains alone without a run directory.
-    """
+    """Return a fixture as on_ranks(): by way, what ``train`` returned unwatched and watched."""
     return on_ranks(partial(_train_alone_and_watched, train, tuple(ways)), num_ranks)
 
 

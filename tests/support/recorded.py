@@ -1,7 +1,4 @@
-"""What real ranks record of their gradients, held against the truth in float64.
-
-Arrays over steps T, workers W.
-"""
+"""What real ranks record of their gradients, held against the truth in float64."""
 
 from dataclasses import dataclass
 
@@ -37,7 +34,7 @@ class Truth:
 
 
 class Recorded:
-    """A run, and the truth about each step of each worker."""
+    """A run and its truth, over steps and workers: columns are [T] or [T, W], gradients [W, P]."""
 
     def __init__(self, run, truths_WT):
         self.run = run
@@ -47,23 +44,18 @@ class Recorded:
         self.overflowed_TW = np.zeros((self.num_steps, self.num_workers), bool)
 
     def column(self, name):
-        """Return a column of the steps table ``[T]``."""
         return self.run.columns(Table.STEPS, name)[name]
 
     def per_worker(self, name):
-        """Return a column of the workers table ``[T, W]``."""
         return self.run.per_worker(name)[1]
 
     def truth(self, name):
-        """Return an attribute of the truth ``[T, W]``."""
         return np.array([[getattr(one, name) for one in of_worker] for of_worker in self.truths]).T
 
     def gradients(self, step):
-        """Return the workers' gradients ``[W, P]``."""
         return np.array([of_worker[step].whole for of_worker in self.truths])
 
     def fine_steps(self):
-        """Return the observed steps without an overflow."""
         return [step for step in self.steps.tolist() if not self.overflowed_TW[step].any()]
 
     def check_norms(self, rtol=1e-6):

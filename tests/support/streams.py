@@ -1,7 +1,4 @@
-"""Simulated jobs: which samples each worker draws at each step, and the steps they would report.
-
-The samplers follow the published behaviour of the usual ones, written with numpy alone.
-"""
+"""Simulated jobs: which samples each worker draws, by samplers written with numpy alone."""
 
 from itertools import islice
 
@@ -51,10 +48,7 @@ def reports(stream, num_steps, *, named=True):
 
 
 def shard(num_samples, num_workers, rank, seed, epoch, *, drop_last=False, shuffle=True):
-    """One worker's share of one epoch: every W-th sample of a permutation that all workers know.
-
-    The permutation is padded from its own start, or cut, to a multiple of W.
-    """
+    """One worker's share of an epoch: every W-th sample of a permutation that is padded or cut."""
     order = np.arange(num_samples)
     if shuffle:
         order = np.random.default_rng([seed, epoch]).permutation(num_samples)

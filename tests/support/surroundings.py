@@ -172,7 +172,6 @@ def in_profiler(training, x, y):
 
 
 def in_anomaly_mode(training, x, y):
-    """The third step's loss is not a number, which raises."""
     training.poisoned = training.number == 2
     try:
         with torch.autograd.set_detect_anomaly(True):

@@ -36,10 +36,7 @@ def why_not():
 
 
 class TwoHosts:
-    """Two hosts, number 0 and 1, while the context lasts; then their processes are killed.
-
-    Each gets a temporary directory in the folder.
-    """
+    """Two hosts, number 0 and 1, while the context lasts; then their processes are killed."""
 
     def __init__(self, folder):
         prefix = f"rs-{os.getpid()}-{next(_numbers)}"
@@ -70,12 +67,10 @@ class TwoHosts:
 
     @staticmethod
     def address(host, network="training", version=4):
-        """Return a host's IPv4 or IPv6 address in a network."""
         number = NETWORKS.index(network)
         return f"10.213.{number}.{host + 1}" if version == 4 else f"fd00:213:{number}::{host + 1}"
 
     def start(self, host, command, *, env=None, **how):
-        """Start a command on a host, in a session of its own."""
         places = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.folders[host]))
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "training")
         process = subprocess.Popen(
@@ -88,10 +83,7 @@ class TwoHosts:
         return process
 
     def torchrun(self, script, *arguments, per_host=2, env=None, **how):
-        """Start ``torchrun`` on both hosts over the training's network; host 0 has the store.
-
-        Its ranks are forks; ``support`` must be found in the environment.
-        """
+        """Start ``torchrun`` on both hosts over the training's network; its ranks are forks."""
         return [
             self.start(
                 host,
@@ -108,7 +100,6 @@ class TwoHosts:
         ]
 
     def cut(self, host=1, network="agents"):
-        """Cut a host off from a network."""
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "nomaster")
 
     def mend(self, host=1, network="agents"):

@@ -50,7 +50,6 @@ def truth_of(rank, mode, step, engine):
 
 
 def train(rank, mode, folder):
-    """Train watched, but for the last step, and unwatched; return the truth and all bits."""
     engine = make_engine(rank, mode, dropout=0.0)
     truths = []
     with watch(engine, run_dir=f"{folder}/{mode.name}"):
@@ -83,7 +82,6 @@ def watch_between_micro_batches(rank, mode, folder):
 
 
 def raise_in_a_backward_pass(rank, mode, folder):
-    """The next step is on top of what the failed pass has left."""
     engine = make_engine(rank, mode, dropout=0.0)
     with watch(engine, run_dir=f"{folder}/raised"):
         handle = engine.module.embedding.weight.register_hook(lambda gradient: 1 / 0)
@@ -124,7 +122,6 @@ trained = on_ranks(do_all, NUM_RANKS, timeout=400, prepare=look_before_importing
 
 
 def check_what_passes_find(recorded, mode):
-    """What a pass finds is what the one before has left."""
     unknown = mode.stage >= 2 and (mode.style == "coalesce" or "offload_optimizer" in mode.zero)
     changes_TW = recorded.per_worker("accumulator_change")
     if mode.accumulate == 1 or unknown:

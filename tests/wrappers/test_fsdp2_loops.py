@@ -45,8 +45,6 @@ def make_tap(session):
 
 
 class Nobody:
-    """An observer that looks away."""
-
     def see_local(self, name, gradient):
         pass
 
@@ -81,13 +79,11 @@ def sketch_error(tap, local, exact):
 
 
 def norm_error(local, exact):
-    """Return how far the norm that was read is from a gradient's, relative to it."""
     squared_norm = sum(float(gradient.double().square().sum()) for gradient in exact.values())
     return abs(float(local.totals.squared_norms.sum()) / squared_norm - 1) / 2
 
 
 def reduced_error(local, exact):
-    """Return how far the norm of the reduced gradient is from that of the mean, relative to it."""
     assert local.reduced is not None
     mean = torch.cat([gradient.double().flatten() for gradient in exact.values()])
     squared_norm = local.reduced.squared_norms.sum()
@@ -389,7 +385,6 @@ SCENARIOS = [
 
 
 def attempt_all(rank):
-    """Run all scenarios in one set of ranks; return what each has raised."""
     problems = {}
     for scenario in SCENARIOS:
         try:

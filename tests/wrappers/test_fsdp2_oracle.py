@@ -27,7 +27,6 @@ def train_unwatched(session, steps):
 
 
 def train_mode(mode, folder):
-    """Train watched, but for the last step, and unwatched; return the truth and all bits."""
     session = start(mode)
     first = 1 if mode.name in ATTACHED_LATE else 0
     train_unwatched(session, range(first))
@@ -69,7 +68,6 @@ def by_number(folder):
 
 
 def runs_of(by_mode, mode, folder):
-    """Return the run of each set of ranks that are compared, with what is true of it."""
     runs = [Run.open(path) for path in (folder / mode.name).iterdir()]
     truths = [of_rank[mode.name]["truths"] for of_rank in by_mode]
     assert len(runs) == (2 if mode.mesh == "TP" else 1)

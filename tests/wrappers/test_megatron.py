@@ -1,8 +1,4 @@
-"""Megatron-core's DistributedDataParallel, watched on real ranks on the CPU.
-
-Its own code trains there once it is told where to make its tensors, but for the distributed
-optimizer. Nothing here was tried on an accelerator.
-"""
+"""Megatron-core's DistributedDataParallel, watched on real ranks on the CPU."""
 
 import sys
 
