@@ -19,8 +19,7 @@ from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH
 from rankscope.stats.audit import AUDIT_WIDTH
 from rankscope.verdict.rules import page_of_causes
-from record.run_files import write
-from record.step_reports import make_report
+from record.run_files import make_report, write
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])

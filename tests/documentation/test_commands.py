@@ -19,8 +19,7 @@ from documentation.tables import NOT_RUN, PROGRAMS
 from rankscope.bus.bundles import save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.main import NAME, app
-from record.run_files import write
-from record.step_reports import make_report
+from record.run_files import make_report, write
 
 COMMANDS = commands()
 A_RUN = r"\b(?:RUN\w*|runs/[\w/-]+)"

@@ -21,7 +21,7 @@ from rankscope.sinks.base import (
     step_values,
 )
 from rankscope.sinks.prometheus import PrometheusSink
-from record.step_reports import make_report
+from record.run_files import make_report
 from sinks.findings import FINDING, finding, run_info
 
 

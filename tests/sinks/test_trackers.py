@@ -13,7 +13,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.sinks.base import step_values
 from rankscope.sinks.hub import Feeder
-from record.step_reports import make_report
+from record.run_files import make_report
 from sinks.findings import FINDING, finding, run_info
 
 STEPS = [step_values(make_report(step), (1,), {Severity.ERROR: 2}) for step in range(4)]

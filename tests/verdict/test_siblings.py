@@ -12,8 +12,7 @@ from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess, coordinate_of, siblings_of
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
-from record.run_files import make_finding
-from record.step_reports import make_report
+from record.run_files import make_finding, make_report
 
 WARNING = Severity.WARNING
 

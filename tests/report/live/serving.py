@@ -16,6 +16,7 @@ from rankscope.verdict.diagnosis import Diagnosis
 from report.recorded_runs import gathered, sampler
 
 SECONDS_PER_STEP = 0.4
+PATIENCE = 60_000  # of browsers, in milliseconds
 
 
 @contextlib.contextmanager

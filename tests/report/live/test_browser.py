@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from report.live.chromium import PATIENCE
-from report.live.serving import Training, serving
+from report.live.serving import PATIENCE, Training, serving
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 HOSTILE = "<script>alert(1)</script>"
