@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[1]
 def test_a_page_is_of_the_results(name, benchmark):
     results = json.loads((ROOT / "docs" / f"{name}.json").read_text())
     page = (ROOT / "docs" / f"{name}.md").read_text()
-    rendered = load_benchmark(benchmark).render(results)
-    assert of_any_machine(rendered) == of_any_machine(page)
+    assert of_any_machine(load_benchmark(benchmark).render(results)) == of_any_machine(page)
 
 
 def test_the_page_on_peers_is_of_the_results():
@@ -78,8 +77,7 @@ def time_steps(rank, kind, variants):
     harness.WARM_UP = steps.WARM_UP = 1
     steps.Model = partial(harness.Model, width=32)
     seconds = steps.time_variants(kind, variants, 16, 2)
-    own = steps.measure_own_cost(variants[0], 16, 2, optimize=True)
-    return seconds, own
+    return seconds, steps.measure_own_cost(variants[0], 16, 2, optimize=True)
 
 
 @pytest.mark.ranks

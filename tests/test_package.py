@@ -74,14 +74,13 @@ def test_the_source_distribution_can_be_built_tested_and_read(built):
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    needed = {
+    assert {
         *("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"),
         *("constraints.txt", "mkdocs.yml", "docs/index.md", "docs/hooks/site.py"),
         *("tests/conftest.py", "tests/support/ranks.py", "examples/ddp_two_lines.py"),
         *("benchmarks/bench.py", "benchmarks/faults/catalogue.toml", "src/rankscope/py.typed"),
         "hatch_build.py",
-    }
-    assert needed <= names
+    } <= names
     assert not [
         name
         for name in names
@@ -117,8 +116,7 @@ def test_without_a_compiler_the_package_is_built(tmp_path):
 def modules_after(code):
     tell = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
     command = [sys.executable, "-c", f"{code}\n{tell}"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(ended.stdout.split())
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
 def test_an_import_brings_nothing_heavy():

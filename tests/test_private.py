@@ -66,8 +66,7 @@ def test_nothing_stands_there_that_is_not_used(use):
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.names)
 def test_the_installed_releases_have_the_name(use):
-    missing = [name for name in use.names.split() if not exists(use.owner, name)]
-    assert missing == [] or use.releases
+    assert [name for name in use.names.split() if not exists(use.owner, name)] == [] or use.releases
 
 
 @cache
@@ -139,8 +138,7 @@ def nodes() -> list:
 def source_of(owner: str) -> str:
     """Return the source of the module of an owner, without importing it."""
     top, *parts = owner.split(".")
-    spec = importlib.util.find_spec(top)
-    path = Path(spec.origin).parent
+    path = Path(importlib.util.find_spec(top).origin).parent
     for part in parts:
         if (path / f"{part}.py").exists():
             return (path / f"{part}.py").read_text()

@@ -18,8 +18,7 @@ METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
 def only_data(page, name, at=0):
     """Rows of a figure's data: of its layer ``at``, in the order of the layers."""
     spec = page.specs[name]
-    layers = spec.get("layer", [spec])
-    return spec["datasets"][layers[at]["data"]["name"]]
+    return spec["datasets"][spec.get("layer", [spec])[at]["data"]["name"]]
 
 
 def assert_curve(rows, run, name):
@@ -47,8 +46,7 @@ def test_every_figure_of_the_two_runs_is_that_of_their_files(command, tmp_path, 
         ) in printed
         for name in ("loss", *METRICS):
             at = 1 if name == "loss" else 0  # the losses lie over the workers' bands
-            rows = only_data(page, f"compare-{name}", at)
-            own = [row for row in rows if row["run"] == letter]
+            own = [row for row in only_data(page, f"compare-{name}", at) if row["run"] == letter]
             assert_curve(own, run, "loss_mean" if name == "loss" else name)
         band = [row for row in only_data(page, "compare-loss") if row["run"] == letter]
         np.testing.assert_allclose(

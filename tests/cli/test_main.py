@@ -32,8 +32,7 @@ def options_of(command):
     found = typer.main.get_command(main.app)
     if command:
         found = found.commands[command]  # type: ignore[attr-defined]
-    context = found.make_context("rankscope", [], resilient_parsing=True)
-    parameters = found.get_params(context)
+    parameters = found.get_params(found.make_context("rankscope", [], resilient_parsing=True))
     return {
         name
         for parameter in parameters

@@ -222,16 +222,15 @@ def test_fused_and_split_parameters_are_compared_by_a_map(command, tmp_path):
 
 def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
-    found = tuple(
-        Difference(f"model.layers.{n}.mlp.up_proj.weight", 0.5, 4e-6, 2.0, 1.0, "× 2")
-        for n in range(40)
-    )
     answer = Answer(
         Kind.DIFFERENT,
         "In step 0 the gradient differs: all 40 parameters, × 2 (the ratio of workers).",
         Stage.GRADIENT,
         0,
-        found,
+        tuple(
+            Difference(f"model.layers.{n}.mlp.up_proj.weight", 0.5, 4e-6, 2.0, 1.0, "× 2")
+            for n in range(40)
+        ),
         40,
         ("backward was called on 1 × the loss in A, and 2 × in B.", "Another.", "A third."),
         {"gradient": (4e-6, 5e-6), "update": (3e-5, 1e-4)},

@@ -140,8 +140,7 @@ def test_slow_ranks_are_named_with_the_load_of_their_host():
     slow = one(results, "stragglers")
     assert (slow.status, slow.ranks) == (Status.NOTE, (2,))
     assert "rank 2 2.0 ×; load 9.0 on 2 cores at rank 2" in slow.found
-    bandwidth = one(results, "bandwidth")
-    assert bandwidth.numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
+    assert one(results, "bandwidth").numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
     assert one(collectives.SPEED_STAGE.judge([timing()] * 4), "stragglers").status is Status.OK
 
 
@@ -209,10 +208,9 @@ def read(samples, **changes):
 
 
 def dealt(order, num_ranks, batch=4):
-    shards = [order[rank::num_ranks] for rank in range(num_ranks)]
     return [
         [list(map(int, shard[at : at + batch])) for at in range(0, len(shard), batch)]
-        for shard in shards
+        for shard in [order[rank::num_ranks] for rank in range(num_ranks)]
     ]
 
 

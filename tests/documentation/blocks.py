@@ -38,8 +38,7 @@ class Block:
         if self.language in SHELLS:
             return "commands"
         if not self.language:
-            word = _ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]
-            known = program(word) in PROGRAMS
+            known = program(_ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]) in PROGRAMS
             return "commands" if known else "unknown"
         return self.language
 

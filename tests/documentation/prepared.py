@@ -53,8 +53,7 @@ class Model(nn.Module):
 
 
 def dataset() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(VOCABULARY, (16, 7), generator=generator)
+    tokens = torch.randint(VOCABULARY, (16, 7), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
 
 

@@ -76,8 +76,7 @@ def test_every_cell_runs_and_says_what_the_documentation_shows(tmp_path):
     (tmp_path / "rankscope-demo").symlink_to(demo(tmp_path))
     shown = nbformat.read(NOTEBOOK, as_version=4)
     executed = nbformat.read(NOTEBOOK, as_version=4)
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(executed, timeout=120, resources=place).execute()
+    NotebookClient(executed, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     before, now = texts(shown), texts(executed)
     assert len(before) == len(now) == 7
     for at in (0, 1, 6):  # verdict and findings; the others are numbers

@@ -23,9 +23,8 @@ LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     ended = subprocess.run(
-        command,
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -55,11 +54,9 @@ def test_no_page_loads_anything_from_outside(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(RULES)
     for path in pages:
-        outside = [url for url in Page(path.read_text()).loads if "//" in url]
-        assert outside == [], path.name
+        assert [url for url in Page(path.read_text()).loads if "//" in url] == [], path.name
     for path in site.rglob("*.css"):
-        imported = re.findall(r"(?:@import|url\()\s*['\"]?(\w+:)?//", path.read_text())
-        assert imported == [], path.name
+        assert re.findall(r"(?:@import|url\()\s*['\"]?(\w+:)?//", path.read_text()) == [], path.name
 
 
 def test_every_finding_has_a_page_of_its_own(site):

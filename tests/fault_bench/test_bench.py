@@ -46,8 +46,7 @@ def test_a_healthy_job_raises_notes_at_most(bench, folder):
     assert score.problem == ""
     assert score.as_expected
     assert not score.false_alarms
-    steps = Run.open(folder / "H33-w4-s0").columns(Table.STEPS, "step")["step"]
-    assert len(steps) == 24
+    assert len(Run.open(folder / "H33-w4-s0").columns(Table.STEPS, "step")["step"]) == 24
 
 
 @pytest.mark.ranks
@@ -106,8 +105,7 @@ def scored(tmp_path: Path, fault, *findings: Finding, problem: str = "") -> Scor
     run = write(run_dir, [make_report(step, 4) for step in range(30)])
     run.add_findings(findings)
     run.close("complete")
-    trial = Trial(fault.id, 4, 0, 100, 20, run_dir)
-    return score(fault, trial, Outcome((run_dir,), problem, 1.0))
+    return score(fault, Trial(fault.id, 4, 0, 100, 20, run_dir), Outcome((run_dir,), problem, 1.0))
 
 
 def test_a_fault_that_is_found_as_expected(tmp_path):

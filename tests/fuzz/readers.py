@@ -76,8 +76,7 @@ def read(kind: str, place: Path, chosen: random.Random) -> None:
             board.sheet("runs")
             board.sheet(f"run:{place.name}")
             return
-        name = chosen.choice(("json", "md", "json", "html"))
-        _report(place, name, again=chosen.random() < 0.3)
+        _report(place, chosen.choice(("json", "md", "json", "html")), again=chosen.random() < 0.3)
     elif kind == "study":
         _report(place, chosen.choice(("json", "md")), again=False)
     elif kind == "bundle":
@@ -159,8 +158,7 @@ def lines(content: bytes, chosen: random.Random) -> bytes:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         yield value, key
         if isinstance(item, dict | list):
             yield from _places(item)
@@ -195,8 +193,7 @@ def table(content: bytes, chosen: random.Random) -> bytes:
         "bytes in text": lambda: _not_utf8(rows),
     }
     if chosen.random() < 0.6:
-        column = columns[chosen.choice(list(columns))]()
-        rows = rows.set_column(at, name, column)
+        rows = rows.set_column(at, name, columns[chosen.choice(list(columns))]())
     else:
         rows = ways[chosen.choice(list(ways))]()
     sink = pa.BufferOutputStream()

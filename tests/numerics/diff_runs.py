@@ -136,8 +136,7 @@ def _differences(training: Training, step: int) -> tuple[StateDifference, ...]:
         return ()
     kind, name, rank = training.disagreements[step]
     own_W = np.where(np.arange(training.workers) == rank, 5, 6)
-    nowhere_W = np.zeros(training.workers, bool)
-    return (StateDifference(StateKind(kind), name, own_W, nowhere_W),)
+    return (StateDifference(StateKind(kind), name, own_W, np.zeros(training.workers, bool)),)
 
 
 def _report(step: GatheredStep) -> StepReport:

@@ -285,8 +285,7 @@ def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path):
 
     odd = Training(touch_local=scaled, traced=False, loss_factor=1 + 1e-7)
     other = write_training(tmp_path / "b", odd)
-    plain = write_training(tmp_path / "a", Training(traced=False))
-    found = compare_runs(plain, other)
+    found = compare_runs(write_training(tmp_path / "a", Training(traced=False)), other)
     assert found.kind is DiffClass.JUMP
     assert found.headline.startswith("From equal losses, the runs compute other gradients")
 
@@ -296,8 +295,7 @@ def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path, wo
     """Dropout draws other masks in two micro-batches than in one, and on four workers."""
     columns = {"rng_used": 4}
     one = write_training(tmp_path / "a", Training(columns={**columns, "micro_batches": 1}))
-    passes = 2 if workers == 4 else 1
-    columns = {**columns, "micro_batches": passes}
+    columns = {**columns, "micro_batches": 2 if workers == 4 else 1}
     other = Training(workers=workers, columns=columns, loss_factor=1.01)
     found = compare_runs(one, write_training(tmp_path / "b", other))
     assert found.kind is DiffClass.CONFIGURATION

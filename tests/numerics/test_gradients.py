@@ -110,8 +110,7 @@ class Net(torch.nn.Module):
 
 def make(rank):
     torch.manual_seed(0)
-    model = Net()
-    return model, torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
+    return Net(), torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
 
 
 def save_on_ranks(rank, path):
@@ -125,8 +124,7 @@ def save_on_ranks(rank, path):
 @pytest.mark.ranks
 def test_the_snippet_of_the_page_saves_what_each_rank_computed(tmp_path):
     path = tmp_path / "g.npz"
-    left = run_ranks(save_on_ranks, 2, str(path))
-    assert all(all(gone) for gone in left)
+    assert all(all(gone) for gone in run_ranks(save_on_ranks, 2, str(path)))
     gradients = read(path)
     assert list(gradients.arrays) == ["used.weight", "used.bias", "unused.weight", "unused.bias"]
     for rank in range(2):

@@ -68,8 +68,7 @@ def in_words_of_torch(values_WN, scheme, arithmetic, order):
         if scheme is Scheme.RING:
             first = element * num_workers // num_elements
             own = [*order[first:], *order[:first]]
-        terms = [buffers[worker, element] for worker in own]
-        total = ADDED[scheme](terms)
+        total = ADDED[scheme]([buffers[worker, element] for worker in own])
         assert total.dtype is sums
         means.append(float(total.to(inputs)))
     return np.array(means, dtype=np.float32)

@@ -99,8 +99,7 @@ def local_values(step, num_workers):
 
 def make_cosines(step, num_workers):
     """Return a symmetric matrix; in steps that 5 divides, the last worker has no direction."""
-    rng = np.random.default_rng(step)
-    cosines_WW = np.tanh(rng.normal(size=(num_workers, num_workers)))
+    cosines_WW = np.tanh(np.random.default_rng(step).normal(size=(num_workers, num_workers)))
     cosines_WW = (cosines_WW + cosines_WW.T) / 2
     np.fill_diagonal(cosines_WW, 1.0)
     if step % 5 == 0:
@@ -121,28 +120,27 @@ def make_report(
 ):
     """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
     ranks = range(num_workers)
-    gathered = GatheredStep(
-        step=step,
-        time=1_700_000_000.0 + step,
-        observed=observed,
-        workers=local_values(step, num_workers),
-        sketches_WK=None,
-        samples=tuple(
-            np.arange(10 * step + rank, 10 * step + rank + (3 if samples and rank != 1 else 0))
-            for rank in ranks
-        ),
-        micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
-        micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
-        micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
-        micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
-        differences=make_differences(step, num_workers) if differences else (),
-        groups=GROUPS if groups and observed else (),
-        group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
-        if groups and observed
-        else None,
-    )
     return StepReport(
-        gathered,
+        GatheredStep(
+            step=step,
+            time=1_700_000_000.0 + step,
+            observed=observed,
+            workers=local_values(step, num_workers),
+            sketches_WK=None,
+            samples=tuple(
+                np.arange(10 * step + rank, 10 * step + rank + (3 if samples and rank != 1 else 0))
+                for rank in ranks
+            ),
+            micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
+            micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
+            micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
+            micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
+            differences=make_differences(step, num_workers) if differences else (),
+            groups=GROUPS if groups and observed else (),
+            group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
+            if groups and observed
+            else None,
+        ),
         values={
             s.name: float(filled(cell(s, step, 0), DType.FLOAT))
             for s in columns_of(Table.STEPS, Source.DERIVED)

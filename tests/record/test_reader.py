@@ -75,8 +75,7 @@ def test_columns_that_older_files_lack_are_null(tmp_path):
 def test_columns_that_this_version_does_not_know_are_left_out(tmp_path):
     run = record(tmp_path / "run", [make_report(0)])
     file = run.path / "steps" / "part-000000.parquet"
-    rows = pq.read_table(file)
-    pq.write_table(rows.append_column("of_tomorrow", [[1.0]]), file)
+    pq.write_table(pq.read_table(file).append_column("of_tomorrow", [[1.0]]), file)
     assert run.table(Table.STEPS).to_pylist() == expected_steps(1)
 
 
@@ -100,8 +99,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
         "pairs/part-000000.parquet": lambda: run.cosines(max_frames=2),
         "samples/part-000000.parquet": lambda: run.latest(Table.SAMPLES),
     }
-    denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
-    monkeypatch.setattr("io.open", denied)
+    monkeypatch.setattr("io.open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     for name, read in readings.items():
         with pytest.raises(
             RunError, match=rf"{name} \(Permission denied\): check the path and its"
@@ -139,8 +137,7 @@ DEEP = f'{{"id": "a", "evidence": {"[" * 900}{"]" * 900}}}'
 def test_a_malformed_line_before_the_last_is_named(tmp_path, line):
     run = record(tmp_path / "run", [])
     good = json.dumps(make_finding("a").to_json())
-    text = f"{good}\n{line}\n{good}\n"
-    (run.path / "findings.jsonl").write_bytes(text.encode("latin-1"))
+    (run.path / "findings.jsonl").write_bytes(f"{good}\n{line}\n{good}\n".encode("latin-1"))
     with pytest.raises(RunError, match=r"findings\.jsonl, line 2 is not a finding"):
         run.findings()
 

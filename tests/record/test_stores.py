@@ -99,8 +99,7 @@ def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypa
             "s3://bucket/runs/sft-2 and continues it; another run directory keeps the two apart"
         ]
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
-        loaded = rankscope.load("s3://bucket/runs/sft")
-        assert loaded.info["status"] == "complete"
+        assert rankscope.load("s3://bucket/runs/sft").info["status"] == "complete"
         assert contents(here) == contents(Run.open(at_hand("s3://bucket/runs/sft")))
         second = Run.open(at_hand("s3://bucket/runs/sft-2"))
         assert (second.info["continues"], second.info["first_step"]) == ("sft", NUM_STEPS)

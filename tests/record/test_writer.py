@@ -62,10 +62,10 @@ def test_other_tools_read_lists(tmp_path):
 
 
 def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
-    steps = [t for t in range(140) if t not in (63, 64, 130)]
     reports = [
         make_report(t, 4, micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5)
-        for t in steps
+        for t in range(140)
+        if t not in (63, 64, 130)
     ]
     alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})
     for report in reports:
@@ -252,7 +252,6 @@ def test_a_damaged_or_foreign_file_is_no_state(tmp_path, monkeypatch):
     flipped[len(whole) // 3] ^= 0x40
     pickled = io.BytesIO()
     np.savez(pickled, tree=np.array([{"a": 1}], object))
-    text = np.frombuffer(b'{"format": 1}', np.uint8)
     for content in (
         b"",
         b"no archive",
@@ -261,7 +260,7 @@ def test_a_damaged_or_foreign_file_is_no_state(tmp_path, monkeypatch):
         pickled.getvalue(),
         archive(),
         archive(tree=np.zeros(3)),
-        archive(tree=text),
+        archive(tree=np.frombuffer(b'{"format": 1}', np.uint8)),
     ):
         with pytest.raises(StateError, match="it is damaged"):
             unpack_state(content)

@@ -60,8 +60,7 @@ def ends() -> dict[int, list[dict[str, tuple[str, str]]]]:
 class TestBits:
     @pytest.mark.parametrize("case", [*SAME, *OTHERS], ids=lambda case: case.name)
     def test_are_the_same_for_1_2_and_4_workers(self, ends, case):
-        found = {rank[case.name] for ranks in ends.values() for rank in ranks}
-        assert len(found) == 1
+        assert len({rank[case.name] for ranks in ends.values() for rank in ranks}) == 1
 
     @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
     def test_do_not_depend_on_how_ddp_is_used(self, ends, case):
@@ -76,8 +75,7 @@ class TestBits:
 
 def reduce_by_hand(rank: int) -> None:
     """Hold a step's gradient against one accumulator for all micro-batches."""
-    case = Case("by hand", {"bucket_cap_mb": 0.001})
-    trained = Trained(rank, case)
+    trained = Trained(rank, Case("by hand", {"bucket_cap_mb": 0.001}))
     alone = copy.deepcopy(trained.model)
     sums = [Accumulator.zeros(p.numel()) for p in alone.parameters()]
     tokens = 0
@@ -145,8 +143,7 @@ def refusals(rank: int) -> None:
     linear = nn.Linear(2, 2)
     expect("got Linear", lambda: order_free(linear))
     ddp = DistributedDataParallel(linear)
-    usage = rankscope.errors.UsageError
-    expect("'workers', 'sum'", lambda: order_free(ddp, average="mean"), usage)
+    expect("'workers', 'sum'", lambda: order_free(ddp, average="mean"), rankscope.errors.UsageError)
     order_free(ddp)
     expect("order_free", lambda: order_free(ddp))
     expect("hook", lambda: rankscope.fixed_order(ddp))
@@ -169,8 +166,7 @@ def refusals(rank: int) -> None:
     second = DistributedDataParallel(nn.Linear(2, 2))
     order_free(second)
     expect("create_graph", lambda: second(torch.ones(1, 2)).sum().backward(create_graph=True))
-    copied = copy.deepcopy(second)
-    copied(torch.ones(1, 2)).sum().backward()  # its gradients are its own
+    copy.deepcopy(second)(torch.ones(1, 2)).sum().backward()  # its gradients are its own
 
 
 @pytest.mark.ranks

@@ -41,8 +41,7 @@ def sampler(reading, setting, num_workers):
 def data_set():
     """Return how far each sample's loss is off, and each sample's gradient."""
     table = np.random.default_rng(7)
-    offsets = table.normal(0, 0.5, DATASET)
-    return offsets, table.normal(0, 1, (DATASET, WIDTH)) + 0.2
+    return table.normal(0, 0.5, DATASET), table.normal(0, 1, (DATASET, WIDTH)) + 0.2
 
 
 def gathered(step, batches, num_steps):
@@ -50,21 +49,20 @@ def gathered(step, batches, num_steps):
     offsets, gradients = data_set()
     sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
     base = 1.1 + 1.9 * np.exp(-4 * step / max(num_steps, 1))
-    workers = worker_columns(
-        num_workers,
-        loss=[base + offsets[batch].mean() for batch in batches],
-        loss_weight=[40.0 * BATCH] * num_workers,
-        loss_sem=[offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
-        grad_norm=np.linalg.norm(sketches_WK, axis=1),
-        num_samples=[len(batch) for batch in batches],
-        step_seconds=[0.4] * num_workers,
-        overhead_seconds=[0.004] * num_workers,
-    )
     return GatheredStep(
         step=step,
         time=1.7e9 + 0.4 * step,
         observed=True,
-        workers=workers,
+        workers=worker_columns(
+            num_workers,
+            loss=[base + offsets[batch].mean() for batch in batches],
+            loss_weight=[40.0 * BATCH] * num_workers,
+            loss_sem=[offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
+            grad_norm=np.linalg.norm(sketches_WK, axis=1),
+            num_samples=[len(batch) for batch in batches],
+            step_seconds=[0.4] * num_workers,
+            overhead_seconds=[0.004] * num_workers,
+        ),
         sketches_WK=sketches_WK,
         samples=tuple(batches),
     )

@@ -37,13 +37,12 @@ def read(path: Path) -> Page:
 def assert_renders(page: Page, names: list[str]) -> None:
     """Every figure is drawn by the Vega that the page carries, in light and dark in turn."""
     for name, mode in zip(names, itertools.cycle(("light", "dark")), strict=False):
-        svg = vl_convert.vegalite_to_svg(
+        assert "<path" in vl_convert.vegalite_to_svg(
             _with_width(page.specs[name]),
             vl_version=VEGALITE,
             config=page.configs[mode],
             allowed_base_urls=[],
-        )
-        assert "<path" in svg, name
+        ), name
 
 
 def _with_width(spec):
@@ -166,11 +165,9 @@ def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_p
     def bare(step, workers):
         for name in ("loss", "loss_sem", "grad_norm"):
             workers[name][:] = np.nan
-        nothing = (np.empty(0, np.int64),) * 2
-        return {"observed": False, "sketches_WK": None, "samples": nothing}
+        return {"observed": False, "sketches_WK": None, "samples": (np.empty(0, np.int64),) * 2}
 
-    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)
-    page = read(write_report(run))
+    page = read(write_report(record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)))
     assert page.figures == ["time"]
     assert "No step of this run has observed gradients." in page.words
 

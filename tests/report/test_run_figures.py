@@ -29,8 +29,7 @@ def page(rich_run, tmp_path_factory):
 
 
 def rows_of(page, name, field):
-    tables = page.specs[name]["datasets"].values()
-    return next(rows for rows in tables if rows and field in rows[0])
+    return next(rows for rows in page.specs[name]["datasets"].values() if rows and field in rows[0])
 
 
 def test_figures_are_valid_and_can_be_drawn(page):
@@ -69,8 +68,7 @@ def test_the_timeline_leads_to_each_finding(page, rich_run):
     outlier = next(row for row in rows if row["anchor"] == "finding-outlier-1")
     assert (outlier["first"], outlier["last"]) == (first.first_step, first.last_step)
     assert outlier["severity"] == str(first.severity)
-    selections = [p["name"] for p in page.specs["timeline"]["params"] if "select" in p]
-    assert selections == ["finding"]
+    assert [p["name"] for p in page.specs["timeline"]["params"] if "select" in p] == ["finding"]
 
 
 def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path):
@@ -79,8 +77,7 @@ def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path):
     rows = rows_of(page, "map-loss", "deviation")
     assert {len(row["deviation"]) for row in rows} == {series.MAX_ROWS}
     assert "A row holds up to 2 workers" in page.words
-    ranks = {row["rank"] for row in rows_of(page, "workers-loss", "rank")}
-    assert len(ranks) == 48
+    assert len({row["rank"] for row in rows_of(page, "workers-loss", "rank")}) == 48
     assert "48 of 96 workers are drawn" in page.words
     assert "heatmap" not in page.specs
 
@@ -147,9 +144,8 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
         svg = vl_convert.vegalite_to_svg(
             {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
         )
-        assert "stroke-dasharray" in svg
-        assert ">A<" in svg
-        assert ">B<" in svg
+        for words in ("stroke-dasharray", ">A<", ">B<"):
+            assert words in svg
         letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]
         assert [mark["clip"] for mark in letters] == [False, False]  # curves are cut when zoomed
 

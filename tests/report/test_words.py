@@ -57,8 +57,7 @@ def test_evidence_of_any_shape_is_one_line_which_names_are_whole_in():
         "yes": True,
         "workers": {"2": [{"signal": "loss", "far_out": 3.25}, {"far_out": 1}]},
     }
-    finding = Finding("i", "c", Severity.NOTE, (), 4, 4, "e", "n", evidence)
-    view = finding_view(finding, 8)
+    view = finding_view(Finding("i", "c", Severity.NOTE, (), 4, 4, "e", "n", evidence), 8)
     assert view["evidence_tables"] == [
         ("workers", (["rank", "signal", "far out"], [["2", "loss", "3.25"], ["2", "–", "1"]]))
     ]
@@ -115,8 +114,7 @@ def run(tmp_path_factory):
 
 @pytest.mark.parametrize("table", Table)
 def test_every_table_is_there_with_all_of_its_columns(run, table):
-    loaded = rankscope.load(run.path)
-    rows = getattr(loaded, table)
+    rows = getattr(rankscope.load(run.path), table)
     assert isinstance(rows, pa.Table)
     named = [f"{signal.name}_in_words" for signal in columns_of(table) if signal.bits]
     assert rows.drop_columns(named).equals(run.table(table))

@@ -177,8 +177,7 @@ def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
     from rankscope.sinks.mlflow import MlflowSink
 
     feed(MlflowSink("an-experiment"), run_info(tmp_path))
-    experiment = client.get_experiment_by_name("an-experiment")
-    [run] = client.search_runs([experiment.experiment_id])
+    [run] = client.search_runs([client.get_experiment_by_name("an-experiment").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     read = metrics(client, run)
     assert read == expected(lambda step, value: (step.step, round(1000 * step.time), value))

@@ -230,8 +230,7 @@ def test_two_processes_at_once(tmp_path):
     other = context.Process(target=_load_in_process, args=(tmp_path, together, queue))
     other.start()
     together.wait(timeout=240)
-    ours = _bits(_load(tmp_path))
-    assert ours == queue.get(timeout=240) == _bits(_load(tmp_path))
+    assert _bits(_load(tmp_path)) == queue.get(timeout=240) == _bits(_load(tmp_path))
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
 

@@ -56,8 +56,7 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(first):
     assert facts["skipped_empty"] == 2
     assert facts["skipped_truncated"] == 1
     assert facts["samples"] == 216 - 3
-    run = Run.open(first.path / "runs" / "replicated-s1-3")
-    assert run.info["config"]["skipped_empty"] == 2
+    assert Run.open(first.path / "runs" / "replicated-s1-3").info["config"]["skipped_empty"] == 2
     begun, left_out = first.err.splitlines()[:2]
     assert begun.startswith("Preparing data and model, which may take a minute; then ")
     assert left_out == (
@@ -77,8 +76,7 @@ def test_the_files(first):
 
 
 def test_accumulation_is_recorded_by_micro_batch(first):
-    wanted = ("step", "rank", "micro", "loss", "loss_weight")
-    micro = first.columns(ALL[0], Table.MICRO, *wanted)
+    micro = first.columns(ALL[0], Table.MICRO, *("step", "rank", "micro", "loss", "loss_weight"))
     assert len(micro["step"]) == STEPS * WORKERS * MICRO
     assert sorted(set(micro["micro"])) == [0, 1]
     workers = first.columns(ALL[0], Table.WORKERS, "step", "rank", "loss", "loss_weight")
@@ -94,14 +92,12 @@ def test_saved_models_load_and_have_a_card(first):
 
     path = first.path / "models" / ALL[1]
     model = AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    inputs = tokenizer("Add the two numbers", return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(path)("Add the two numbers", return_tensors="pt")
     assert torch.isfinite(model(**inputs).logits).all()
 
     card = (path / "README.md").read_text()
     entry = next(entry for entry in first.summary() if entry["run"] == f"runs/{ALL[1]}")
-    metadata = card.split("---")[1]
-    assert "library_name: transformers" in metadata
+    assert "library_name: transformers" in card.split("---")[1]
     for words in (
         f"| Setting | {entry['setting'].upper()}",
         "| Reading | sharded |",
@@ -256,8 +252,7 @@ def test_options_that_cannot_work(refused, options, message):
 
 
 def test_an_existing_study_is_refused(refused, copied):
-    message = refused(copied, **OPTIONS)
-    assert message == f"{copied} exists already; use --resume or --overwrite"
+    assert refused(copied, **OPTIONS) == f"{copied} exists already; use --resume or --overwrite"
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])

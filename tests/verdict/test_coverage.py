@@ -39,8 +39,7 @@ def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=()
 
 def last_line(run):
     lines = []
-    announcer = Announcer(lambda line, is_fault: lines.append(line))
-    announcer.conclude(
+    Announcer(lambda line, is_fault: lines.append(line)).conclude(
         run.findings(), num_steps=80, num_workers=2, options=None, coverage=coverage_of(run)
     )
     return lines[-1]
@@ -106,8 +105,7 @@ def test_a_run_whose_agent_ended_before_its_first_step_says_so(tmp_path):
         ("early", {"pid": 7, "ended": "exited with code 1"}),
         ("empty", {"pid": 7}),
     ):
-        writer = RunWriter(tmp_path / name, {"num_workers": 2, "agent": agent})
-        writer.close("incomplete")
+        RunWriter(tmp_path / name, {"num_workers": 2, "agent": agent}).close("incomplete")
     said = assess(Run.open(tmp_path / "early"))
     assert "the process that writes the run exited with code 1 before" in said.headline
     assert "RANKSCOPE_AGENT_LOG=FILE" in said.recommendation
@@ -142,8 +140,7 @@ def test_a_model_that_is_watched_in_part_is_not_healthy(tmp_path, updated, sever
     optimizer = {"groups": [{"tensors": 2}, {"tensors": updated - 2}]}
     named = {"unwatched": ["Head.bias", "Head.weight"]}
     training = {"parameters": {"tensors": 2}, "optimizer": optimizer, **named}
-    run = record(tmp_path / "run", info={"training": training})
-    found = assess(run)
+    found = assess(record(tmp_path / "run", info={"training": training}))
     assert found.word == severity
     assert found.headline.startswith(begins)
     assert f"2 of the {updated} tensors of the optimizer" in found.headline

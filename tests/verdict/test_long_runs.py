@@ -22,11 +22,10 @@ W, STEPS, MICRO = 4, 300, 3
 
 def gathered(step, rng):
     norms_WM = 2 + rng.random((W, MICRO))
-    norms_W = np.sqrt(np.square(norms_WM).mean(axis=1) / MICRO + 1)
     values = {
         "loss": 2 + rng.normal(size=W) / 8,
         "loss_sem": np.full(W, 0.125),
-        "grad_norm": norms_W,
+        "grad_norm": np.sqrt(np.square(norms_WM).mean(axis=1) / MICRO + 1),
         "reduced_norm": np.full(W, 1.1),
         "num_samples": np.full(W, 5),
         "step_seconds": np.full(W, math.nan) if step == 0 else 0.5 + rng.random(W) / 100,

@@ -34,8 +34,7 @@ def odd_losses(step):
     """Let rank 2's losses be higher from step 12 on, and rank 6's be NaN in step 9."""
     losses_W = step.workers["loss"] + 0.5 * (np.arange(W) == 2) * (step.step >= 12)
     losses_W[6] = np.nan if step.step == 9 else losses_W[6]
-    nonfinite_W = ~np.isfinite(losses_W)
-    workers = {**step.workers, "loss": losses_W, "nonfinite": nonfinite_W}
+    workers = {**step.workers, "loss": losses_W, "nonfinite": ~np.isfinite(losses_W)}
     return replace(step, workers=workers)
 
 
@@ -146,8 +145,7 @@ def copies(num_steps):
     ],
 )
 def test_what_cannot_be_used_is_logged_once(tmp_path, caplog, damage, reason):
-    job = Job(tmp_path / "run")
-    job.run(stream(6), flush_at=(5,), save_at=(3,))
+    Job(tmp_path / "run").run(stream(6), flush_at=(5,), save_at=(3,))
     damage(tmp_path / "run")
     with caplog.at_level(logging.WARNING, "rankscope"):
         assert state_after(tmp_path / "run", W, HOSTS, ()) is None
@@ -176,8 +174,7 @@ def test_a_continued_run_without_its_start_is_not_diagnosed_again(tmp_path):
     (run.path / START_FILE).write_bytes(b"?")
     with pytest.raises(RunError, match=r"cannot use .*detectors-start.npz: it is damaged"):
         diagnose_run(run)
-    older = unpack_state(start) | {"detectors": {}}
-    (run.path / START_FILE).write_bytes(pack_state(older))
+    (run.path / START_FILE).write_bytes(pack_state(unpack_state(start) | {"detectors": {}}))
     with pytest.raises(RunError, match=r"under other detectors .*another release"):
         diagnose_run(run)
     (run.path / START_FILE).unlink()
@@ -256,8 +253,7 @@ def short_batches(step):
         batches[1] = batches[0]
     if step.step % 37 == 3:
         batches = [batch[:0] for batch in batches]
-    sizes = [len(batch) for batch in batches]
-    workers = {**step.workers, "num_samples": np.array(sizes, np.int64)}
+    workers = {**step.workers, "num_samples": np.array([len(batch) for batch in batches], np.int64)}
     return replace(step, samples=tuple(batches), workers=workers)
 
 

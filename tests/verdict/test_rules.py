@@ -172,8 +172,7 @@ def test_of_two_that_explain_each_other_the_one_that_names_the_id_is_the_cause()
 
 def test_a_cause_that_comes_much_later_explains_nothing():
     drift = finding("state.parameters_differ", first=0)
-    late = finding("sync.not_reduced", first=LATENESS + 1)
-    assert explanations([drift, late])[drift.id] is None
+    assert explanations([drift, finding("sync.not_reduced", first=LATENESS + 1)])[drift.id] is None
 
 
 def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():

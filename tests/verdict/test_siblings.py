@@ -42,8 +42,7 @@ def test_a_run_without_a_fault_shows_its_siblings(folder):
     assert found.headline.startswith("Among ranks 2 and 3 of this job: ")
     assert "sft-from-rank-4 (ranks 4 and 5): no fault found" in found.statements[0]
     assert found.statements[0].endswith("are ranks 0 and 1 of the job.")
-    own = assess(Run.open(folder / "sft-from-rank-2"))
-    assert "of this job" not in own.headline
+    assert "of this job" not in assess(Run.open(folder / "sft-from-rank-2")).headline
 
 
 def test_the_list_shows_the_worst_of_a_job_as_the_report_does(folder):

@@ -105,8 +105,7 @@ class Training:
         for _ in range(number):
             batches = [draw(self.step, rank) for rank in range(self.num_workers)]
             step = gathered(self.step, batches, 60)
-            at = self._began + SECONDS_PER_STEP * self.step
-            report = summarize(replace(step, time=at))
+            report = summarize(replace(step, time=self._began + SECONDS_PER_STEP * self.step))
             self.writer.add(report)
             self.writer.add_findings(self._diagnosis.observe(report))
             self.step += 1

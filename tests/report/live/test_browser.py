@@ -154,8 +154,7 @@ def test_a_fault_that_begins_is_found_in_the_open_page(page, site):
 
 def test_print_has_every_figure(page, site):
     opened(page, site, "run/sft/forgotten-sampler")
-    figures = page.locator("[data-figure]")
-    expect(page.locator("[data-drawn]")).to_have_count(figures.count())
+    expect(page.locator("[data-drawn]")).to_have_count(page.locator("[data-figure]").count())
     page.emulate_media(media="print")
     page.evaluate("document.querySelector('main').style.width = '600px'")  # as paper is narrower
     assert page.evaluate(OVERHANG) == []
@@ -195,8 +194,7 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page, site):
     page.locator("#filter").fill("")
     expect(page.get_by_role("region", name="Runs")).to_be_visible()
     page.get_by_role("button", name="Run", exact=True).click()
-    downwards = sorted(first, reverse=True)
-    assert names(page) == downwards
+    assert names(page) == sorted(first, reverse=True)
     page.get_by_text("Columns").click()
     offered = page.locator("[data-column]").evaluate_all("all => all.map((e) => e.dataset.column)")
     assert offered == ["samples per step", "optimizer.lr", "layers"]

@@ -156,8 +156,7 @@ def test_what_is_not_finite_in_both_is_not_comparable():
 
 
 def test_a_factor_of_all_is_told_with_what_it_may_be():
-    answer = against(training(of(GRADIENT, "all", 0, lambda v: 2 * v), workers=2))
-    assert answer.headline.endswith(
+    assert against(training(of(GRADIENT, "all", 0, lambda v: 2 * v), workers=2)).headline.endswith(
         "the gradient differs: all 3 parameters, × 2 (the ratio of workers)."
     )
 
@@ -189,8 +188,7 @@ def test_the_picture_shows_what_clipping_hides_from_the_optimizer():
 
 def test_a_setting_that_explains_another_update_is_in_the_advice_with_both_values():
     double = of(UPDATE, "all", 0, lambda values: 2 * values)
-    plain = against(training(double))
-    assert plain.advice.startswith("Compare the optimizers")
+    assert against(training(double)).advice.startswith("Compare the optimizers")
     own, other = ([{"lr": lr, "eps": 1e-8}] for lr in (0.1, 0.2))
     answer = against(training(double, settings=other), training(settings=own))
     assert (answer.stage, answer.difference) == (Stage.UPDATE, DiffClass.CONFIGURATION)
@@ -256,8 +254,7 @@ def test_running_statistics_are_compared_where_the_batch_is_dealt_out_alike(work
     a, b, moved = training(), training(workers=workers, seed=3), training(seed=9)
     for side, factor in ((a, 1.0), (b, 1.5), (moved, 1 + 1e-7)):
         for number, step in side.steps.items():
-            mean = np.full(32, 1 + number * factor)
-            step.figures[BUFFER] = {"norm.running_mean": sketched(mean)}
+            step.figures[BUFFER] = {"norm.running_mean": sketched(np.full(32, 1 + number * factor))}
     answer = against(b, a, moved)
     assert answer.stage is (Stage.START if workers == 1 else None)
     if workers == 1:
@@ -347,8 +344,7 @@ def test_losses_that_are_sums_are_compared_as_sums():
 
 
 def test_other_parameters_cannot_be_compared():
-    other = training(trained=["embed", "up"])
-    answer = against(other)
+    answer = against(training(trained=["embed", "up"]))
     assert answer.kind is Kind.NOT_COMPARABLE
     assert "A alone trains 1 parameter (norm)." in answer.headline
     shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
@@ -364,9 +360,7 @@ def test_other_parameters_cannot_be_compared():
     ids=["same", "start"],
 )
 def test_a_training_must_begin_alike_when_it_runs_again(again, why):
-    a = training()
-    b = replace(training(seed=3), name="B")
-    answer = decide(a, b, lambda side, eps: again)
+    answer = decide(training(), replace(training(seed=3), name="B"), lambda side, eps: again)
     assert answer.kind is (Kind.NOT_COMPARABLE if why else Kind.SAME)
     assert why in answer.headline
 
