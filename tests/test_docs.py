@@ -19,7 +19,8 @@ from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH
 from rankscope.stats.audit import AUDIT_WIDTH
 from rankscope.verdict.rules import page_of_causes
-from record.run_files import make_report, write
+from record.run_files import write
+from record.step_reports import make_report
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -86,10 +87,8 @@ def test_files_that_are_named_exist(page):
 def test_queries_run_on_a_run(tmp_path):
     reports = [make_report(step, micro=2, groups=True) for step in range(130)]
     write(tmp_path, reports).close()  # long enough for rows of the roll-ups
-    queries = [
-        *re.findall(r"^```sql\n(.*?)^```", RUNS, re.M | re.S),
-        *re.findall(r'duckdb -c "(.*)"', RUNS),
-    ]
+    queries = re.findall(r"^```sql\n(.*?)^```", RUNS, re.M | re.S)
+    queries += re.findall(r'duckdb -c "(.*)"', RUNS)
     assert len(queries) == 3
     for query in queries:
         assert duckdb.sql(query.replace("RUN/", f"{tmp_path}/")).fetchall()

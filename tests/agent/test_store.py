@@ -16,7 +16,8 @@ from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import RunWriter
 from rankscope.verdict.assessment import assess
-from record.run_files import make_finding, make_report
+from record.run_files import make_finding
+from record.step_reports import make_report
 from support.accidents import wait_until
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -51,9 +51,7 @@ def command(command):
         ("part-2", "different state", 3, "random state"),
     ],
 )
-def test_real_pairs_are_told_with_their_class_and_first_step(
-    runs, command, other, kind, step, stage
-):
+def test_real_pairs_are_told_with_class_and_first_step(runs, command, other, kind, step, stage):
     code, printed, errors = command(runs / "base", runs / other, "--json")
     found = json.loads(printed)
     assert not errors
@@ -65,9 +63,8 @@ def test_real_pairs_are_told_with_their_class_and_first_step(
 
 def test_the_page_opens_offline_and_the_figure_is_an_image(runs, command, tmp_path):
     page, figure = tmp_path / "diff.html", tmp_path / "diff.png"
-    code, printed, _ = command(
-        runs / "base", runs / "arrival", "--html", page, "--png", figure, "--json"
-    )
+    written = ("--html", page, "--png", figure)
+    code, printed, _ = command(runs / "base", runs / "arrival", "--json", *written)
     assert code == 1
     assert json.loads(printed)["written"] == [str(page), str(figure)]
     assert figure.read_bytes().startswith(b"\x89PNG")

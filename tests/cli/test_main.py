@@ -33,12 +33,8 @@ def options_of(command):
     if command:
         found = found.commands[command]  # type: ignore[attr-defined]
     parameters = found.get_params(found.make_context("rankscope", [], resilient_parsing=True))
-    return {
-        name
-        for parameter in parameters
-        for name in (*parameter.opts, *parameter.secondary_opts)
-        if name.startswith("-")
-    }
+    names = {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
+    return {name for name in names if name.startswith("-")}
 
 
 @pytest.mark.parametrize("command", FROZEN)
@@ -47,10 +43,8 @@ def test_the_options_are_frozen(command):
 
 
 def test_as_a_module():
-    process = subprocess.run(
-        [sys.executable, "-m", "rankscope", "--version"], capture_output=True, text=True, check=True
-    )
-    assert process.stdout == f"rankscope {version('rankscope')}\n"
+    command = [sys.executable, "-m", "rankscope", "--version"]
+    assert subprocess.check_output(command, text=True) == f"rankscope {version('rankscope')}\n"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +149,7 @@ def full():
 
 
 @pytest.mark.parametrize("how", [(), ("--json",)], ids=["verdict", "json"])
-def test_a_reader_that_has_gone_changes_neither_exit_code_nor_files(
-    runs, call, closed, capsys, how
-):
+def test_a_reader_that_has_gone_changes_neither_code_nor_files(runs, call, closed, capsys, how):
     for name, code in (("healthy", 0), ("copied", 1)):
         assert call(closed, "report", runs / name, "--format", "md", *how) == code
         assert (runs / name / "report.md").read_text().startswith("## ")

@@ -19,6 +19,7 @@ from support.accidents import state_of
 from support.parity import Recordings, answer_of, layout, record
 
 PYTHON = shlex.quote(sys.executable)
+TRUE = ("-a", "true", "-b", "true")
 
 
 def script(folder, name, text):
@@ -30,19 +31,19 @@ def script(folder, name, text):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("-a", "true", "-b", "true", "--resume-at", "2"), "belong together"),
+        ((*TRUE, "--resume-at", "2"), "belong together"),
         (("-a", "no-such-command", "-b", "true"), "neither a file here nor a command"),
         (("-a", "{folder}", "-b", "true"), "has no parity/"),
         (("-a", "true", "-b", "{folder}"), "-b expected a command, got the directory"),
         (("-a", "true", "-b", "{folder} --lr 1"), "-b: expected a script or a command, got"),
-        (("-a", "true", "-b", "true", "--html", "x.pdf"), "for a PDF, print the page"),
+        ((*TRUE, "--html", "x.pdf"), "for a PDF, print the page"),
         (("-a", "true", "-b", "python 'x"), "-b expected a command, got"),
-        (("-a", "true", "-b", "true", "--map", "nowhere"), "--map expected names, such as"),
-        (("-a", "true", "-b", "true", "--map", "a,b=c,d"), "and the names of its parts"),
-        (("-a", "true", "-b", "true", "--map", "a.*=b"), "as many * in each name"),
+        ((*TRUE, "--map", "nowhere"), "--map expected names, such as"),
+        ((*TRUE, "--map", "a,b=c,d"), "and the names of its parts"),
+        ((*TRUE, "--map", "a.*=b"), "as many * in each name"),
         (
-            ("-a", "true", "-b", "true", "--resume-at", "2", "-b2", "{folder}"),
-            "-b2 expected a command, got the directory",
+            (*TRUE, "--resume-at", "2", "-b2", "{folder}"),
+            "-b2 expected a command, got the",
         ),
     ],
 )
@@ -60,9 +61,7 @@ def test_a_command_that_fails_is_named_with_its_last_words(command, tmp_path):
     answer = json.loads(out)
     assert code == 2
     assert answer["answer"] == "not comparable"
-    assert answer["headline"] == (
-        "Not comparable: A exited with code 1: ValueError: no such corpus."
-    )
+    assert answer["headline"] == "Not comparable: A exited with code 1: ValueError: no such corpus."
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch, capsys):

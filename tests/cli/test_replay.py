@@ -96,10 +96,8 @@ def test_a_bundle_is_shown(path: str):
 
 def test_the_labels_that_count_are_shown_for_both_batches(tmp_path):
     ids = torch.arange(1, 13).reshape(3, 4)
-    batches = tuple(
-        capture_batch((), {"ids": ids, "labels": own}).plain()
-        for own in (ids + 0, ids.where(ids < 8, -100))
-    )
+    labels = (ids + 0, ids.where(ids < 8, -100))
+    batches = tuple(capture_batch((), {"ids": ids, "labels": own}).plain() for own in labels)
     said = text(call(str(save_bundle(tmp_path, make_bundle(batches=batches)))))
     assert "KiB, 12 of 12 labels count" in said
     assert "KiB, 7 of 12 labels count" in said

@@ -72,14 +72,3 @@ ADAPTERS = {
     "docs/integrations/transformers.md": "tests/integrations/test_hugging_face.py",
 }
 """Pages whose Python needs a framework's own launch: the tests in whose ranks every block runs."""
-
-PLAIN_MODEL = {"docs/reproducible.md"}
-"""Pages whose blocks wrap the model themselves."""
-
-RECORDED = {"docs/runs.md": ("runs/sft",)}
-"""Runs that a page reads."""
-
-AFTERWARDS = {
-    ("docs/diff.md", "from rankscope import Run"): "assert callable(assert_same_training)"
-}
-"""What calls a function that a block only defines."""

@@ -15,7 +15,7 @@ from documentation.blocks import ROOT, blocks
 from documentation.framework_blocks import RAY, USES, train_under_ray
 from documentation.framework_pages import python_blocks
 from documentation.prepared import run_blocks
-from documentation.tables import ADAPTERS, AFTERWARDS
+from documentation.tables import ADAPTERS
 from support.ranks import run_ranks
 
 BLOCKS = [block for block in blocks() if block.kind == "python"]
@@ -45,10 +45,6 @@ def test_blocks_of_a_framework_are_run_in_the_ranks_that_its_tests_start(page):
     test = ast.parse((ROOT / ADAPTERS[page]).read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}
     assert {"python_blocks", "assert_block_ran"} <= calls if page == RAY else "hold_pages" in calls
-
-
-def test_the_tables_speak_of_blocks_that_exist():
-    assert AFTERWARDS.keys() <= {(block.page, block.first) for block in BLOCKS}
 
 
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"

@@ -16,7 +16,8 @@ from benchmarks.faults.summary import markdown
 
 from rankscope import Finding, Run, Severity
 from rankscope.bus.evidence import Table
-from record.run_files import make_finding, make_report, write
+from record.run_files import make_finding, write
+from record.step_reports import make_report
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def bench(folder):
     ("name", "steps", "delay"),
     [("D5", 8, 0), ("D1", 32, 31), ("T2", 24, 10), ("D25", 44, 20), ("D26", 8, 4), ("M4", 4, 0)],
 )
-def test_a_fault_is_found_within_some_steps_with_its_cause_and_worker(
-    bench, folder, name, steps, delay
-):
+def test_a_fault_is_found_within_some_steps_with_its_cause(bench, folder, name, steps, delay):
     score = bench.run(catalogue()[name], num_steps=steps)
     assert score.problem == ""
     assert score.as_expected
@@ -95,9 +94,8 @@ T4, D5, D20, H1 = (catalogue()[name] for name in ("T4", "D5", "D20", "H1"))
 
 def finding(step: int, severity: Severity = Severity.ERROR) -> Finding:
     name = "state.hyperparameters_differ"
-    return make_finding(
-        name, cause=name, severity=severity, ranks=(1,), first_step=step, last_step=step, step=step
-    )
+    at = dict.fromkeys(("first_step", "last_step", "step"), step)
+    return make_finding(name, cause=name, severity=severity, ranks=(1,), **at)
 
 
 def scored(tmp_path: Path, fault, *findings: Finding, problem: str = "") -> Score:

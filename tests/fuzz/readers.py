@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from rankscope.bus.bundles import PlainBatch, ReplayBundle, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
-from rankscope.cli.report import report
+from rankscope.cli.report import FailOn, report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
 from rankscope.lab.study.data import load_records
@@ -88,17 +88,9 @@ def read(kind: str, place: Path, chosen: random.Random) -> None:
 
 
 def _report(place: Path, name: str, *, again: bool) -> None:
-    from rankscope.cli.report import FailOn
-
-    report(
-        place,
-        name == "json",
-        FailOn.ERROR,
-        None if name == "json" else [name],
-        False if name == "json" else None,
-        place.parent / f"out.{name}",
-        again,
-    )
+    as_json, out = name == "json", place.parent / f"out.{name}"
+    formats, html = (None, False) if as_json else ([name], None)
+    report(place, as_json, FailOn.ERROR, formats, html, out, again)
 
 
 def mutate(place: Path, chosen: random.Random) -> str:

@@ -140,12 +140,11 @@ def _differences(training: Training, step: int) -> tuple[StateDifference, ...]:
 
 
 def _report(step: GatheredStep) -> StepReport:
+    unknown_W = np.full(step.num_workers, np.nan)
     values = {s.name: np.nan for s in columns_of(Table.STEPS, Source.DERIVED)}
     values["loss_mean"] = float(np.mean(step.workers["loss"]))
     values["grad_norm_reduced"] = step.workers["reduced_norm"][0]
-    derived = {
-        s.name: np.full(step.num_workers, np.nan) for s in columns_of(Table.WORKERS, Source.DERIVED)
-    }
+    derived = {s.name: unknown_W for s in columns_of(Table.WORKERS, Source.DERIVED)}
     return StepReport(step, values, derived)
 
 

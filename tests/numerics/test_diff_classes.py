@@ -28,6 +28,7 @@ def scaled(factor, moment, first=0):
 
 
 COARSE = scaled(1 + 2**-9, "reduced", first=2)
+LRS = (0.05, 0.1)
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
 
@@ -150,18 +151,14 @@ def record_update(folder, lr):
 
 
 def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(base, tmp_path):
-    runs = [
-        write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in (0.05, 0.1)
-    ]
+    runs = [write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in LRS]
     assert "the update differs" not in " ".join(compare_runs(*runs).explanation)
-    for run, lr in zip(runs, (0.05, 0.1), strict=True):
+    for run, lr in zip(runs, LRS, strict=True):
         record_update(run.path / "parity", lr)
     found = compare_runs(*runs)
     assert where(found) == (0, Stage.SETTINGS)
-    assert (
-        "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
-        in found.explanation
-    )
+    words = "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
+    assert words in found.explanation
     assert not any("update differs" in words for words in compare_runs(base, runs[1]).explanation)
 
 

@@ -11,23 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import UsageError
+from rankscope.lab.numerics import summation
 from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure
-from rankscope.lab.numerics.summation import (
-    TYPES,
-    Arithmetic,
-    Scheme,
-    num_buckets,
-    reduce_buffers,
-    to_buffers,
-    worst_factor,
-    worst_underflow,
-)
+from rankscope.lab.numerics.summation import Arithmetic, Scheme, reduce_buffers, to_buffers
 from rankscope.stats.rounding import ulp_distance
 
 TORCH = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARITHMETICS = [
-    Arithmetic(inputs, sums) for inputs in TYPES for sums in dict.fromkeys(("float32", inputs))
+    Arithmetic(inputs, sums)
+    for inputs in summation.TYPES
+    for sums in dict.fromkeys(("float32", inputs))
 ]
 BUCKET = 5
 
@@ -50,7 +44,7 @@ def exact_sums(values_WN):
 
 def order_of(scheme, num_workers, num_elements, rng):
     if scheme is Scheme.ARRIVAL:
-        count = num_buckets(num_elements, BUCKET)
+        count = summation.num_buckets(num_elements, BUCKET)
         return np.stack([rng.permutation(num_workers) for _ in range(count)])
     return rng.permutation(num_workers)
 
@@ -114,14 +108,11 @@ def same_bits(first, second):
     arithmetic=st.sampled_from(ARITHMETICS),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_bits_equal_those_of_a_loop_over_torchs_numbers(
-    scheme, num_workers, num_elements, arithmetic, seed
-):
+def test_bits_equal_those_of_torchs_numbers(scheme, num_workers, num_elements, arithmetic, seed):
     values = gradients(num_workers, num_elements, seed)
     order = order_of(scheme, num_workers, num_elements, np.random.default_rng(seed))
-    got = reduce_buffers(
-        to_buffers(values, arithmetic), scheme, arithmetic, order, bucket_elements=BUCKET
-    )
+    buffers = to_buffers(values, arithmetic)
+    got = reduce_buffers(buffers, scheme, arithmetic, order, bucket_elements=BUCKET)
     assert same_bits(got, in_words_of_torch(values, scheme, arithmetic, order))
 
 
@@ -139,13 +130,12 @@ def test_no_error_is_larger_than_the_bound(scheme, num_workers, arithmetic, spre
     if cancels:
         values -= values.mean(axis=0)
     order = order_of(scheme, num_workers, 40, np.random.default_rng(seed))
-    got = reduce_buffers(
-        to_buffers(values, arithmetic), scheme, arithmetic, order, bucket_elements=BUCKET
-    )
+    buffers = to_buffers(values, arithmetic)
+    got = reduce_buffers(buffers, scheme, arithmetic, order, bucket_elements=BUCKET)
     exact = exact_sums(values) / num_workers
     sizes = np.abs(values).mean(axis=0, dtype=np.float64)
-    bound = worst_factor(num_workers, scheme, arithmetic) * sizes
-    bound += worst_underflow(num_workers, arithmetic)
+    bound = summation.worst_factor(num_workers, scheme, arithmetic) * sizes
+    bound += summation.worst_underflow(num_workers, arithmetic)
     assert (np.abs(got - exact) <= bound * (1 + 1e-9)).all()
 
 
@@ -162,12 +152,8 @@ def test_all_orders_of_four_workers_are_counted_as_a_loop_counts_them(scheme):
     values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     options = SumOptions(workers=(4,), types=("float32",))
     [cell] = cells_of(measure(local(values), options), algorithm=str(scheme))
-    results = np.stack(
-        [
-            reduce_mean(values, scheme, order=np.array(order))
-            for order in itertools.permutations(range(4))
-        ]
-    )
+    orders = map(np.array, itertools.permutations(range(4)))
+    results = np.stack([reduce_mean(values, scheme, order=order) for order in orders])
     truth = exact_sums(values) / 4
     norm = np.linalg.norm(truth)
     low, high = results.min(axis=0), results.max(axis=0)

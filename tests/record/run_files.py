@@ -1,17 +1,12 @@
-"""Run directories with reports made by hand, and their rows: each value follows from its place."""
+"""Ways to write a run directory, and to read it with other tools."""
 
 import json
 
 import duckdb
-import numpy as np
 import pandas as pd
 import polars as pl
 
-from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 
 
@@ -65,113 +60,7 @@ def polars_rows(path, table):
     return pl.read_parquet(f"{path}/{table}/*.parquet").to_dicts()
 
 
-GROUPS = ("embedding", "layers.0", "head")
-NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
-
-
-def cell(signal, step, rank):
-    """Return the value of one column in one row; None for every seventh or so."""
-    mark = 31 * step + 7 * rank + len(signal.name)
-    if signal.dtype is DType.BOOL:
-        return mark % 2 == 0
-    if mark % 7 == 0:
-        return None
-    if signal.dtype is DType.INT:
-        return mark * (2**40 + 1) if signal.source is Source.LOCAL else mark
-    return mark / 3
-
-
-def filled(value, dtype):
-    """Return a cell as numpy holds it."""
-    if value is not None:
-        return value
-    return MISSING_INT if dtype is DType.INT else np.nan
-
-
-def local_values(step, num_workers):
-    return {
-        s.name: np.array(
-            [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
-        )
-        for s in columns_of(Table.WORKERS, Source.LOCAL)
-    }
-
-
-def make_cosines(step, num_workers):
-    """Return a symmetric matrix; in steps that 5 divides, the last worker has no direction."""
-    cosines_WW = np.tanh(np.random.default_rng(step).normal(size=(num_workers, num_workers)))
-    cosines_WW = (cosines_WW + cosines_WW.T) / 2
-    np.fill_diagonal(cosines_WW, 1.0)
-    if step % 5 == 0:
-        cosines_WW[-1] = cosines_WW[:, -1] = np.nan
-    return cosines_WW
-
-
-def make_differences(step, num_workers):
-    ranks, no = np.arange(num_workers), np.zeros(num_workers, bool)
-    return (
-        StateDifference(StateKind.PARAMETER, "head", np.where(ranks == 1, -step, step), no),
-        StateDifference(StateKind.REDUCED, "layers.0", 2**62 + ranks, ranks == 0),
-    )
-
-
-def make_report(
-    step, num_workers=4, *, micro=1, observed=True, samples=True, groups=False, differences=False
-):
-    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
-    ranks = range(num_workers)
-    return StepReport(
-        GatheredStep(
-            step=step,
-            time=1_700_000_000.0 + step,
-            observed=observed,
-            workers=local_values(step, num_workers),
-            sketches_WK=None,
-            samples=tuple(
-                np.arange(10 * step + rank, 10 * step + rank + (3 if samples and rank != 1 else 0))
-                for rank in ranks
-            ),
-            micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
-            micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
-            micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
-            micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
-            differences=make_differences(step, num_workers) if differences else (),
-            groups=GROUPS if groups and observed else (),
-            group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
-            if groups and observed
-            else None,
-        ),
-        values={
-            s.name: float(filled(cell(s, step, 0), DType.FLOAT))
-            for s in columns_of(Table.STEPS, Source.DERIVED)
-        },
-        derived={
-            s.name: np.array([filled(cell(s, step, rank), s.dtype) for rank in ranks])
-            for s in columns_of(Table.WORKERS, Source.DERIVED)
-        },
-        cosines_WW=make_cosines(step, num_workers) if observed else None,
-        group_cosine_rest_WG=np.tile([0.25, np.nan, 0.75], (num_workers, 1)) if groups else None,
-    )
-
-
-def expected_steps(num_steps):
-    return [
-        {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
-        | {s.name: cell(s, step, 0) for s in columns_of(Table.STEPS, Source.DERIVED)}
-        for step in range(num_steps)
-    ]
-
-
-def expected_workers(num_steps, num_workers=4):
-    return [
-        {"step": step, "rank": rank}
-        | {
-            s.name: cell(s, step, rank)
-            for s in columns_of(Table.WORKERS, Source.LOCAL, Source.DERIVED)
-        }
-        for step in range(num_steps)
-        for rank in range(num_workers)
-    ]
+ROWS_OF = (duckdb_rows, pandas_rows, polars_rows)
 
 
 def files_of(path):

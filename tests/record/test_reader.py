@@ -10,15 +10,9 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
-from record.run_files import (
-    expected_steps,
-    expected_workers,
-    local_values,
-    make_differences,
-    make_finding,
-    make_report,
-    record,
-)
+from record import step_reports
+from record.run_files import make_finding, record
+from record.step_reports import expected_steps, expected_workers, make_report
 from support.same import assert_same
 
 # Opening ---------------------------------------------------------------------------------------
@@ -84,9 +78,7 @@ def test_a_damaged_part_is_named(tmp_path):
     file = run.path / "steps" / "part-000000.parquet"
     file.write_bytes(file.read_bytes()[:-10])
     for read in (lambda: run.table(Table.STEPS), lambda: run.latest(Table.STEPS)):
-        with pytest.raises(
-            RunError, match=r"cannot read .*steps/part-000000\.parquet: it is damaged"
-        ):
+        with pytest.raises(RunError, match=r"cannot read .*part-000000\.parquet: it is damaged"):
             read()
 
 
@@ -101,9 +93,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
     }
     monkeypatch.setattr("io.open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
     for name, read in readings.items():
-        with pytest.raises(
-            RunError, match=rf"{name} \(Permission denied\): check the path and its"
-        ):
+        with pytest.raises(RunError, match=rf"{name} \(Permission denied\): check the path"):
             read()
 
 
@@ -147,7 +137,7 @@ NAMES = ("embedding", "layers.0", "layers.1", "head")
 
 def live_step(step, width):
     rng = np.random.default_rng([step, width])
-    workers = {**local_values(step, width), "num_samples": rng.integers(0, 9, width)}
+    workers = {**step_reports.local_values(step, width), "num_samples": rng.integers(0, 9, width)}
     workers["grad_norm"][0] = np.inf if step % 5 else np.nan
     observed = step % 3 < 2
     lengths = [[0] * width, [1] * width, [2] * width, rng.integers(0, 5, width)][step % 4]
@@ -176,7 +166,7 @@ def live_step(step, width):
             for n in lengths
         ),
         micro_scales=tuple(np.full(n, np.nan) if step % 9 == 2 else rng.random(n) for n in lengths),
-        differences=make_differences(step, width) if step % 2 else (),
+        differences=step_reports.make_differences(step, width) if step % 2 else (),
         groups=NAMES if observed else (),
         group_norms_WG=rng.random((width, len(NAMES))) if observed else None,
         group_sketches_WGK=narrow if observed and step % 4 else None,

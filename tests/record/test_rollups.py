@@ -11,7 +11,8 @@ from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.stats import draws
 from rankscope.stats.draws import DistinctSamples
-from record.run_files import make_finding, make_report, record
+from record.run_files import make_finding, record
+from record.step_reports import make_report
 
 W = 3
 FIRST = 1000  # not the first step of a bin
@@ -74,9 +75,8 @@ def test_each_row_of_a_roll_up_is_a_whole_bin_of_one_worker(finished):
     ]
     workers = pl.read_parquet(f"{finished}/workers/*.parquet")
     for row in [*rows.iter_rows(named=True), *wide.iter_rows(named=True)]:
-        inside = workers.filter(
-            pl.col("step").is_between(row["step"], row["last_step"]), pl.col("rank") == row["rank"]
-        )
+        steps = pl.col("step").is_between(row["step"], row["last_step"])
+        inside = workers.filter(steps, pl.col("rank") == row["rank"])
         for name in ("loss", "cosine_rest", "num_samples"):
             values = inside[name].drop_nulls()
             assert row[f"{name}_count"] == len(values)
@@ -114,7 +114,7 @@ def test_a_run_that_is_not_closed_is_told_to_its_last_flush(tmp_path, monkeypatc
 def run(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "PART_BYTES", 20_000)
-        return record(folder / "run", (make_report(step, groups=True) for step in range(90)), 3)
+        return record(folder / "parts", (make_report(step, groups=True) for step in range(90)), 3)
 
 
 def test_frames_are_evenly_chosen_and_equal_to_the_recorded_ones(run):
@@ -169,9 +169,7 @@ def test_samples_are_counted_as_the_run_goes_on(tmp_path):
         drawn = np.concatenate(list(rows["samples"][rows["step"] <= step]))
         assert distinct == len(set(drawn.tolist()))
     assert counted.is_exact
-    np.testing.assert_array_equal(
-        np.sort(run.sample_ids()), np.sort(np.concatenate(rows["samples"]))
-    )
+    assert sorted(run.sample_ids()) == sorted(np.concatenate(rows["samples"]))
 
 
 def test_memory_stays_bounded(monkeypatch):

@@ -20,18 +20,8 @@ from rankscope.errors import RunError
 from rankscope.files import RunTakenError
 from rankscope.record import Run, RunWriter, begin
 from rankscope.record.states import START_FILE, read_state
-from record.run_files import (
-    duckdb_rows,
-    expected_steps,
-    expected_workers,
-    files_of,
-    make_finding,
-    make_report,
-    pandas_rows,
-    polars_rows,
-    read_info,
-    write,
-)
+from record.run_files import ROWS_OF, files_of, make_finding, polars_rows, read_info, write
+from record.step_reports import expected_steps, expected_workers, make_report
 from report.recorded_runs import record_run
 
 
@@ -102,7 +92,7 @@ def test_a_full_disk_damages_nothing_and_a_later_flush_writes_all(tmp_path):
         run.add(make_report(step))
     with full_disk(1_000), pytest.raises(RunError, match="before is intact"):
         run.flush()
-    for rows_of in (duckdb_rows, pandas_rows, polars_rows):
+    for rows_of in ROWS_OF:
         assert rows_of(run.path, "steps") == expected_steps(2)
     assert not [file for file in files_of(run.path) if Path(file).name.startswith(".")]
     run.add(make_report(60))

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rankscope.lab.reductions import accumulator
-from rankscope.lab.reductions.accumulator import (
-    DTYPES,
-    LARGEST,
-    QUANTUM,
-    Accumulator,
-    add_bounds,
-    convert,
-    native_functions,
-)
+from rankscope.lab.reductions.accumulator import DTYPES, Accumulator, native_functions
 from support.kernel_checks import needs_compiler
 
 EPSILON = 2.0**-24
@@ -53,14 +45,14 @@ def nearest(value: Fraction) -> float:
     guess = np.float32(float(value))
     around = (guess, *(np.nextafter(guess, np.float32(end)) for end in (-np.inf, np.inf)))
     return float(
-        min(around, key=lambda f: (abs(Fraction(float(f)) - value), int(f.view(np.uint32)) & 1))
+        min(around, key=lambda f: (abs(Fraction(float(f)) - value), f.view(np.uint32) & 1))
     )
 
 
 @settings(max_examples=50, deadline=None, database=None)
 @given(st.lists(finite, min_size=1, max_size=12))
 def test_it_is_the_sum_of_rounded_summands_rounded_once(summands):
-    grid = Fraction(QUANTUM)
+    grid = Fraction(accumulator.QUANTUM)
     exact = sum((round(Fraction(x) / grid) for x in summands), 0) * grid
     for use in (native_functions, lambda: None):
         before, accumulator.native_functions = accumulator.native_functions, use
@@ -112,7 +104,7 @@ def test_sixteen_bits_are_not_rounded_twice(dtype):
         ([math.inf], math.inf),
         ([math.inf, -math.inf], math.nan),
         ([math.nan, 1.0], math.nan),
-        ([LARGEST * 2, 5.0], math.inf),
+        ([accumulator.LARGEST * 2, 5.0], math.inf),
         ([2.0**40] * 65, math.inf),
     ],
 )
@@ -132,9 +124,9 @@ def test_many_summands_of_several_workers_do_not_overflow_the_low_digits():
     for each in sums:
         each.make_room(3)
     together = torch.empty(1)
-    convert(torch.stack([each.digits for each in sums]), together)
+    accumulator.convert(torch.stack([each.digits for each in sums]), together)
     assert together.item() == np.float32(3 * exact)
-    assert add_bounds(torch.stack([each.bounds for each in sums]))[0] == 12_000
+    assert accumulator.add_bounds(torch.stack([each.bounds for each in sums]))[0] == 12_000
 
 
 @needs_compiler

@@ -49,11 +49,8 @@ PLAIN_DDP = Case("plain DDP", {}, average="")
 @pytest.fixture(scope="module")
 def ends() -> dict[int, list[dict[str, tuple[str, str]]]]:
     cases = [*SAME, *OTHERS, PLAIN_DDP]
-    return {
-        1: run_ranks(train, 1, cases),
-        2: run_ranks(train, 2, cases),
-        4: run_ranks(train, 4, [*cases, *STATIC]),
-    }
+    static = {4: STATIC}
+    return {n: run_ranks(train, n, [*cases, *static.get(n, [])]) for n in (1, 2, 4)}
 
 
 @pytest.mark.ranks

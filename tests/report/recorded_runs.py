@@ -22,11 +22,8 @@ WIDTH = 257
 
 def sampler(reading, setting, num_workers):
     """Return what draws a rank's samples of a step under a reading and a setting of the study."""
-    seeds = {
-        "s1-1": [0] * num_workers,
-        "s1-2": [1] + [0] * (num_workers - 1),
-        "s1-3": list(range(num_workers)),
-    }[setting]
+    odd = [1] + [0] * (num_workers - 1)
+    seeds = {"s1-1": [0] * num_workers, "s1-2": odd, "s1-3": range(num_workers)}[setting]
     orders = [np.random.default_rng(seed).permutation(DATASET) for seed in seeds]
 
     def draw(step, rank):
@@ -145,15 +142,13 @@ def record_study(path, *, readings=("replicated", "sharded"), num_steps=30, **in
     for reading in readings:
         for setting in ("s1-1", "s1-2", "s1-3"):
             place = f"runs/{reading}-{setting}"
-            run = record_run(
-                path / place, reading=reading, setting=setting, num_steps=num_steps, **info
-            )
+            own = {"reading": reading, "setting": setting}
+            run = record_run(path / place, **own, num_steps=num_steps, **info)
             verdict = assess(run)
             entries.append(
                 {
                     **verdict.values,
-                    "setting": setting,
-                    "reading": reading,
+                    **own,
                     "batch_size": BATCH,
                     "severity": None if verdict.severity is None else str(verdict.severity),
                     "headline": verdict.headline,

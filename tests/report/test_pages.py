@@ -70,10 +70,7 @@ def test_every_figure_has_a_title_and_a_place():
 def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):
     run = record_run(tmp_path / "run", num_workers=2, num_steps=4)
     page = read(write_report(run, tmp_path / "report.html"))
-    assert {name for name in page.specs if "cosine" in name} == {
-        "cosine_mean",
-        "workers-cosine_rest",
-    }
+    assert {n for n in page.specs if "cosine" in n} == {"cosine_mean", "workers-cosine_rest"}
 
 
 def test_page_says_what_was_found_and_in_which_ranks(copied_run, page):
@@ -150,9 +147,8 @@ def test_every_link_inside_a_page_leads_somewhere(page, study):
 
 
 def test_hostile_names_are_inert(tmp_path: Path):
-    run = record_run(
-        tmp_path / "run", num_workers=2, num_steps=3, name=HOSTILE, model=HOSTILE, data=HOSTILE
-    )
+    names = dict.fromkeys(("name", "model", "data"), HOSTILE)
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, **names)
     page = read(write_report(run))
 
     assert page.tags["script"] == 3
@@ -179,9 +175,7 @@ def test_study_page_compares_all_runs_and_holds_their_details(study: Path):
     assert set(page.figures) == set(page.specs)
     runs = [f"run{index}-{name}" for index in range(6) for name in RUN_FIGURES]
     assert set(runs) <= set(page.figures)
-    comparing = [
-        name for name in page.figures if name not in runs and not name.endswith("-timeline")
-    ]
+    comparing = [n for n in page.figures if n not in runs and not n.endswith("-timeline")]
     assert len(comparing) == 1 + 6 + 3 + 6 + 6
     assert_renders(page, sorted(comparing))
     assert "Why the two readings differ" in page.words

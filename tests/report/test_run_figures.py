@@ -141,9 +141,8 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
     }
     for name, spec in view.figures.items():
         assert name in view.titles
-        svg = vl_convert.vegalite_to_svg(
-            {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
-        )
+        whole = {**spec, "width": 300, "datasets": tables.rows}
+        svg = vl_convert.vegalite_to_svg(whole, vl_version=VEGALITE)
         for words in ("stroke-dasharray", ">A<", ">B<"):
             assert words in svg
         letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]

@@ -42,10 +42,8 @@ def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(lo
     observed, expected = (float(text.replace(",", "")) for text in (tile["value"], explained))
     assert told == f"{observed / expected:.2f}"
     assert float(told) == pytest.approx(ratio, rel=0.01, abs=0.005)
-    assert (
-        f"{explained}; the observed one, {tile['value']}, is {told} times"
-        in describe_dispersion(values)
-    )
+    words = f"{explained}; the observed one, {tile['value']}, is {told} times"
+    assert words in describe_dispersion(values)
 
 
 def test_evidence_of_any_shape_is_one_line_which_names_are_whole_in():

@@ -96,9 +96,7 @@ def test_what_is_not_there_is_given_up_for_this_finding_alone(tmp_path, web, tol
         (308, "file:///etc/hostname", "answered 308.*give the URL that takes it"),
     ],
 )
-def test_a_refusal_or_a_redirect_ends_the_sink_and_nothing_empty_is_sent(
-    tmp_path, web, code, place, says
-):
+def test_a_refusal_or_a_redirect_ends_the_sink_and_sends_nothing(tmp_path, web, code, place, says):
     web.answers = [(code, place and place.format(port=web.server_port))]
     sink, pauses = opened(tmp_path, WebhookSink(web.url))
     with pytest.raises(SinkError, match=says) as raised:

@@ -11,7 +11,7 @@ from rankscope.sinks import hub as hub_module
 from rankscope.sinks.base import MAX_NAMED, step_values
 from rankscope.sinks.hub import Feeder, Sinks
 from rankscope.sinks.specs import PlannedSink
-from record.run_files import make_report
+from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
 
 LONG = 60.0

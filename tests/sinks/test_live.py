@@ -104,9 +104,8 @@ def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written
     (usage, text), (missing, advice) = first
     assert (usage, missing) == ("UsageError", "MissingExtraError")
     assert "one of tensorboard" in text
-    assert advice == (
-        "the sink 'wandb' needs packages that are not installed: run " + install_command("wandb")
-    )
+    lacking = "the sink 'wandb' needs packages that are not installed: run "
+    assert advice == lacking + install_command("wandb")
     assert not (folder / "none").exists()
 
 
@@ -159,12 +158,8 @@ def test_everything_that_the_dashboard_asks_for_is_served(ranks):
     for name, inside in re.findall(r"(rankscope_\w+)\{(.*?)\}", text):
         for label, value in re.findall(r'(\w+)="(\w+)"', inside):
             assert (name, label, value) in labels
-    legends = [
-        target["legendFormat"] for panel in document["panels"] for target in panel["targets"]
-    ]
-    assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {
-        label for _, label, _ in labels
-    }
+    legends = [each["legendFormat"] for panel in document["panels"] for each in panel["targets"]]
+    assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {each[1] for each in labels}
 
 
 SECRET = "tell-nobody"
@@ -227,9 +222,8 @@ def test_the_example_tells_of_its_fault(tmp_path):
     code, out, err = torchrun(["--nproc-per-node", "2"], *command, folder=tmp_path)
     assert code == 0, err
     lines = out.splitlines()
-    assert [line for line in lines if line.endswith("opened")] == [
-        "error data.duplicate_batches opened"
-    ]
+    opened = [line for line in lines if line.endswith("opened")]
+    assert opened == ["error data.duplicate_batches opened"]
     [counts] = [line for line in lines if line.startswith("slowest")]
     counted = sum(json.loads(counts.partition(": ")[2]))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

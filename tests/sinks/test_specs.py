@@ -11,7 +11,7 @@ from rankscope.sinks import plan_alerts, plan_sinks, specs
 from rankscope.sinks.base import STEP_SIGNALS, WORKER_SIGNALS, step_values
 from rankscope.sinks.command import CommandSink
 from rankscope.sinks.jsonl import JsonLinesSink
-from record.run_files import make_report
+from record.step_reports import make_report
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "trackers.md"
 

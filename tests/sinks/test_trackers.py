@@ -13,7 +13,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.sinks.base import step_values
 from rankscope.sinks.hub import Feeder
-from record.run_files import make_report
+from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
 
 STEPS = [step_values(make_report(step), (1,), {Severity.ERROR: 2}) for step in range(4)]
@@ -56,10 +56,8 @@ def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
     ended = time.time()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
-    read = {
-        name: [(event.step, event.wall_time, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
+    scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    read = {n: [(e.step, e.wall_time, e.value) for e in own] for n, own in scalars.items()}
     assert read == expected(lambda step, value: (step.step, step.time, single(value)))
     assert any(len(points) < 4 for points in read.values())  # what is undefined is left out
     assert "rankscope_ranks/grad_norm/1" in read

@@ -17,12 +17,7 @@ from rankscope.lab.study.models import build_pangu, load_model
 from support.ranks import forked
 
 RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
-TINY_LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+TINY_LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -30,7 +25,7 @@ def directory(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM  # a second, for all who collect tests
 
     tokenizer = train_tokenizer(RECORDS, 300)
-    config = LlamaConfig(vocab_size=len(tokenizer), **TINY_LLAMA)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **TINY_LLAMA)
     path = tmp_path / "someones-model"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -44,9 +39,7 @@ def test_padding_does_not_change_the_loss(tmp_path):
     with torch.no_grad():
         alone = [loaded.model(**samples.collate([p])[0]).loss.double() for p in positions]
         together = loaded.model(**samples.collate(positions)[0]).loss.double()
-    counts = torch.tensor(
-        [float((samples.collate([p])[0]["labels"] >= 0).sum()) for p in positions]
-    )
+    counts = torch.tensor([(samples.collate([p])[0]["labels"] >= 0).sum() for p in positions])
     expected = (torch.stack(alone) * counts).sum() / counts.sum()
     assert float(together) == pytest.approx(float(expected), rel=1e-5)
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -171,19 +172,14 @@ def test_resuming_a_finished_study_repeats_nothing(study, first, copied, command
     assert tree(copied / "runs") == before
 
 
-def import_transformers():
-    importlib.import_module("transformers")
-
-
 def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(study, first, copied):
     (copied / "notes.txt").write_text("mine")
     old = tree(copied / "runs")
     options = {"settings": "s1-2", "save_all": True, "json": True, "overwrite": True}
     words = study.arguments(copied, {**OPTIONS, **options})
     cache = {name: study.environment[name] for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE")}
-    code, out, err = run_on_ranks(
-        WORKERS, words, copied.parent, prepare=import_transformers, **cache
-    )
+    cache["prepare"] = partial(importlib.import_module, "transformers")
+    code, out, err = run_on_ranks(WORKERS, words, copied.parent, **cache)
     done = Done(copied, subprocess.CompletedProcess(words, code, out, err))
     assert done.code == 0, done.err
     assert json.loads(done.out) == done.summary()  # --json: the rest is said on the other stream

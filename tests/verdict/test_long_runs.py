@@ -14,7 +14,7 @@ from rankscope.record import Run, RunWriter, reader, rollups, tables
 from rankscope.verdict import assessment, dispersion
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.dispersion import expected_cosines, noise_numbers
-from record.run_files import local_values
+from record.step_reports import local_values
 from support.micro_jobs import micro_step
 
 W, STEPS, MICRO = 4, 300, 3
@@ -58,9 +58,7 @@ def path(tmp_path_factory):
     return made.path
 
 
-def test_a_long_run_is_assessed_as_if_it_were_read_whole_and_says_what_is_estimated(
-    path, monkeypatch
-):
+def test_a_long_run_is_assessed_as_if_read_whole_and_says_what_it_estimates(path, monkeypatch):
     run = Run.open(path)
     exact = assess(run)
     assert not run.is_long
@@ -122,11 +120,9 @@ def weighted(path, rng):
         noise_WMP = rng.standard_normal((W, MICRO, 400)) / np.sqrt(tokens_WM)[..., None]
         gradients = MICRO * shares_WM[..., None] * (2 * SIGNAL + noise_WMP)
         gathered = micro_step(step, np.ones((W, MICRO)), gradients=gradients)
-        gathered = replace(
-            gathered,
-            sketches_WK=gradients.mean(axis=1).astype(np.float32),
-            micro_scales=tuple(512.0 * shares_WM),
-        )
+        sketches_WK = gradients.mean(axis=1).astype(np.float32)
+        scales = tuple(512.0 * shares_WM)
+        gathered = replace(gathered, sketches_WK=sketches_WK, micro_scales=scales)
         writer.add(summarize(gathered))
         if step % 10 == 9:
             writer.flush()

@@ -102,10 +102,8 @@ class Job:
 
 def test_what_a_killed_run_wrote_last_is_held_against_its_own_plan(tmp_path):
     plan = {"random": "same", "repeats": True, "seed": 3}
-    ranks = [
-        {"rank": rank, "host": host, "environment": {"torch": "2.13"}, "sampler_seed": 4}
-        for rank, host in enumerate(HOSTS)
-    ]
+    facts = {"environment": {"torch": "2.13"}, "sampler_seed": 4}
+    ranks = [{"rank": rank, "host": host, **facts} for rank, host in enumerate(HOSTS)]
     info = {"num_workers": W, "options": {"groups": [], "plan": plan}, "ranks": ranks}
     writer, reports = RunWriter(tmp_path / "run", info), copies(40)
     live = diagnosis_of(Run.open(tmp_path / "run"))

@@ -94,19 +94,11 @@ SCATTERED = ["norm", *(f"model.layers.{n}.mlp.up_proj.lora_A.default.weight" for
     ("names", "sentence", "headline"),
     [
         (PROJECTIONS, "Parameters ({}) are frozen", f"Parameters (4 under {HEAD}) are frozen"),
-        (
-            PROJECTIONS,
-            "the gradient of {} is 0",
-            f"the gradient of {PROJECTIONS[0]} and 3 more is 0",
-        ),
+        (PROJECTIONS, "gradients of {} are 0", f"gradients of {PROJECTIONS[0]} and 3 more are 0"),
         (PROJECTIONS[:2], "Look at {}", f"Look at {PROJECTIONS[0]} and 1 more"),
         (SCATTERED, "Parameters ({}) differ", "Parameters (norm and 4 more) differ"),
         (PROJECTIONS[:1], "Parameters ({}) differ", f"Parameters ({PROJECTIONS[0]}) differ"),
-        (
-            ["0.weight", "0.bias", "a", "b"],
-            "({}) differ",
-            "(0.weight, 0.bias, a and 1 other) differ",
-        ),
+        (["0.weight", "0.bias", "a", "b"], "({}) part", "(0.weight, 0.bias, a and 1 other) part"),
     ],
 )
 def test_a_headline_names_one_parameter_at_most_of_a_long_list(names, sentence, headline):
@@ -178,10 +170,8 @@ def test_a_cause_that_comes_much_later_explains_nothing():
 def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():
     stale = finding("rollout.worker_outlier", Severity.WARNING, id="rollout-1", ranks=(1, 2))
     named = {"outlier-1": (2,), "outlier-2": (1, 2), "outlier-3": (2, 3)}
-    outliers = [
-        finding("data.worker_outlier", Severity.WARNING, 5, name, ranks)
-        for name, ranks in named.items()
-    ]
+    kind = ("data.worker_outlier", Severity.WARNING, 5)
+    outliers = [finding(*kind, name, ranks) for name, ranks in named.items()]
     causes = explanations([*outliers, stale])
     assert [causes[name] for name in named] == [stale, stale, None]
 
@@ -242,6 +232,5 @@ def test_every_rule_has_its_page_in_the_package():
     pages = rules.cause_pages()
     assert pages.keys() >= RULES.keys()
     for name in RULES:
-        assert "**Looks like:**" in pages[name]
         assert "**Do:**" in pages[name]
         assert "](" not in pages[name].replace("](http", "")

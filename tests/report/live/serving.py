@@ -90,10 +90,8 @@ class Training:
         facts = {"num_workers": num_workers, "model": "tiny (built-in base)", "data": "simulated"}
         self.writer = RunWriter(path, {**facts, **info})
         self.num_workers = num_workers
-        self._draws = {
-            name: sampler(name, setting, num_workers)
-            for name, setting in (("sharded", "s1-1"), ("replicated", "s1-2"))
-        }
+        settings = {"sharded": "s1-1", "replicated": "s1-2"}
+        self._draws = {name: sampler(name, own, num_workers) for name, own in settings.items()}
         self._reading = reading
         self._diagnosis = Diagnosis(RunFacts(num_workers))
         self._began = time.time() - 60

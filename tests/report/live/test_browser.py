@@ -32,10 +32,8 @@ CUT_OFF = """() => [...document.querySelectorAll("figure.panel, .timeline a, .to
 class Site:
     def __init__(self, root):
         self.root = root
-        for name, reading, steps in (
-            ("healthy", "sharded", 40),
-            ("forgotten-sampler", "replicated", 30),
-        ):
+        runs = (("healthy", "sharded", 40), ("forgotten-sampler", "replicated", 30))
+        for name, reading, steps in runs:
             config = {"optimizer": {"lr": 0.1 * steps}, "layers": 2}
             training = Training(root / "sft" / name, num_workers=8, reading=reading, config=config)
             training.steps(steps)
@@ -64,9 +62,7 @@ def page(browser, site):
     opened.set_default_timeout(PATIENCE)
     complaints = []
     asked = []
-    opened.on(
-        "console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None
-    )
+    opened.on("console", lambda m: complaints.extend([m.text] * (m.type in ("error", "warning"))))
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
     opened.on("request", lambda request: asked.append(request.url))
@@ -109,7 +105,8 @@ def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page
     opened(page, site, "run/pretrain/live")
     expect(page.locator("#strip")).to_contain_text("Running")
     figure(page, "workers-loss")
-    page.get_by_role("button", name="2", exact=True).click()
+    second = page.get_by_role("button", name="2", exact=True)
+    second.click()
     heatmap = figure(page, "heatmap")
     slider = page.locator("[data-slider]")
     slider.focus()
@@ -128,9 +125,7 @@ def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page
     assert before is not None
     assert after is not None
     assert abs(after["y"] - before["y"]) < 5
-    expect(page.get_by_role("button", name="2", exact=True)).to_have_attribute(
-        "aria-pressed", "true"
-    )
+    expect(second).to_have_attribute("aria-pressed", "true")
 
     slider.press("Home")
     slider.press("ArrowRight")

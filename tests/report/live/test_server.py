@@ -90,27 +90,23 @@ def test_a_damaged_run_says_so_calmly(served, name, words):
 def test_a_flush_is_pushed_to_those_who_listen(tmp_path):
     training = Training(tmp_path / "run")
     training.steps(2)
-    with (
-        serving(tmp_path) as server,
-        events(server, "run:run") as told,
-        events(server, "runs") as all_runs,
-    ):
+    with serving(tmp_path) as live, events(live, "run:run") as told, events(live, "runs") as runs:
         assert next(told) == ("hello", "run:run")
-        assert next(all_runs) == ("hello", "runs")
+        assert next(runs) == ("hello", "runs")
         name, version = next(told)
-        next(all_runs)
+        next(runs)
         assert name == "news"
-        assert version == get(server, "/api/run/run").json["version"]
+        assert version == get(live, "/api/run/run").json["version"]
         training.steps(2)
         name, newer = next(told)
         assert (name, newer != version) == ("news", True)
-        while newer != get(server, "/api/run/run").json["version"]:
+        while newer != get(live, "/api/run/run").json["version"]:
             name, newer = next(told)  # the first look came in the middle of the flush
             assert name == "news"
-        assert next(all_runs)[0] == "news"
+        assert next(runs)[0] == "news"
         training.close()
         assert next(told)[0] == "news"
-        assert "Complete" in get(server, "/api/run/run").json["main"]
+        assert "Complete" in get(live, "/api/run/run").json["main"]
 
 
 def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path):
@@ -224,9 +220,8 @@ def test_viewers_who_never_finish_a_request_are_left(tmp_path):
     with serving(tmp_path, request_seconds=3.0) as server, contextlib.ExitStack() as stack:
         slow = []
         for _ in range(300):
-            viewer = stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.port), timeout=60)
-            )
+            viewer = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            stack.enter_context(viewer)
             viewer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-a: ")
             slow.append(viewer)
 
@@ -321,10 +316,9 @@ def test_it_says_where_it_is_and_ends_at_once_when_asked(tmp_path: Path):
 
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
 def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in [
-        name for name in sys.modules if name.startswith(("rankscope.report.", f"{package}."))
-    ]:
-        if name != "rankscope.report.live":
+    for name in list(sys.modules):
+        parts = name.startswith(("rankscope.report.", f"{package}."))
+        if parts and name != "rankscope.report.live":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("serve"))):
