@@ -163,7 +163,6 @@ def fork_ranks():
 
 
 def main_of(script, words, folder):
-    """Be the process of a command; its output goes to a file."""
     os.chdir(folder)
     with (folder / "output").open("wb") as output:
         os.dup2(output.fileno(), 1)

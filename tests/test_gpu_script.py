@@ -67,7 +67,6 @@ def test_a_dry_run_finds_every_fault_and_the_hang_and_prints_one_block(monkeypat
     ended = []
 
     def run(words, *, check):
-        """Do as the launcher does, with ranks that are forked."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         assert words[:5] == [sys.executable, *launcher]
         assert not check

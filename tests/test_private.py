@@ -71,7 +71,6 @@ def test_the_installed_releases_have_the_name(use):
 
 @cache
 def texts() -> dict[Path, str]:
-    """Return the source, but for the table itself."""
     own = Path(private.__file__)
     return {path: path.read_text() for path in SOURCE.rglob("*.py") if path != own}
 
@@ -136,7 +135,6 @@ def nodes() -> list:
 
 @cache
 def source_of(owner: str) -> str:
-    """Return the source of the module of an owner, without importing it."""
     top, *parts = owner.split(".")
     path = Path(importlib.util.find_spec(top).origin).parent
     for part in parts:

@@ -113,7 +113,6 @@ def recorded(tmp_path_factory):
 
 @pytest.fixture
 def runs(recorded, tmp_path):
-    """Return a copy of it that reports may be written to."""
     return shutil.copytree(recorded, tmp_path / "runs")
 
 

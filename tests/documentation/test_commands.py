@@ -95,7 +95,6 @@ def test_a_command_and_its_options_exist(command):
 
 
 def check_rankscope(words):
-    """Follow the subcommands, and look for each option among those of the last one."""
     command = typer.main.get_command(app)
     while words and words[0] in getattr(command, "commands", {}):
         if words[0] == "run" and command.name == NAME:  # the rest is a script's own

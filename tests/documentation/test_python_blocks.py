@@ -40,7 +40,6 @@ def test_a_block_runs(problems, block):
 
 @pytest.mark.parametrize("page", ADAPTERS)
 def test_blocks_of_a_framework_are_run_in_the_ranks_that_its_tests_start(page):
-    """One reader for each block; the test of the adapter asks what became of each."""
     assert len(python_blocks(page)) == len(USES.get(page, [train_under_ray])) > 0
     test = ast.parse((ROOT / ADAPTERS[page]).read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(test) if isinstance(node, ast.Call)}

@@ -202,7 +202,6 @@ def _not_utf8(rows: pa.Table) -> pa.Table:
 
 
 def one(seed: int, made: dict[str, Path], folder: Path) -> str | None:
-    """Make and read one case; return what failed, None if nothing did."""
     chosen = random.Random(seed)
     kind = chosen.choice((*made, "run", "run", "copied"))
     place = folder / str(seed) / kind

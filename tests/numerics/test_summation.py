@@ -38,7 +38,6 @@ def reduce_mean(values_WN, scheme=Scheme.SEQUENTIAL, arithmetic=None, order=None
 
 
 def exact_sums(values_WN):
-    """Return the correctly rounded sums over workers ``[N]``."""
     return np.array([math.fsum(column) for column in values_WN.T.astype(np.float64).tolist()])
 
 

@@ -64,5 +64,4 @@ ROWS_OF = (duckdb_rows, pandas_rows, polars_rows)
 
 
 def files_of(path):
-    """Return all files of a run, hidden ones too, as paths relative to it."""
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

@@ -24,7 +24,6 @@ def cell(signal, step, rank):
 
 
 def filled(value, dtype):
-    """Return a cell as numpy holds it."""
     if value is not None:
         return value
     return MISSING_INT if dtype is DType.INT else np.nan

@@ -62,7 +62,6 @@ def reduced_by_name(session):
 
 
 def reduce_fsdp2(rank, mode):
-    """Train one step, and return local and reduced gradients of the next."""
     session = start(mode)
     rankscope.fixed_order(session.model)
     rankscope.fixed_order(session.model)

@@ -173,7 +173,6 @@ def test_what_cannot_work_is_refused_in_a_sentence():
 
 
 def watch_it(rank: int, case: Case, first: str, tier: str, folder: str) -> tuple[str, list[float]]:
-    """Train under ``watch``; return the digest of the parameters, and true gradient norms."""
     reduced = "norm" if tier == "scalars" else "sketch"
     options: dict[str, Any] = {"tier": tier, "reduced": reduced, "overhead_budget": None}
     trained = Trained(rank, case if first == "order_free" else Case("", {}, average=""))

@@ -178,7 +178,6 @@ def test_copies_that_rounding_alone_sets_apart_are_not_apart():
 
 
 def groups_of(norms_SGW: np.ndarray, cosines_GW: np.ndarray | None = None) -> BinnedGroups:
-    """Return the groups of a run whose table has these norms, by step, group and worker."""
     num_steps, *shape = norms_SGW.shape
     at_R = np.repeat(np.arange(num_steps), shape[0] * shape[1])
     cells_R = np.tile(np.arange(shape[0] * shape[1]), num_steps)

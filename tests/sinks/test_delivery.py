@@ -198,7 +198,6 @@ def test_a_name_with_line_breaks_makes_no_header(tmp_path, server):
 
 
 def commanding(tmp_path, line):
-    """Return a sink whose command writes to a file, and that file."""
     out = tmp_path / "out"
     return opened(tmp_path, CommandSink(line.replace("OUT", shlex.quote(str(out)))))[0], out
 

@@ -166,7 +166,6 @@ SECRET = "tell-nobody"
 
 
 def train_with_alerts(rank, folder, hook, mail):
-    """Train on rank 0's batches everywhere; the places come by option, and by environment."""
     logging.getLogger("rankscope").setLevel(logging.DEBUG)
     watched = []
     for name, alerts in (("option", [hook, mail]), ("environment", ())):
@@ -239,7 +238,6 @@ def test_nothing_is_taken_over_without_a_sink_or_a_run():
 
 
 def begin(rank, folder):
-    """Watch beside an open run of Weights & Biases, and beside one of MLflow."""
     os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": folder}
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     assert open_run_of(["wandb", "mlflow"]) == {}

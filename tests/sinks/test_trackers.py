@@ -33,7 +33,6 @@ def feed(sink, info):
 
 
 def expected(point):
-    """Return what a tracker must hold of each metric, as points that are made of step and value."""
     points = {}
     for step in STEPS:
         for name, value in step.flat().items():

@@ -70,7 +70,6 @@ def test_remote_code_is_refused(directory, tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Shrink the architecture, so that weights for it are quickly written."""
     config = models.pangu_config()
     config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
     config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 2
@@ -81,7 +80,6 @@ def small(monkeypatch):
 
 @pytest.fixture
 def published(small, tmp_path):
-    """A directory as published, in two shards, and the model that it was made from."""
     from transformers import LlamaForCausalLM  # a second, for all who collect tests
 
     torch.manual_seed(3)

@@ -187,7 +187,6 @@ MICRO = 4
 
 
 def make_step(t, batches, observed):
-    """Return a step of a healthy job of four micro-batches, with all that detectors read often."""
     width, rng = len(batches), np.random.default_rng([t, len(batches)])
     micro_losses_WM = 2 + rng.normal(size=(width, MICRO)) / 4
     sketches_WK = 0.5 + rng.normal(size=(width, 67)).astype(np.float32)
@@ -287,7 +286,6 @@ def reports_of(change, width, every=1, num_steps=STEPS):
 
 
 def digest(state):
-    """Return a state in which arrays and NaN can be compared."""
     if isinstance(state, dict):
         return {name: digest(part) for name, part in state.items()}
     if isinstance(state, list | tuple):

@@ -80,7 +80,6 @@ def opened(page, site, path):
 
 
 def figure(page, name):
-    """Scroll a figure into view and return it when it is drawn."""
     place = page.locator(f'[data-figure="{name}"]')
     place.scroll_into_view_if_needed()
     expect(place.locator(".stage:not(.next) :is(svg, canvas)").first).to_be_visible()
