@@ -36,9 +36,10 @@ def test_other_tools_read_every_value_after_every_flush(tmp_path, rows_of):
 
 def test_other_tools_read_lists(tmp_path):
     path = write(tmp_path / "run", map(make_report, range(2))).path
-    rows = polars_rows(path, "samples")[:3]
+    rows = polars_rows(path, "samples")[:4]
     samples = [(row["step"], row["rank"], list(row["samples"])) for row in rows]
-    assert samples == [(0, 0, [0, 1, 2]), (0, 2, [2, 3, 4]), (0, 3, [3, 4, 5])]
+    assert samples[:3] == [(0, 0, [0, 1, 2]), (0, 2, [2, 3, 4]), (0, 3, [3, 4, 5])]
+    assert samples[3] == (1, 0, [10, 11, 12])
     undefined, defined = (list(row["cosines"]) for row in polars_rows(path, "pairs"))
     assert sum(x is None or np.isnan(x) for x in undefined) == 3  # the last worker's pairs
     matrix = make_cosines(1, 4)
