@@ -94,7 +94,6 @@ def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
 
 
 def zipped(shape: str, content: bytes, times: int = 1) -> bytes:
-    """Return an archive whose array says of itself what it wants, and has content repeatedly."""
     head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     file = BytesIO(archive_of({"samples": np.arange(2)}))
     with (

@@ -55,7 +55,6 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train with the example on two real ranks, and return what runs commands with it."""
     tmp_path = tmp_path_factory.mktemp("toy")
     (tmp_path / "train.py").write_text(SCRIPT)
     tests = str(Path(__file__).parents[1])

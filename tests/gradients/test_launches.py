@@ -1,19 +1,85 @@
-"""How much the probe starts on an accelerator in a step: the same for any number of tensors."""
+"""Launches on an accelerator: one like another before, and how many a step needs."""
 
 import importlib.util
 
 import pytest
+import torch
 
+from rankscope.gradients.kernels.launch import Launcher
 from support.benchmarks import load_benchmark
+
+
+class Kernel:
+    """Looks for a compiled kernel in each launch, as Triton does."""
+
+    def __init__(self):
+        self.looked_for, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **named):
+            self.looked_for.append((grid, named))
+            self.launched.append(arguments)
+            return Compiled(self)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        assert len(grid) == 3
+
+        def launch(*arguments):
+            self._kernel.launched.append(arguments)
+
+        return launch
+
+
+def memory(start=0):
+    return torch.zeros(64)[start:]  # torch aligns what it allocates
+
+
+def test_a_launch_like_one_before_is_not_looked_for():
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    first, second = memory(), memory()
+    launch(4, first, 7, options={"num_warps": 8}, WIDTH=3, FRESH=True)
+    launch(9, second, 8 + 1, options={"num_warps": 8}, WIDTH=3, FRESH=True)
+    assert kernel.looked_for == [((4,), {"WIDTH": 3, "FRESH": True, "num_warps": 8})]
+    assert kernel.launched[0] == (first, 7)
+    assert kernel.launched[1][0] is second
+    assert kernel.launched[1][1:] == (9, 3, True)  # constants last, in the kernel's order
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tensor": memory(1)},
+        {"tensor": memory().double()},
+        {"number": 1},
+        {"number": 1 << 40},
+        {"width": 5},
+    ],
+)
+def test_what_triton_compiles_anew_for_is_looked_for(changed):
+    kernel = Kernel()
+    launch = Launcher(kernel)
+    launch(4, memory(), 7, WIDTH=3)
+    launch(
+        4, changed.get("tensor", memory()), changed.get("number", 7), WIDTH=changed.get("width", 3)
+    )
+    assert len(kernel.looked_for) == 2
+
 
 MOST = 12
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
-
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
+)
 def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors():
     launches = load_benchmark("launches")
     rows = launches.measure((5, 10))

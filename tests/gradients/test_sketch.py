@@ -82,7 +82,6 @@ def pairwise(vectors, estimates) -> np.ndarray:
 
 
 def expect_unbiased(errors_SP: np.ndarray, width: float) -> None:
-    """Check RMS and mean of errors, of S seeds and P pairs each."""
     assert np.sqrt(np.mean(errors_SP**2)) <= 1.25 / math.sqrt(width)
     means_S = errors_SP.mean(1)  # pairs of one seed are not independent
     assert abs(means_S.mean()) <= 3.5 * means_S.std(ddof=1) / math.sqrt(len(means_S))

@@ -24,7 +24,6 @@ def parts_of(vector):
 
 
 def audit(locals_, held, copies):
-    """Return what each worker learns ``[W, 1 + G]``."""
     parts = [
         AuditPart(parts_of(local)[0], *parts_of(own))
         for local, own in zip(locals_, held, strict=True)

@@ -28,7 +28,6 @@ NAN = float("nan")
 
 
 def gradients(min_workers=1, max_workers=6):
-    """Gradients of moderate numbers; rows of zeros occur."""
     numbers = st.integers(-50, 50).map(lambda n: n / 8)
     shapes = st.tuples(st.integers(min_workers, max_workers), st.integers(1, 7))
     return shapes.flatmap(lambda shape: arrays(np.float64, shape, elements=numbers))

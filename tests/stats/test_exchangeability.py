@@ -1,13 +1,22 @@
-"""The test of exchangeability: exact e-values, and evidence against units unlike the others."""
+"""The test of exchangeability: exact e-values, what it promises and remembers, and odd units."""
 
+from decimal import Decimal
 from itertools import permutations
 
 import numpy as np
 import pytest
 
-from rankscope.stats.bets import BetKind, Betting, distances, rank_units, worker_bets
+from rankscope.stats.bets import (
+    BetKind,
+    Betting,
+    bound_in_words,
+    distances,
+    false_alarm_bound,
+    rank_units,
+    worker_bets,
+)
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.units import HEALED, compare_with_others
+from rankscope.stats.units import HEALED, RecentSteps, compare_with_others, friedman
 
 BETS = worker_bets()
 
@@ -63,7 +72,6 @@ def feed(test, rng, num_steps, change=None, num_signals=1):
 
 
 def take(test, *values):
-    """Let a test take steps ``[S, U]`` together."""
     assert len(list(test.observe(np.array(values), range(len(values))))) == len(values)
 
 
@@ -146,3 +154,41 @@ def test_a_unit_set_apart_is_compared_with_the_others_as_before(num_units):
     e_BS = compare_with_others(values[:, 1], np.zeros(50, np.float32), ranked, BETS)
     by_rank_B = [bet.kind is not BetKind.RARE for bet in BETS]
     np.testing.assert_allclose(e_BS[by_rank_B], values_of_bets(values)[by_rank_B, :, 1], rtol=1e-5)
+
+
+def test_a_bound_in_words_is_never_below_the_bound_nor_a_digit_above_it():
+    for num_steps in (*range(1, 3_000, 7), *range(3_000, 10**6, 9_973)):
+        exact, said = Decimal(num_steps) / 10**6, Decimal(bound_in_words(num_steps))
+        assert float(exact) == false_alarm_bound(num_steps)
+        assert exact <= said < exact + Decimal(10) ** exact.adjusted()
+
+
+UNITS = 4
+
+
+def test_every_signal_knows_the_numbers_of_its_steps():
+    recent = RecentSteps(2, UNITS)
+    steps = [*range(100), *range(128, 64 * 22, 64)]  # then measured in every 64th step alone
+    for step in steps:
+        rows = slice(0, 2 if step % 2 == 0 else 1)
+        recent.remember(np.zeros((rows.stop, UNITS)), rows, step)
+    assert [recent.step_of(0, back) for back in (0, 1, 19, 20, 63)] == [1344, 1280, 128, 99, 56]
+    assert [recent.step_of(0, back) for back in (64, 119)] == [55, 0]  # as the two oldest lie
+    assert [recent.step_of(1, back) for back in (0, 19, 20, 63, 64)] == [1344, 128, 98, 12, 10]
+
+
+@pytest.mark.parametrize(("shape", "level"), [((10, 3), 0.05), ((20, 7), 0.01)])
+def test_units_that_are_alike_differ_as_often_as_the_level_says(shape, level):
+    rng = np.random.default_rng(shape[0])
+    runs = 1000
+    found = sum(not friedman(rng.standard_t(2, shape), level)[1] for _ in range(runs))
+    assert found <= runs * level + 4 * np.sqrt(runs * level)
+    assert found >= runs * level / 4
+
+
+def test_ties_and_missing_values():
+    assert friedman(np.ones((10, 4)), 0.5)[1]
+    values = np.random.default_rng(2).standard_normal((10, 4))
+    values[:7, 0] = np.nan
+    assert friedman(values, 0.999)[1]  # three steps tell nothing
+    assert not friedman(np.vstack([values, values[-1:]]), 0.999)[1]  # four do

@@ -26,7 +26,6 @@ def as_arrays(batches):
 
 
 def count(ledger, batches):
-    """Return the counts of one step."""
     [counts] = ledger.observe(DrawnSamples([batches]).sorted())
     return counts
 

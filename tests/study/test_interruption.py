@@ -37,7 +37,10 @@ def stopped(study, folder):
 
 
 def says_how_to_go_on(done):
-    line = f"rankscope: Interrupted. What was measured is in {done.path}; continue with --resume."
+    line = (
+        f"rankscope: Interrupted. What was measured is in {done.path}; to go on, give the same "
+        "command again, with --resume."
+    )
     return done.err.splitlines()[-1] == line
 
 

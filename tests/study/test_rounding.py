@@ -85,7 +85,7 @@ def test_growth_is_fitted_by_the_law_that_made_it():
     assert late.laws[0].rate == pytest.approx(1.5)
     assert late.factor == pytest.approx(1000)
     assert fit_growth([0.0, 0.0]) is None
-    assert fit_growth([1e-8, 2e-8]).laws == ()
+    assert fit_growth([1e-8, 2e-8, 2e-8]) is None
     assert "less than threefold" in fit_growth([1e-8, 1.1e-8, 1.2e-8, 1.3e-8, 1.2e-8]).words
     assert "in jumps" in fit_growth([1e-8, 1e-8, 1e-8, 1e-8, 1e-3, 1e-3, 1e-3, 1.1e-3]).words
 

@@ -43,12 +43,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def diff(
-    run_a: Annotated[
-        Path, typer.Argument(metavar="RUN_A", help="A run's directory.", show_default=False)
-    ],
-    run_b: Annotated[
-        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
-    ],
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run's.")],
     as_json: JsonOption = False,
     offset: Annotated[
         int | None,
@@ -61,9 +57,7 @@ def diff(
     html: HtmlOption = None,
     png: Annotated[
         Path | None,
-        typer.Option(
-            "--png", metavar="FILE", help="Write the figure to this file.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Write the figure to this file."),
     ] = None,
 ) -> None:
     """Find where two runs first part, by how much, and whether rounding explains it.

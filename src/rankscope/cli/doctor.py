@@ -53,7 +53,7 @@ def doctor(
     as_json: JsonOption = False,
     fail_on: Annotated[
         DoctorFailOn,
-        typer.Option("--fail-on", help="The mildest result that makes the exit code 1."),
+        typer.Option(help="The mildest result that makes the exit code 1."),
     ] = DoctorFailOn.ERROR,
 ) -> None:
     """Check in seconds that a training can start: ranks, network, model and data.

@@ -42,20 +42,14 @@ def check_page_name(path: Path | None) -> Path | None:
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write a page to this file.",
-        show_default=False,
-        callback=check_page_name,
-    ),
+    typer.Option(metavar="FILE", help="Write a page to this file.", callback=check_page_name),
 ]
 """The option of the commands that compare two trainings."""
 
 
 def function_option(words: str) -> Any:
     """Return an option that names a function of the user's."""
-    return typer.Option(metavar="MODULE:FUNCTION", help=words, show_default=False)
+    return typer.Option(metavar="MODULE:FUNCTION", help=words)
 
 
 LEAST_COLUMNS = 20

@@ -60,13 +60,9 @@ _LOOK = {
 def parity(
     a: Annotated[
         str,
-        typer.Option(
-            "-a", metavar="COMMAND", help="A training, or a recorded run.", show_default=False
-        ),
+        typer.Option("-a", metavar="COMMAND", help="A training, or a recorded run."),
     ],
-    b: Annotated[
-        str, typer.Option("-b", metavar="COMMAND", help="The other one.", show_default=False)
-    ],
+    b: Annotated[str, typer.Option("-b", metavar="COMMAND", help="The other one.")],
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to compare.", min=1)] = 5,
     parallel: Annotated[bool, typer.Option("--parallel", help="Run both side by side.")] = False,
     same_start: Annotated[
@@ -81,7 +77,6 @@ def parity(
             "--map",
             metavar="NAMES",
             help="Names of one parameter: A's=B's, or a file of such lines.",
-            show_default=False,
         ),
     ] = None,
     bisect: Annotated[
@@ -89,16 +84,11 @@ def parity(
     ] = False,
     resume_at: Annotated[
         int | None,
-        typer.Option(
-            metavar="K",
-            help="End B after K steps, and go on with -b2.",
-            min=1,
-            show_default=False,
-        ),
+        typer.Option(metavar="K", help="End B after K steps, and go on with -b2.", min=1),
     ] = None,
     b2: Annotated[
         str | None,
-        typer.Option("-b2", metavar="COMMAND", help="Resumes B.", show_default=False),
+        typer.Option("-b2", metavar="COMMAND", help="Resumes B."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest time of each training.", min=1)

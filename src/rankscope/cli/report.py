@@ -325,12 +325,11 @@ def report(
             metavar="DIR",
             help="A run's directory, a study's, or one that holds runs; here or, as s3://…, in an "
             "object store.",
-            show_default=False,
         ),
     ],
     as_json: JsonOption = False,
     fail_on: Annotated[
-        FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
+        FailOn, typer.Option(help="The least severity that makes the exit code 1.")
     ] = FailOn.ERROR,
     formats: Annotated[
         list[str] | None,
@@ -343,12 +342,11 @@ def report(
     ] = None,
     html: Annotated[
         bool | None,
-        typer.Option("--html/--no-html", help="Whether to write the page.", show_default=False),
+        typer.Option("--html/--no-html", help="Whether to write the page."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
             metavar="PATH",
             help="The file; a directory for PNG files or several formats; - for standard output.",
             show_default="report.html, report.md, report.json, figures/ in that directory",

@@ -26,9 +26,7 @@ _CONTRADICTS = ("sync.", "state.parameters_differ", "state.replicas_differ")
 
 
 def verify(
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The run's directory.", show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check that the optimizer got the gradient that one process would compute, and applied it.

@@ -41,7 +41,6 @@ def test_labels_that_are_shifted_inside_each_part_are_counted():
 
 
 def reported(shares: list[AxesShare], steps: int = 5) -> list:
-    """Return the findings that are reported, in order."""
     found: list = []
     axes = Axes(0, found.append)
     for step in range(steps):

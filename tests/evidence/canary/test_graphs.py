@@ -18,8 +18,6 @@ from .test_replay import CPU, run
 
 
 class Stateful(nn.Module):
-    """A layer, a state, and something that the forward pass does with both."""
-
     def __init__(self, act: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -90,8 +88,6 @@ def test_a_pending_graph_does_not_notice_that_what_it_saved_was_written_meanwhil
 
 
 class Sticky(list[int]):
-    """A list that gives nothing away."""
-
     def clear(self) -> None:
         raise TypeError("this list only grows")
 
@@ -133,8 +129,6 @@ STRIDE = 17
 
 
 class Changing(nn.Module):
-    """Changes all that it can reach."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
@@ -154,7 +148,6 @@ class Changing(nn.Module):
         return (drawn * self.norm(self.layer(x))).square().mean()
 
     def state(self) -> list[Any]:
-        """Return all that a training would go on with."""
         return [
             {name: value.tolist() for name, value in self.state_dict().items()},
             [None if p.grad is None else p.grad.tolist() for p in self.parameters()],

@@ -20,8 +20,6 @@ RANK = 0
 
 
 class Model(nn.Module):
-    """Attention, dropout, a mask of its own, and a branch on what it computes."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -69,7 +67,6 @@ def gradient(model):
 
 
 def on_rank(model, rank):
-    """Let a model's forward pass read another rank."""
     forward = FunctionType(Model.forward.__code__, {**globals(), "RANK": rank})
     model.__class__ = type(Model.__name__, (Model,), {"forward": forward, "__module__": __name__})
 

@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 
 
 def there_and_back(*args, **kwargs):
-    """Return arguments that were kept, packed, unpacked and brought back."""
     batch = unpack_batch(pack_batch(capture_batch(args, kwargs).plain()))
     return restore_batch(batch, CPU)
 
@@ -64,8 +63,6 @@ def test_what_is_kept_does_not_change_with_the_batch():
 
 
 class Boxes:
-    """An object of tensors, which checks what it is given."""
-
     def __init__(self, size, **fields):
         self.size = size
         vars(self)["fields"] = fields
@@ -95,8 +92,6 @@ def test_objects_stay_in_this_process_alone():
 
 
 class Locked:
-    """An object whose content is elsewhere."""
-
     __slots__ = ("__dict__", "secret")
 
 

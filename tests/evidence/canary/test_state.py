@@ -79,8 +79,6 @@ def test_a_model_that_accumulates_by_itself_is_declined_before_it_does(derive):
 
 
 class Calls(nn.Module):
-    """A layer, and something that its forward pass does."""
-
     def __init__(self, act: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -111,8 +109,6 @@ def batch_of(*args: Any) -> Any:
 
 
 class Teacher(nn.Module):
-    """A layer that is trained, one that follows it, and a codebook."""
-
     def __init__(self, change: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -173,8 +169,6 @@ def test_parameters_that_a_forward_pass_changes_are_put_back(change):
 
 
 class Attributes(nn.Module):
-    """Keeps much in places that are no buffers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)

@@ -19,7 +19,6 @@ SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
 
 
 def watch(steps, num_workers=8, detector=None):
-    """Return what the detector says, as pairs of step and evidence."""
     detector = detector or Sampling(num_workers)
     told = told_of(detector, list(map(summarize, steps)))
     return [(step.step, one) for step, found in zip(steps, told, strict=True) for one in found]

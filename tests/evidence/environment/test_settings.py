@@ -1,7 +1,9 @@
 """Settings, calls, schedules and seeds that differ between workers, from the plan, or too fast."""
 
 import json
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,13 +44,14 @@ def alike(**other):
     return {**ALIKE, **other}
 
 
-def test_the_odd_learning_rate_is_named_at_once_with_its_value():
+@pytest.mark.parametrize("odd", [3e-4, float(np.nextafter(1e-4, 1))])
+def test_the_odd_learning_rate_is_named_at_once_with_its_value(odd):
     detector = DifferentSettings(4)
     run(detector, 10, **ALIKE)
-    (told,) = observe(detector, 10, **alike(lr=[1e-4, 1e-4, 3e-4, 1e-4]))
+    (told,) = observe(detector, 10, **alike(lr=[1e-4, 1e-4, odd, 1e-4]))
     assert (told.cause, told.severity, told.ranks) == (DIFFER, Severity.ERROR, (2,))
     assert (told.first_step, told.last_step, told.status) == (10, 10, "open")
-    assert "the learning rate is 0.0003 on rank 2, 0.0001 on the others" in words(told)
+    assert f"the learning rate is {odd!r} on rank 2, 0.0001 on the others" in words(told)
     json.dumps(told.numbers)
 
 
@@ -88,13 +91,6 @@ def test_settings_that_differ_are_named_with_their_values():
     )
 
 
-def test_the_smallest_difference_counts_and_shows_in_words():
-    odd = float(np.nextafter(1e-4, 1))
-    (told,) = observe(DifferentSettings(4), 0, **alike(lr=[odd, 1e-4, 1e-4, 1e-4]))
-    assert told.ranks == (0,)
-    assert f"{odd!r} on rank 0, 0.0001 on the others" in words(told)
-
-
 def test_an_update_that_one_worker_skips_is_told_with_the_next_step():
     detector = DifferentSettings(4)
     run(detector, 10, **ALIKE)
@@ -124,11 +120,10 @@ def planned(rates):
     return Plan.of({"learning_rate": rates})
 
 
-def follow(detector, rates, start=0, calls=1, width=4):
+def follow(detector, rates, start=0, calls=1):
     told = []
     for step, rate in enumerate(rates, start=start):
-        columns = {"lr": [rate] * width, "optimizer_steps": [calls] * width}
-        told += observe(detector, step, width=width, **columns)
+        told += observe(detector, step, lr=[rate] * 4, optimizer_steps=[calls] * 4)
     return told
 
 
@@ -136,9 +131,15 @@ WARM_UP = [1e-4 * (step + 1) for step in range(10)] + [1e-3] * 40
 DECAY = [1e-3 * (1 - step / 100) for step in range(101)]
 
 
-@pytest.mark.parametrize("rates", [DECAY, [float(np.float32(r)) for r in WARM_UP]])
-def test_a_schedule_that_is_kept_is_no_finding(rates):
-    exact = WARM_UP if len(rates) == len(WARM_UP) else DECAY
+@pytest.mark.parametrize(
+    ("exact", "rates"),
+    [
+        (DECAY, DECAY),
+        (WARM_UP, [float(np.float32(rate)) for rate in WARM_UP]),
+        (DECAY, DECAY[:10] + [NAN] * 10 + DECAY[20:]),  # updates are counted where it is unknown
+    ],
+)
+def test_a_schedule_that_is_kept_is_no_finding(exact, rates):
     assert follow(DifferentSettings(4, planned(exact)), rates) == []
 
 
@@ -164,11 +165,6 @@ def test_updates_are_counted_not_steps():
     assert follow(DifferentSettings(4, planned(DECAY)), DECAY[1::2], calls=2) == []
 
 
-def test_updates_whose_learning_rate_is_unknown_are_counted_too():
-    rates = [NAN if 10 <= step < 20 else rate for step, rate in enumerate(DECAY)]
-    assert follow(DifferentSettings(4, planned(DECAY)), rates) == []
-
-
 def test_a_restart_from_an_earlier_checkpoint_goes_on_from_there():
     before, after = (DifferentSettings(4, planned(DECAY)) for _ in range(2))
     follow(before, DECAY[:40])
@@ -188,15 +184,6 @@ def test_a_schedule_that_moves_with_micro_batches_is_a_note():
         assert run(ScheduleByPass(), 20, width=2, **columns) == []
 
 
-def follow_rates(rates, detector=None, calls=1):
-    """Return the evidence on steps with these learning rates."""
-    detector = detector or ScheduleEnded()
-    found = []
-    for step, rate in enumerate(rates):
-        found += observe(detector, step, lr=[rate] * 2, optimizer_steps=[calls] * 2, width=2)
-    return found
-
-
 def down(steps, end, peak=3e-3):
     return np.linspace(peak, end, steps).tolist()
 
@@ -209,7 +196,7 @@ def down(steps, end, peak=3e-3):
     ],
 )
 def test_a_rate_that_rests_at_the_end_of_its_schedule(rates, severity, last):
-    [found] = follow_rates(rates)
+    [found] = follow(ScheduleEnded(), rates)
     assert (found.key, found.severity, found.last_step) == (ENDED, severity, last)
     assert found.first_step == rates.index(rates[-1])
     assert ("has been 0" in words(found)) == (severity is Severity.WARNING)
@@ -225,14 +212,14 @@ def test_a_rate_that_rests_at_the_end_of_its_schedule(rates, severity, last):
     ],
 )
 def test_other_schedules_are_silent(rates):
-    assert follow_rates(rates) == []
+    assert follow(ScheduleEnded(), rates) == []
 
 
 def after_restart(before, after):
     first, second = ScheduleJump(), ScheduleJump()
-    assert follow_rates(before, first) == []
+    assert follow(first, before) == []
     second.restore(first.state())
-    return follow_rates(after, second)
+    return follow(second, after)
 
 
 def test_a_rate_that_jumps_at_a_restart():
@@ -250,7 +237,7 @@ def test_a_rate_that_jumps_at_a_restart():
 )
 def test_a_rate_that_goes_on_is_silent(before, after):
     assert after_restart(before, after) == []
-    assert follow_rates([*before, *after], ScheduleJump()) == []
+    assert follow(ScheduleJump(), [*before, *after]) == []
 
 
 @pytest.mark.parametrize(
@@ -271,3 +258,65 @@ def test_another_seed_is_told_once_with_both_numbers():
     assert "shuffles with seed 0, and the plan declares 42" in words(told)
     assert "DistributedSampler" in words(told)
     assert observe(detector, 8) == []
+
+
+def watched(optimizer):
+    meter = OptimizerMeter(optimizer)
+    optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: meter.after_update(optimizer, complete=True)
+    )
+    return meter
+
+
+def make_parameter():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    return parameter
+
+
+def test_settings_on_an_accelerator_are_not_waited_for():
+    elsewhere = torch.tensor(0.5, device="meta")
+    with pytest.raises(RuntimeError):
+        float(elsewhere)  # what reading it would do
+    meter = OptimizerMeter(torch.optim.SGD([make_parameter()], lr=0.5))
+    digests = []
+    for eps in (elsewhere, elsewhere.clone()):
+        group = {"lr": elsewhere, "betas": (elsewhere, 0.9), "eps": eps, "momentum": 0.5}
+        meter.after_update(SimpleNamespace(param_groups=[group]), complete=True)
+        collected = meter.take()
+        assert collected["optimizer_steps"] == 1
+        assert math.isnan(collected["lr"])
+        digests.append(collected["settings_digest"])
+    assert digests[0] == digests[1]  # of the momentum alone
+
+
+def test_an_update_that_a_gradient_scaler_skips_is_not_counted():
+    parameter = make_parameter()
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    meter = watched(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    counts = []
+    for factor in (1.0, float("inf"), 1.0):
+        parameter.grad = None
+        scaler.scale((factor * parameter).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        counts.append(meter.take()["optimizer_steps"])
+    assert counts == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        object(),
+        SimpleNamespace(param_groups=["weights"]),
+        SimpleNamespace(param_groups=[{"lr": "auto", "weight_decay": None, 3: object()}]),
+    ],
+)
+def test_what_an_exotic_optimizer_does_not_have_is_left_out(optimizer):
+    meter = OptimizerMeter(torch.optim.SGD([make_parameter()], lr=0.5))
+    meter.after_update(optimizer, complete=True)
+    collected = meter.take()
+    assert collected["optimizer_steps"] == 1
+    assert math.isnan(collected["lr"])
+    assert math.isnan(collected["weight_decay"])

@@ -75,7 +75,6 @@ GROUPS = ("embed", "blocks.0", "blocks.1", "head")
 
 
 def watch(norms_SG, detector=None, first=0):
-    """Return the evidence on steps with these norms of the groups, the same on all workers."""
     detector = detector or PartsWithoutGradient()
     found = []
     for step, norms_G in enumerate(norms_SG, start=first):

@@ -1,3 +1,5 @@
+"""Losses, their weights and multipliers as they are met, and which models shift their labels."""
+
 import math
 import weakref
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from torch.nn import functional as F
 
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.wrappers.backward_loss import unscaled
-from rankscope.wrappers.labels import problem_of
+from rankscope.wrappers.labels import problem_of, shifts_labels
 from support.collected import to_arrays
 
 
@@ -84,7 +86,6 @@ class TestWhatTheLossWasMultipliedBy:
         return nn.Linear(4, 1)
 
     def losses(self, model, size=3, seed=0):
-        """Return one loss per sample ``[B]``."""
         batch = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
         return model(batch).square().flatten()
 
@@ -245,3 +246,67 @@ def test_label_tokens_of_losses_per_token_are_counted(make, count):
     logits = torch.randn(4, 5, requires_grad=True)
     summed = unscaled(make(logits), {}).summed
     assert (None if summed is None else float(summed[0])) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "shifts"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("BertForMaskedLM", {}, False),
+        ("T5ForConditionalGeneration", {"encodes": True}, False),
+        ("LlavaForConditionalGeneration", {"encodes": False}, True),
+    ],
+)
+def test_models_that_shift_their_labels_are_known(name, attributes, shifts):
+    model = type(name, (nn.Module,), {})()
+    if attributes:
+        model.config = SimpleNamespace(is_encoder_decoder=attributes["encodes"])
+        model.loss_type = "ForConditionalGeneration"
+    assert shifts_labels(model) is shifts
+
+
+class Adapter(nn.Module):
+    """What ``get_peft_model`` returns without a task type, as far as it matters here."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, **inputs):
+        return self.base_model(**inputs)
+
+    def get_base_model(self):
+        if isinstance(self.base_model, Exception):
+            raise self.base_model
+        return self.base_model
+
+
+class TinyForCausalLM(nn.Module):
+    """Predicts the next of seven tokens, and divides by the number of tokens that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Embedding(7, 7)
+
+    def forward(self, labels, num_items_in_batch):
+        logits, targets = self.head(labels)[:, :-1], labels[:, 1:]
+        total = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        )
+        return {"loss": total / num_items_in_batch}
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+WRAPPED = {
+    "adapted": Adapter,
+    "compiled inside its adapter": lambda model: Adapter(compiled(model)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_models_that_shift_their_labels_are_known_inside_what_wraps_them(wrap):
+    assert shifts_labels(wrap(TinyForCausalLM()))
+    assert not shifts_labels(wrap(nn.Linear(2, 2)))

@@ -46,7 +46,6 @@ def observation(step, tokens, scales, losses=None, calls=1):
 
 
 def watch(detector, steps, first=0):
-    """Return all evidence by key, the last of each."""
     found = {}
     for step, parts in enumerate(steps, start=first):
         for evidence in evidence_of(detector, observation(step, *parts)):
@@ -202,7 +201,6 @@ def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severi
 
 
 def sums(detector, tokens=None, **columns):
-    """Return all evidence on losses that are sums over tokens."""
     drawn = (t if tokens is None else np.full_like(t, tokens) for t in lengths(20))
     return told(detector, [(tokens_W, tokens_W) for tokens_W in drawn], **columns)
 

@@ -31,8 +31,6 @@ from support.streams import gathered
 
 
 class Rank:
-    """A model and its optimizer on one rank; shards differ from rank to rank."""
-
     def __init__(self, rank=0, **options):
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
@@ -63,7 +61,6 @@ def step_of(number, kind, ranks, lr=0.01):
 
 
 def ended_with(ranks, *, saved=True):
-    """Return the detector of a training that has ended with its third step, perhaps unsaved."""
     detector = OptimizerStart()
     assert evidence_of(detector, step_of(0, StateKind.STARTED, ranks)) == []
     for rank in ranks:
@@ -75,7 +72,6 @@ def ended_with(ranks, *, saved=True):
 
 
 def after_restart(ranks, change):
-    """Return what is said of ranks that go on after a change."""
     detector, resumed = ended_with(ranks), OptimizerStart()
     resumed.restore(unpack_state(pack_state(detector.state())))
     again = copy.deepcopy(ranks)

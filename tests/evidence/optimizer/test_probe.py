@@ -27,7 +27,6 @@ class Net(nn.Module):
 
 
 def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.AdamW, **change):
-    """Train with gradients of chance; return what is said, after each window."""
     torch.manual_seed(0)
     net = Net(dtype)
     groups = [{"params": list(net.norms.parameters())}, {"params": list(net.last.parameters())}]

@@ -1,4 +1,4 @@
-"""How much each worker is given: what counts as another amount, and healthy data of any lengths."""
+"""How much each worker is given, and what follows from sizes."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence.outliers.judge import RecentVisits, UnequalAmounts, WorkerOutliers
+from rankscope.evidence.outliers.parts import SizeEffect
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
@@ -146,3 +147,59 @@ def test_samples_that_are_dealt_anew_count_in_each_epoch():
     visits = RecentVisits()
     assert not any(visits.observe(list(drawn)) for drawn in fixed)
     assert all(visits.observe(list(drawn)) for drawn in fixed)
+
+
+UNITS = 8
+BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm
+
+
+def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
+    scatter = noise * rng.standard_normal((2, len(sizes_U)))
+    return np.array([
+        3.0 * np.exp(slopes[0] * sizes_U + scatter[0]), 0.4 + slopes[1] * sizes_U + scatter[1]
+    ])  # fmt: skip
+
+
+def free(effect, values, sizes_U):
+    [left] = effect.adjust(values[None], sizes_U[None])
+    return left
+
+
+def taught(rng, steps=100, noise=0.05):
+    effect = SizeEffect(BOTH, UNITS)
+    for _ in range(steps):
+        sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
+        free(effect, step(rng, sizes_U, noise=noise), sizes_U)
+    return effect
+
+
+def test_what_follows_sizes_is_taken_away():
+    rng = np.random.default_rng(0)
+    effect = taught(rng)
+    sizes_U = 5 + 0.3 * np.arange(UNITS)
+    left = free(effect, step(rng, sizes_U), sizes_U)
+    middle = np.median(sizes_U)
+    np.testing.assert_allclose(left[0], 3.0 * np.exp(0.6 * middle), rtol=0.05)
+    np.testing.assert_allclose(left[1], 0.4 - 0.2 * middle, atol=0.05)
+
+
+def test_the_units_stay_exchangeable():
+    """To permute values and sizes of a step together permutes what is left."""
+    rng = np.random.default_rng(2)
+    sizes_U, order = rng.standard_normal(UNITS), rng.permutation(UNITS)
+    values = step(rng, sizes_U, noise=0.3)
+    left = free(taught(np.random.default_rng(3)), values, sizes_U)
+    permuted = free(taught(np.random.default_rng(3)), values[:, order], sizes_U[order])
+    np.testing.assert_array_equal(permuted, left[:, order])
+
+
+def test_a_fault_stays_whole():
+    rng = np.random.default_rng(5)
+    effect = SizeEffect(BOTH, UNITS)
+    for _ in range(100):
+        sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
+        sizes_U[6] += 0.4  # the faulty one has larger batches, too
+        values = step(rng, sizes_U, noise=0.05)
+        values[0, 6] *= 1.5
+        left = free(effect, values, sizes_U)
+    assert left[0, 6] / np.median(left[0]) == pytest.approx(1.5, rel=0.15)

@@ -19,8 +19,6 @@ NO_SAMPLES = np.empty(0, np.int64)
 
 
 class Job:
-    """A simulated job whose workers have losses, norms, directions and groups of parameters."""
-
     def __init__(self, num_workers=8, groups=6, seed=0, hosts=()):
         self.rng = np.random.default_rng(seed)
         self.num_workers, self.groups, self.hosts = num_workers, groups, hosts
@@ -403,8 +401,6 @@ def test_values_far_out_on_any_worker_are_no_sign_of_one():
 
 
 def followed_by_norms(job, ranks=(), factor=1.0):
-    """Return a change that lets norms follow the label tokens, which are new in each step."""
-
     def change(values):
         tokens_W = 400 * np.exp(0.3 * job.rng.standard_normal(job.num_workers))
         tokens_W[list(ranks)] *= factor

@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import rankscope
-from rankscope.bus.parity import RankStep
+from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT, RankStep
 from rankscope.evidence.parity.figures import FigureMeter, Labels, elements_among
+from rankscope.evidence.parity.inside import LayerOutputs
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
 from support.loops import watch
+from support.models import PassedOn
 from support.ranks import on_ranks, run_ranks
 
 SHAPES = {"wide": (6, 10), "odd": (5, 3, 2), "line": (7,)}
@@ -28,7 +30,6 @@ def whole_tensors():
 
 
 def layouts(tensor, mesh):
-    """Yield a tensor in several layouts over a mesh of two axes."""
     last = tensor.dim() - 1
     yield distribute_tensor(tensor, mesh, [Shard(0), Replicate()])
     yield distribute_tensor(tensor, mesh, [Replicate(), Shard(last)])
@@ -225,3 +226,19 @@ def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
     assert "parity records no more of this training" in caplog.text
     with pytest.raises(rankscope.RankscopeError, match="rank 0 of A could not be recorded"):
         read_side(tmp_path, "A")
+
+
+def test_an_output_that_the_loss_leaves_alone_has_no_gradient():
+    torch.manual_seed(0)
+    heads = nn.ModuleDict({"used": nn.Linear(3, 2), "alone": nn.Linear(3, 2)})
+    taken = []
+    LayerOutputs(heads, lambda *found: taken.append(found), lambda: True)
+    batch = torch.randn(4, 3)
+    used, _ = PassedOn.apply(*(head(batch) for head in heads.values()))
+    used.sum().backward()
+    assert [found[:2] for found in taken] == [
+        (OUTPUT, "used"),
+        (OUTPUT, "alone"),
+        (OUTPUT_GRADIENT, "used"),
+    ]
+    assert all(isinstance(tensor, torch.Tensor) for _, _, tensor in taken)

@@ -28,7 +28,6 @@ SIZE = 600
 
 
 def gradients(num_steps, num_workers=4, seed=0, common=0.5):
-    """Yield gradients ``[W, P]`` with something in common, of sizes that change."""
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
         own_WP = rng.standard_normal((num_workers, SIZE))
@@ -45,7 +44,6 @@ def watch(
     micro_batches=None,
     clipped=lambda step: np.nan,
 ):
-    """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
     rng = np.random.default_rng(1)
     detector, told = None, []
     for step, gradients_WP in enumerate(gradients_TWP):
@@ -190,7 +188,6 @@ def step(number, *, observed=True, changes_WG=None, names=(), **columns):
 
 
 def accumulated(number, change, scale, *, groups=GROUPS, ranks=range(W)):
-    """Return a step in which the gradient of these groups and ranks changed before the third."""
     on_W = np.isin(np.arange(W), list(ranks))
     changes_WG = np.outer(on_W, np.isin(GROUPS, groups)) * change
     return step(

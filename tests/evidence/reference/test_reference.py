@@ -1,4 +1,4 @@
-"""A micro-batch's gradient, computed again by the plain module, against the training's own bits."""
+"""A micro-batch's gradient, computed again, and what parameters get past a model's outputs."""
 
 import random
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope.bus.groups import Groups
 from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.models import WholeModel, measure_gradients
 from rankscope.evidence.reference.reference import ReferenceStep
@@ -196,3 +197,61 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_declined():
     micros, _ = train(model, "loss")
     with pytest.raises(CanaryDeclined, match="does not repeat itself"):
         micros[0].gradients(model, list(model.parameters()))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def direct_of(loss, outputs, model):
+    edges = {(output.grad_fn, output.output_nr) for output in outputs}
+    direct = DirectGradients([loss], edges, set(map(id, model.parameters())))
+    loss.backward()
+    direct.remove()
+    return direct
+
+
+def test_what_the_loss_takes_of_parameters_is_kept_and_what_came_through_outputs_is_not(model):
+    other = nn.Linear(2, 2)  # of the loss's own
+    first, last = model[0].weight, model[2].bias
+
+    def loss_of(output):
+        temperature = last.sum().exp()
+        penalty = first.square().sum() + first.sum()
+        return (other(output) * temperature).square().mean() + penalty * temperature
+
+    outputs = [model(torch.randn(5, 3)) for _ in range(2)]
+    direct = direct_of(loss_of(outputs[0] + outputs[1]), outputs, model)
+    cut = loss_of((outputs[0] + outputs[1]).detach())
+    assert not direct.takes_inner
+    assert direct.by_parameter.keys() == {id(first), id(last)}
+    for parameter in (first, last):
+        (expected,) = torch.autograd.grad(cut, parameter, retain_graph=True)
+        torch.testing.assert_close(direct.by_parameter[id(parameter)], expected)
+
+
+def test_a_loss_of_outputs_alone_takes_nothing_else(model):
+    output = model(torch.randn(5, 3))
+    direct = direct_of(output.square().mean(), [output], model)
+    assert not direct.by_parameter
+    assert not direct.takes_inner
+
+
+def test_a_value_of_the_forward_pass_that_is_not_returned_is_seen(model):
+    inner = model[0](torch.randn(5, 3))
+    output = model[2](inner.relu())
+    assert direct_of(output.sum() + inner.sum(), [output], model).takes_inner
+
+
+def test_a_gradient_that_cannot_be_kept_does_not_reach_the_training(model, monkeypatch):
+    output = model(torch.randn(5, 3))
+
+    def fail(*_):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(DirectGradients, "_keep", fail)
+    direct = direct_of(output.sum() + model[2].bias.square().sum(), [output], model)
+    assert "none left" in direct.lost
+    assert model[2].bias.grad is not None

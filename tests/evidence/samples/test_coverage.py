@@ -20,7 +20,6 @@ W = 4
 
 
 def split_twice(size):
-    """Yield batches of workers that draw one in W² of the data each, shuffled anew."""
     for epoch in range(100):
         rng = np.random.default_rng(epoch)
         shares = [rng.permutation(np.arange(size)[r::W][r::W]) for r in range(W)]

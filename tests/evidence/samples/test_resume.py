@@ -10,9 +10,10 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.steps import StepBatch
+from rankscope.evidence.samples.epochs import KEY, EpochsCutShort
 from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import describe
+from support.stepping import describe, evidence_of, words
 from support.streams import gathered, replicated, shard, sharded, with_replacement
 
 W, BATCH = 4, 4
@@ -30,7 +31,6 @@ def feed(detector, reports, together):
 
 
 def goes_on(before, after, *options, together):
-    """Return the evidence of a job that is stopped and goes on in a new process."""
     old, new = (ResumeMismatch(W, *options) for _ in range(2))
     assert feed(old, before, together) == []
     assert old.close() == ()
@@ -50,7 +50,6 @@ def restart(before, after, *, lr=(None, None), capacity=1 << 18, together=1, row
 
 
 def epochs(num_samples, first_epoch=0, **kwargs):
-    """Yield the batches of a sharded job from some epoch on."""
     for epoch in count(first_epoch):
         shares = [shard(num_samples, W, rank, 0, epoch, **kwargs) for rank in range(W)]
         for start in range(0, len(shares[0]), BATCH):
@@ -283,3 +282,73 @@ def test_what_goes_on_as_it_was_is_silent(name):
     make, at, until, capacity = HEALTHY[name]
     stream = make()
     assert restart(islice(stream, at), islice(stream, until), capacity=capacity) == []
+
+
+WORKERS, SAMPLES = 2, 8
+GLOBAL = WORKERS * SAMPLES
+
+
+def whole_epochs(size, first=0, begin=0, *, shuffled=True, every=False):
+    """Yield batches of epochs of the rest from a step on: of the first epoch, or of ``every``."""
+    for epoch in count(first):
+        order = np.random.default_rng(epoch).permutation(size) if shuffled else np.arange(size)
+        batches = order[: size // GLOBAL * GLOBAL].reshape(-1, WORKERS, SAMPLES)
+        yield from batches[begin if every or epoch == first else 0 :]
+
+
+def restarted(before, after, capacity=1 << 16, **options):
+    old, new = (EpochsCutShort(capacity=capacity, **options) for _ in range(2))
+    for number, samples in enumerate(before):
+        assert evidence_of(old, summarize(gathered(number, list(samples)))) == []
+    old.close()
+    new.restore(unpack_state(pack_state(old.state())))
+    steps = enumerate(after, len(before))
+    return [e for n, batch in steps for e in evidence_of(new, summarize(gathered(n, list(batch))))]
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(80, 1 << 16), (1280, 300)])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_epochs_that_begin_at_the_place_of_the_restart_are_a_warning(size, capacity, shuffled):
+    length = size // GLOBAL
+    begin = 2 * length // 5
+    stop = 4 * length + begin
+    before = list(islice(whole_epochs(size, shuffled=shuffled), stop))
+    after = whole_epochs(size, 4, begin, shuffled=shuffled, every=True)
+    [found] = restarted(before, islice(after, 9 * length), capacity)
+    assert (found.cause, found.key) == ("data.resume_mismatch", KEY)
+    assert (found.severity, found.first_step) == (Severity.WARNING, stop)
+    assert f"Before the restart at step {stop}" in words(found)
+    assert found.numbers["samples"] == pytest.approx(size, rel=0.2)
+
+
+def other_data(size):
+    return whole_epochs(size, 77), (batch + 10**6 for batch in whole_epochs(size, 78))
+
+
+AS_BEFORE = {
+    "whole epochs": lambda: (whole_epochs(80), whole_epochs(80, 4, 2)),
+    "with a rest that is left out": lambda: (whole_epochs(95), whole_epochs(95, 4, 2)),
+    "epochs of one batch": lambda: (whole_epochs(28), whole_epochs(28, 22, 0)),
+    "padded shards": lambda: (
+        sharded(75, WORKERS, SAMPLES),
+        islice(sharded(75, WORKERS, SAMPLES), 22, None),
+    ),
+    "with replacement": lambda: (with_replacement(80, WORKERS, SAMPLES, 0),) * 2,
+    "other data": lambda: other_data(80),
+    "the last steps again": lambda: (whole_epochs(80), islice(whole_epochs(80), 18, None)),
+}
+
+
+@pytest.mark.parametrize("name", AS_BEFORE)
+def test_what_goes_on_as_before_is_silent(name):
+    before, after = AS_BEFORE[name]()
+    before = list(islice(before, 22))
+    assert restarted(before, islice(after, 150)) == []
+
+
+def test_a_few_epochs_before_the_restart_and_repeats_on_purpose_show_nothing():
+    short = list(islice(whole_epochs(80), 8))
+    rest = list(islice(whole_epochs(80, 1, 3, every=True), 60))
+    assert restarted(short, rest) == []
+    assert restarted(list(islice(whole_epochs(80), 22)), rest, repeats=True) == []
+    assert restarted(list(islice(whole_epochs(80), 22)), chain(rest)) != []

@@ -85,8 +85,6 @@ class Example:
 
 
 class Broken(Mapping):
-    """A batch that raises when it is read."""
-
     def __getitem__(self, key):
         raise OSError("the file is gone")
 

@@ -27,7 +27,6 @@ HELD, FREE = (
 
 
 def messages(*words_WN, left_out=({}, {}, {})):
-    """Return the messages of workers with these words."""
     return [
         Roles(NAMES, tuple(words), alone).to_json(named=rank == 0)
         for rank, (words, alone) in enumerate(zip(words_WN, left_out, strict=False))

@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rankscope.bus.groups import group_parameters
 from rankscope.bus.replicas import StateKind, differences
+from rankscope.errors import UnsupportedError
 from rankscope.evidence.state import readings
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.readings import PendingDigests
 from rankscope.evidence.state.slot import odd_factors
 from rankscope.gradients.digest import PendingDigest, digest_bits
 from rankscope.gradients.kernels.bits import signed
+from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.wrappers.optimizers import JointOptimizer
 from support.state import Model, look, make, of, reductions, train
 
@@ -270,3 +274,76 @@ def test_as_long_as_tensors_are_alike_they_are_not_looked_at_one_by_one(monkeypa
     again, same = look(meter, 1)
     np.testing.assert_array_equal(again.digests_D, state.digests_D)
     assert same == values
+
+
+def test_parts_have_the_digests_of_single_tensors():
+    base = torch.randn(70, 33)
+    parts = [
+        (base, 0, None), (base, 5, 700), (base.t(), 0, None), (base.bfloat16(), 1, 2),
+        (base[:0], 0, None), (torch.tensor(1), 0, None), (base.to_sparse(), 0, None),
+        (torch.randn(5, dtype=torch.complex64).conj(), 0, None), (base, 4000, 5000),
+        (torch.nn.Parameter(base), 3, None), (torch.empty(3, device="meta"), 0, None),
+    ]  # fmt: skip
+    reading = PendingDigests()
+    for part in parts:
+        reading.add(*part)
+    reading.add_word(17)
+    digests, squares = reading.begin().read()
+    expected = [digest_bits(*part).known % 2**64 for part in parts]
+    assert digests == [*expected, 17]
+    assert squares == [0.0] * len(digests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_of_squares(dtype):
+    gradient = torch.randn(9001, dtype=dtype)
+    cases = [(gradient, 0, None), (gradient, 17, 8000), (gradient.view(-1, 1).t(), 0, None)]
+    cases.append((gradient[::3], 5, 2000))
+    reading = PendingDigests()
+    for case in cases:
+        reading.add(*case, norm=True)
+    _, squares = reading.begin().read()
+    for (tensor, start, stop), square in zip(cases, squares, strict=True):
+        exact = float(tensor.reshape(-1)[start:stop].double().square().sum())
+        assert square == pytest.approx(exact, rel=1e-6)
+
+
+CPU = torch.device("cpu")
+FREED = "whose memory has been freed"
+
+
+def free(gradient: torch.Tensor) -> torch.Tensor:
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+@pytest.mark.parametrize(("meter", "transposed"), [(Sketcher, False), (NormMeter, True)])
+def test_it_is_not_measured(meter, transposed):
+    sketcher = meter(CPU, group_parameters(["weight"]), 1021)
+    totals = sketcher.new_totals()
+    for _ in range(2):  # the second time, all is prepared
+        sketcher.measure("weight", torch.ones(50, 60), totals)
+    freed = free(torch.ones(60, 50).t() if transposed else torch.ones(50, 60))
+    with pytest.raises(UnsupportedError, match=FREED):
+        sketcher.measure("weight", freed, totals)
+    with pytest.raises(UnsupportedError, match=FREED):
+        sketcher.measure_norms([("weight", freed)], totals)
+    assert float(totals.squared_norms[0]) == 2 * 50 * 60
+
+
+def test_its_norm_is_unknown_where_state_is_compared():
+    model = nn.Linear(50, 60, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = StateMeter(model, optimizer, replicated=True)
+    for step in range(3):
+        meter.begin_step(step)
+        optimizer.zero_grad()
+        model(torch.ones(2, 50)).sum().backward()
+        meter.see_reduced()
+        if step == 1:
+            free(model.weight.grad)
+        meter.before_update()
+        meter.see_state()
+        _, values = meter.take().digests()
+        known = "applied_scale" in values and math.isfinite(values["applied_scale"])
+        assert known == (step != 1)

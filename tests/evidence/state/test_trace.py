@@ -29,7 +29,6 @@ def reader():
 
 
 def read(*tensors, name="w", kind=P):
-    """Return the trace of tensors that all have one name."""
     return reader().read((kind, name, tensor) for tensor in tensors).read()
 
 
@@ -103,7 +102,6 @@ def test_a_tensor_may_change_at_once():
 
 
 def traced_after(num_updates):
-    """Return what is traced of the start of a training that goes on after some updates."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))

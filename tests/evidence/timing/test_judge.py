@@ -25,7 +25,6 @@ def simulate(num_steps=450, num_workers=8, slow=None, *, noise=0.03, seed=0):
 
 
 def on(workers, seconds, steps=range(10**9), num_workers=8):
-    """Return what adds time to some workers in some steps."""
     extra_W = np.zeros(num_workers)
     extra_W[workers] = seconds
     return lambda t: extra_W if t in steps else 0 * extra_W
@@ -40,7 +39,6 @@ def report(step, busy_W):
 
 
 def watch(busy_TW, hosts=(), detector=None, start=0):
-    """Return all evidence, in order."""
     detector = detector or Stragglers(busy_TW.shape[1], hosts)
     told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW, start=start)])
     found = [(t, one) for t, several in enumerate(told, start=start) for one in several]

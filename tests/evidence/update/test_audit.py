@@ -51,7 +51,6 @@ def at_random(optimizer, parameters, lr):
 
 
 def train(make, change=None, *, dtype=torch.float32, steps=4, optimizer=None):
-    """Train some parameters, audit the last step, and return the verdict and the share."""
     torch.manual_seed(0)
     named = {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in SHAPES.items()}
     optimizer = make(list(named.values()))

@@ -33,7 +33,6 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
 
 
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
-    """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
     sent = UnitsOfJob(*(tuple(memoryview(one.pack()) for one in units) for units in (own, others)))
     world.take(0, 14, sent.pack())

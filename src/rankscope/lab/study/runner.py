@@ -152,7 +152,10 @@ def _fail_together(work: Callable[[], T], *, here: bool) -> T | None:
 
 def _how_to_go_on(output: Path) -> str:
     if (output / STUDY_FILE).exists():
-        return f"Interrupted. What was measured is in {output}; continue with --resume."
+        return (
+            f"Interrupted. What was measured is in {output}; to go on, give the same command "
+            "again, with --resume."
+        )
     return "Interrupted before the first training; nothing was written."
 
 

@@ -1,11 +1,21 @@
-"""The laws of clipping, in simulated shards of gradients, clipped rightly and wrongly."""
+"""What is recorded of torch's clipping, and its laws in simulated shards, kept and broken."""
 
+import copy
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
+import rankscope
+from rankscope import Run
 from rankscope.bus.finding import Severity
+from rankscope.bus.probe import StepEnd
 from rankscope.bus.step import StepReport
 from rankscope.evidence.clipping.judge import (
     BETWEEN,
@@ -15,6 +25,8 @@ from rankscope.evidence.clipping.judge import (
     NormLaw,
     StageNorm,
 )
+from rankscope.evidence.clipping.probe import ClippingProbe
+from support.ranks import run_ranks
 from support.stepping import evidence_of, words
 from support.streams import gathered
 
@@ -60,12 +72,10 @@ def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **c
 
 
 def by(norm):
-    """Return the factor of clipping by a norm of the parts, on all ranks."""
     return lambda parts_W: np.broadcast_to(np.minimum(LIMIT / norm(parts_W), 1.0), W)
 
 
 def called(norm=whole, order=2.0):
-    """Return the columns of a call of torch with that norm."""
     factor = {"clip_factor": lambda p: by(norm)(p)[0], "clip_whole": True}
     return {"clip_limit": LIMIT, "clip_order": order, **factor}
 
@@ -161,3 +171,108 @@ def test_clipping_that_scales_nothing_is_a_warning():
     assert watch(unscaled, detectors=[ClippedNothing()], clips_of_nothing=[0] * W) == {}
     halves = watch(lambda _: np.full(W, 0.5), detectors=[ClippedNothing()], clips_of_nothing=1)
     assert halves == {}  # the training scales by code of its own
+
+
+SMALL = 0.1
+STEPS = 8
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    model(torch.randn(4, 6)).square().sum().backward()
+    return model
+
+
+@pytest.fixture
+def probe(model):
+    probe = ClippingProbe(model.parameters(), lambda work, *args: work(*args), whole=True)
+    yield probe
+    probe.close()
+
+
+def recorded(probe):
+    pending = probe.collect(StepEnd(0, comparable=True, idle=frozenset(), num_passes=1))
+    assert pending.ready
+    return pending.read().values
+
+
+def test_one_call_for_all_parameters(model, probe):
+    twin = copy.deepcopy(model)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        other.grad = mine.grad.clone()
+    norm = clip_grad_norm_(model.parameters(), SMALL)
+    values = recorded(probe)
+    assert values["clip_limit"] == SMALL
+    assert values["clip_order"] == 2
+    assert values["clip_left_out"] == 0
+    assert values["clip_factor"] == pytest.approx(SMALL / float(norm), rel=1e-5)
+    assert values["clip_whole"]
+    probe.close()
+    clip_grad_norm_(twin.parameters(), SMALL)  # the same bits without a listener
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
+    assert "clip_limit" not in recorded(probe)
+
+
+def clip_shards(rank, folder):
+    """Train under FSDP2, clipped rightly and then by the mean of the ranks' norms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    generator = torch.Generator().manual_seed(rank)
+    after = []
+    with rankscope.watch(model, optimizer, run_dir=folder, overhead_budget=None) as scope:
+        for step in range(2 * STEPS):
+            loss = model(torch.randn(16, 8, generator=generator)).square().mean()
+            scope.loss(loss)
+            optimizer.zero_grad()
+            loss.backward()
+            if step < STEPS:
+                clip_grad_norm_(model.parameters(), SMALL)
+            else:
+                own = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
+                dist.all_reduce(own)
+                clip_grads_with_norm_(model.parameters(), SMALL, own / dist.get_world_size())
+            whole = [p.grad.full_tensor().double() for p in model.parameters()]
+            after.append(math.sqrt(sum(float(g.square().sum()) for g in whole)))
+            optimizer.step()
+    return after
+
+
+@pytest.mark.ranks
+def test_the_norm_after_clipping_follows_from_the_record(tmp_path):
+    after = run_ranks(clip_shards, 2, tmp_path / "run")[0]
+    run = Run.open(tmp_path / "run")
+    steps, scales = run.per_worker("applied_scale")
+    norms = np.asarray(run.steps("grad_norm_reduced")["grad_norm_reduced"])[steps]
+    np.testing.assert_allclose(scales[:, 0] * norms, np.array(after)[steps], rtol=1e-6)
+    [found] = [f for f in run.findings() if f.cause == "sync.clip_norm"]
+    assert (found.first_step, str(found.severity)) == (STEPS, "warning")
+
+
+def test_clipping_between_two_reductions_of_a_step_is_counted(model, probe):
+    for clips in (True, True, False, True):
+        probe.see_reduced()
+        if clips:
+            clip_grad_norm_(model.parameters(), SMALL)
+    assert recorded(probe)["clips_between"] == 2
+    clip_grad_norm_(model.parameters(), SMALL)
+    probe.before_update()
+    clip_grad_norm_(model.parameters(), SMALL)
+    assert recorded(probe)["clips_between"] == 0
+
+
+def test_clipping_of_tensors_without_a_gradient_is_counted(model, probe):
+    gradients = [p.grad for p in model.parameters()]
+    clip_grads_with_norm_(gradients, SMALL, torch.tensor(2 * SMALL))
+    assert recorded(probe)["clips_of_nothing"] == 1
+    clip_grads_with_norm_(gradients, SMALL, torch.tensor(SMALL / 2))  # there is nothing to clip
+    assert recorded(probe)["clips_of_nothing"] == 0
+    clip_grads_with_norm_(gradients, SMALL, torch.tensor(2 * SMALL))
+    clip_grads_with_norm_(list(model.parameters()), SMALL, torch.tensor(2 * SMALL))
+    assert recorded(probe)["clips_of_nothing"] == 0  # frozen parameters beside these
+    clip_grad_norm_([nn.Parameter(torch.ones(2))], SMALL)
+    assert recorded(probe)["clips_of_nothing"] == 0

@@ -1,8 +1,10 @@
-"""Restarted jobs: a loader that went back alone, or with its model, and a job that began anew."""
+"""Samples on real ranks: restarted jobs, and forward passes that only arm hooks."""
 
 import copy
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankscope import Run, Severity
+from rankscope.bus.evidence import Table
 from rankscope.record.states import STATE_FILE, read_number
 from rankscope.verdict.assessment import progress_of
 from rankscope.verdict.diagnosis import diagnose_run
+from support.findings import faults
 from support.loops import train_watched, watch
-from support.ranks import on_ranks
+from support.ranks import alone_and_watched, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -22,7 +26,6 @@ STEPS, BACK = 12, 2
 
 
 def train(rank, run_dir, model, begin):
-    """Train from a step on; return the model ``BACK`` steps before the end, and at the end."""
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     before = []  # each step
@@ -48,7 +51,6 @@ class Stream(IterableDataset):
 
 
 def train_on_streams(rank, folder):
-    """Train twice on the beginning of a stream, or on all of it."""
     for name, rows in (("begun", 40 * STEPS), ("ended", 4 * STEPS)):
         torch.manual_seed(0)
         model = nn.Linear(6, 6)
@@ -142,3 +144,66 @@ def test_a_training_that_begins_anew_is_judged_by_itself(runs, name, number, wha
     assert progress_of(run).earlier_steps == 0
     assert read_number(run.path / STATE_FILE, "num_steps") == STEPS
     assert {f.id: f for f in diagnose_run(run)} == found
+
+
+NUM_STEPS = 12
+WAYS = ("armed", "armed, all draw the same", "armed, named")
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(32, 4), nn.Embedding(64, 4)
+
+    def loss(self, pairs: torch.Tensor) -> torch.Tensor:
+        scores = (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(dim=1)
+        return nn.functional.softplus(1 - scores).mean()
+
+
+def arm(model: Scores, ddp: DistributedDataParallel) -> None:
+    """Call the wrapper with a constant, so that its hooks reduce the next backward pass."""
+    model.forward = lambda ids: ids
+    ddp(torch.zeros(1, dtype=torch.int64))
+    del model.forward
+
+
+def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
+    torch.manual_seed(0)
+    model = Scores()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
+    shard = 0 if "same" in way else rank
+    draws = torch.Generator().manual_seed(1 + shard)
+    for step in range(NUM_STEPS):
+        pairs = torch.randint(32, (8, 2), generator=draws)
+        if scope is not None and "named" in way:
+            scope.batch([100 * step + 10 * rank + n for n in range(8)])
+        arm(model, ddp)
+        model.loss(pairs).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    if scope is not None:
+        scope.close()
+    return [p.double().sum().item() for p in model.parameters()]
+
+
+trained = alone_and_watched(train_armed, WAYS, 2)
+
+
+@pytest.mark.parametrize(
+    ("way", "causes", "num_samples"),
+    [
+        ("armed", set(), 0),
+        ("armed, all draw the same", {"data.duplicate_batches"}, 0),
+        ("armed, named", set(), 16 * NUM_STEPS),
+    ],
+)
+def test_what_only_arms_the_hooks_is_no_sample(trained, way, causes, num_samples):
+    results, folder = trained
+    assert all(plain == watched for plain, watched in (rank[way] for rank in results))
+    run = Run.open(folder / way)
+    assert {finding.cause for finding in faults(run).values()} == causes
+    drawn = run.columns(Table.STEPS, "samples_drawn")["samples_drawn"]
+    assert np.nansum(drawn) == num_samples
+    assert run.columns(Table.STEPS, "observed")["observed"].all()
