@@ -18,7 +18,7 @@ from torch import nn
 import rankscope
 from rankscope import private
 from rankscope.errors import UnsupportedError
-from rankscope.private import USES, Patch, Use, callers, find, lacking
+from rankscope.private import USES, Patch, callers, find, lacking
 from rankscope.wrappers.backward_calls import BackwardCalls
 from rankscope.wrappers.passes import BackwardEnd
 
@@ -42,12 +42,8 @@ OTHERS = {
 OF_NO_USE = {name for names in OTHERS for name in names.split()}
 
 
-def private_parts(path: str) -> set[str]:
-    return {part for part in path.split(".") if PRIVATE.fullmatch(part)}
-
-
 def test_every_private_name_of_others_stands_in_the_table():
-    every = {name for use in USES for name in names_of(use)}
+    every = {name for use in USES for name in (*use.names.split(), *use.owner.split("."))}
     found = {
         (str(path.relative_to(SOURCE)), name)
         for path, text in texts().items()
@@ -73,10 +69,6 @@ def test_the_installed_releases_have_the_name(use):
 def texts() -> dict[Path, str]:
     own = Path(private.__file__)
     return {path: path.read_text() for path in SOURCE.rglob("*.py") if path != own}
-
-
-def names_of(use: Use) -> set[str]:
-    return set(use.names.split()) | private_parts(use.owner)
 
 
 def names_in(source: str, known: set[str]) -> set[str]:

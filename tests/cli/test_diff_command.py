@@ -3,7 +3,6 @@
 import json
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 from benchmarks.diff_training import Flip, Variant, train_variants
@@ -27,11 +26,10 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("diff")
-    run_ranks(train_variants, 3, str(root), VARIANTS)
-    return root
+@pytest.fixture(scope="module")
+def runs(folder):
+    run_ranks(train_variants, 3, str(folder), VARIANTS)
+    return folder
 
 
 @pytest.fixture

@@ -104,8 +104,7 @@ NUMBERS = ("numerics", "--synthetic", "normal", "--workers", "2", "--orders", "2
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("output")
+def recorded(folder):
     record_run(folder / "healthy", num_workers=2, num_steps=3)
     record_run(folder / "copied", reading="replicated", num_workers=2, num_steps=3)
     return folder

@@ -21,19 +21,19 @@ HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=64).path
+def healthy(folder):
+    return record_run(folder / "healthy", num_steps=64).path
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    place = tmp_path_factory.mktemp("cli") / "copied"
+def copied(folder):
+    place = folder / "copied"
     return record_run(place, reading="replicated", setting="s1-2", num_steps=6).path
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return record_study(tmp_path_factory.mktemp("cli") / "study", num_steps=6)
+def study(folder):
+    return record_study(folder / "study", num_steps=6)
 
 
 def call(*arguments):
@@ -269,9 +269,8 @@ def test_again_shows_the_findings_of_a_new_diagnosis(copied, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    place = tmp_path_factory.mktemp("formats") / "run"
-    return record_run(place, num_workers=4, num_steps=16, change=with_everything).path
+def run_dir(folder):
+    return record_run(folder / "run", num_workers=4, num_steps=16, change=with_everything).path
 
 
 def test_all_formats_of_a_run_and_where_they_go(run_dir, tmp_path):

@@ -23,12 +23,11 @@ RUN = [block for block in BLOCKS if block.page not in ADAPTERS]
 
 
 @pytest.fixture(scope="module")
-def problems(tmp_path_factory):
+def problems(folder):
     pages = defaultdict(list)
     for block in RUN:
         pages[block.page].append(block)
-    folder = str(tmp_path_factory.mktemp("pages"))
-    ranks = run_ranks(run_blocks, 2, dict(pages), folder, timeout=280.0)
+    ranks = run_ranks(run_blocks, 2, dict(pages), str(folder), timeout=280.0)
     return {name: text for found in ranks for name, text in found.items()}
 
 

@@ -105,9 +105,8 @@ def test_words_of_a_record_stay_in_their_cell(words: str):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    place = tmp_path_factory.mktemp("loaded") / "<b>run"
-    return record_run(place, num_workers=4, num_steps=16, change=with_everything)
+def run(folder):
+    return record_run(folder / "<b>run", num_workers=4, num_steps=16, change=with_everything)
 
 
 @pytest.mark.parametrize("table", Table)
