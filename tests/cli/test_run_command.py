@@ -171,9 +171,8 @@ def test_a_script_is_the_same_process_with_and_without(project):
 
 
 def test_a_signal_ends_the_script_and_nothing_is_said(project):
-    command = [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"]
     started = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -47,8 +47,7 @@ def test_a_healthy_job_is_ready():
     found = checks(out)
     names = "topology environment process_group collectives repeatability bandwidth parameters"
     names += " buffers optimizer random_numbers shards batch_counts loss_weighting"
-    usual = {name: check["status"] for name, check in found.items() if name != "stragglers"}
-    assert usual == {
+    assert {name: check["status"] for name, check in found.items() if name != "stragglers"} == {
         **dict.fromkeys(names.split(), "ok"),
         "batch_norm": "note",
         "epoch_order": "note",

@@ -38,8 +38,7 @@ class Block:
         if self.language in SHELLS:
             return "commands"
         if not self.language:
-            word = _ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]
-            known = program(word) in PROGRAMS
+            known = program(_ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]) in PROGRAMS
             return "commands" if known else "unknown"
         return self.language
 
@@ -87,12 +86,8 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def commands() -> list[Command]:
-    return [
-        Command(block.page, text)
-        for block in blocks()
-        if block.kind == "commands"
-        for text in _command_lines(block.code)
-    ]
+    found = [block for block in blocks() if block.kind == "commands"]
+    return [Command(block.page, text) for block in found for text in _command_lines(block.code)]
 
 
 def _command_lines(code: str) -> Iterator[str]:

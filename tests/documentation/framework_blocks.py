@@ -162,7 +162,7 @@ def count_tokens_in_lightning(run: RunBlock) -> tuple[str, Signals]:
     names: dict[str, Any] = {}
     run(names)
     module = lightning_module()
-    trainer = Trainer(
+    Trainer(
         strategy="ddp",
         devices=2,
         max_epochs=1,
@@ -171,8 +171,7 @@ def count_tokens_in_lightning(run: RunBlock) -> tuple[str, Signals]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+    ).fit(module, DataLoader(dataset(), batch_size=BATCH))
     return RUN, module.model.seen
 
 

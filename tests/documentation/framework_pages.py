@@ -28,7 +28,6 @@ def python_blocks(page: str) -> list[Block]:
 
 
 def run_page(page: str, folder: str | Path, uses: list[Use]) -> dict[str, dict[str, Any]]:
-    """Run all Python blocks of a page on one rank; every rank calls it."""
     kept: Names = {}
     results = {}
     for number, (block, use) in enumerate(zip(python_blocks(page), uses, strict=True)):

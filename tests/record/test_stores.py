@@ -3,12 +3,12 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
 import pytest
 from typer.testing import CliRunner
@@ -39,9 +39,7 @@ def s3_server(monkeypatch) -> Iterator[None]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     apart = Path(sys.prefix) / "s3"  # what it needs is at odds with other packages
     environment = {**os.environ, "PYTHONPATH": str(apart)}
-    server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    server = Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL)
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "somebody",
@@ -99,8 +97,7 @@ def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypa
             "s3://bucket/runs/sft-2 and continues it; another run directory keeps the two apart"
         ]
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
-        loaded = rankscope.load("s3://bucket/runs/sft")
-        assert loaded.info["status"] == "complete"
+        assert rankscope.load("s3://bucket/runs/sft").info["status"] == "complete"
         assert contents(here) == contents(Run.open(at_hand("s3://bucket/runs/sft")))
         second = Run.open(at_hand("s3://bucket/runs/sft-2"))
         assert (second.info["continues"], second.info["first_step"]) == ("sft", NUM_STEPS)

@@ -79,9 +79,7 @@ class Page(HTMLParser):
 
 
 def to_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def data_names(node: Any) -> set[str]:

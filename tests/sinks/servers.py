@@ -27,8 +27,7 @@ class _Web(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         answer = self.server.answers.pop(0) if self.server.answers else 200
         code, place = answer if isinstance(answer, tuple) else (answer, None)
-        kind = self.headers["Content-Type"]
-        self.server.got.append((self.path, kind, json.loads(body), code))
+        self.server.got.append((self.path, self.headers["Content-Type"], json.loads(body), code))
         self.send_response(code)
         if place is not None:
             self.send_header("Location", place)

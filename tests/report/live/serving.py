@@ -16,6 +16,7 @@ from rankscope.verdict.diagnosis import Diagnosis
 from report.recorded_runs import gathered, sampler
 
 SECONDS_PER_STEP = 0.4
+PATIENCE = 60_000  # of browsers, in milliseconds
 
 
 @contextlib.contextmanager
@@ -89,10 +90,8 @@ class Training:
         facts = {"num_workers": num_workers, "model": "tiny (built-in base)", "data": "simulated"}
         self.writer = RunWriter(path, {**facts, **info})
         self.num_workers = num_workers
-        self._draws = {
-            name: sampler(name, setting, num_workers)
-            for name, setting in (("sharded", "s1-1"), ("replicated", "s1-2"))
-        }
+        settings = {"sharded": "s1-1", "replicated": "s1-2"}
+        self._draws = {name: sampler(name, own, num_workers) for name, own in settings.items()}
         self._reading = reading
         self._diagnosis = Diagnosis(RunFacts(num_workers))
         self._began = time.time() - 60
@@ -104,8 +103,7 @@ class Training:
         for _ in range(number):
             batches = [draw(self.step, rank) for rank in range(self.num_workers)]
             step = gathered(self.step, batches, 60)
-            at = self._began + SECONDS_PER_STEP * self.step
-            report = summarize(replace(step, time=at))
+            report = summarize(replace(step, time=self._began + SECONDS_PER_STEP * self.step))
             self.writer.add(report)
             self.writer.add_findings(self._diagnosis.observe(report))
             self.step += 1
