@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, RareProbe, Ready, StepEnd
+from rankscope.bus.words import dtype_name
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
@@ -241,7 +242,7 @@ def make_counts_probe(module: nn.Module, first_step: int) -> CountsProbe | None:
 
 def _name_of(path: str, buffer: Tensor) -> str:
     """Return the name of a count in the record, with its type: ``counts in bfloat16``."""
-    return f"{canonical_name(path)} in {str(buffer.dtype).removeprefix('torch.')}"
+    return f"{canonical_name(path)} in {dtype_name(buffer.dtype)}"
 
 
 class RecomputedProbe(RareProbe):
