@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope.errors import UnsupportedError
-from rankscope.evidence.parity.held import DealtExperts
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import DealtExperts, Naming
 from support.ranks import run_ranks
 
 WIDTH = 3

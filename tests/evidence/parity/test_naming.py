@@ -5,7 +5,7 @@ import torch
 
 from rankscope.errors import UnsupportedError
 from rankscope.evidence.parity.figures import Part, part_of
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import Naming
 
 RULES = [("block.*.qkv", ["h.*.q", "h.*.k", "h.*.v"]), ("head.*", ["lm.*"])]
 SHAPES = {"h.0.q": (6, 5), "h.0.k": (2, 5), "h.0.v": (2, 5), "lm.weight": (3, 5), "norm": (5,)}
