@@ -537,9 +537,7 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
     least_W = _LOST**2 * (squares_W.sum() - squares_W)
     known_W = (norms_W > 0) & (rests_W > least_W)
     below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)
-    cosines_W: Floats = products_W / below_W
-    near_W = np.abs(cosines_W) >= 1.0 - ROUNDING
-    return np.where(near_W, np.sign(cosines_W), cosines_W)
+    return _snap(products_W / below_W)
 
 
 @functools.lru_cache(maxsize=16)

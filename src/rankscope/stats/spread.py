@@ -72,10 +72,12 @@ def mean_and_std(values_W: NDArray[np.floating]) -> tuple[float, float]:
         >>> mean_and_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))
         (5.0, 2.0)
     """
-    scaled, exponent = _scaled(values_W)
-    count = len(scaled)
+    finite = _finite(values_W)
+    count = len(finite)
     if not count:
         return math.nan, math.nan
+    exponent = math.frexp(float(np.abs(finite).max()))[1]
+    scaled = np.ldexp(finite, -exponent)  # into [-1, 1]
     from_first = scaled - scaled[0]
     mean = from_first.sum() / count
     from_mean = from_first - mean
@@ -92,14 +94,6 @@ def value_range(values_W: NDArray[np.floating]) -> float:
     """
     finite = _finite(values_W)
     return float(finite.max()) - float(finite.min()) if finite.size else math.nan
-
-
-def _scaled(values: NDArray[np.floating]) -> tuple[Floats, int]:
-    """Return the finite values times a power of two that brings them into [-1, 1]."""
-    finite = _finite(values)
-    largest = float(np.abs(finite).max()) if finite.size else 0.0
-    exponent = math.frexp(largest)[1]
-    return np.ldexp(finite, -exponent), exponent
 
 
 def _finite(values: NDArray[np.floating]) -> Floats:
@@ -317,7 +311,9 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
         sums_BW = np.add.reduceat(products.take(turned_BU), units.starts_W, axis=1)
         spreads_B[start : start + rows] = np.einsum("bw,bw->b", sums_BW, sums_BW)
     tie = max(_TIE * float(np.dot(products_U, values_U)), _ROUNDING**2 * len(values_U))
-    return _mid_ranks(spreads_B, tie)
+    doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
+    ranks_B: Floats = (doubled_B + 1) / 2 / len(spreads_B)
+    return ranks_B
 
 
 def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
@@ -372,9 +368,3 @@ def _each_twice(order_U: Ints, sizes: list[int]) -> Ints:
     ends = list(accumulate(sizes))
     pieces = [order_U[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return np.concatenate([piece for piece in pieces for _ in range(2)])
-
-
-def _mid_ranks(spreads_B: Floats, tie: float) -> Floats:
-    doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
-    middles: Floats = (doubled_B + 1) / 2 / len(spreads_B)
-    return middles

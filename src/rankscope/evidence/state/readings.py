@@ -143,7 +143,7 @@ class PendingDigests:
     def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
         if of_host is None:
             of_host = list(self._words), [0.0] * len(self._words)
-        launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
+        launched = [one for parts in self._devices.values() for one in parts.launch()]
         return PendingReading(*of_host, launched, self._single, self._squares)
 
     def _add_single(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
