@@ -85,16 +85,10 @@ class _Compared:
 class ExchangeabilityTest(Stateful):
     """Compares units in several signals, step after step, in constant memory.
 
-    Args:
-        num_units: U.
-        weights_S: Share of each signal in the evidence; they sum to 1.
-        relative_S: Whether deviations from the median are given in parts of it, where all values
-            are positive.
-        bets: The bets; their weights sum to 1.
-
-    Attributes:
-        z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
-            signals that it did not measure.
+    ``weights_S`` are the signals' shares in the evidence; they sum to 1, as the bets' weights do.
+    ``relative_S``: whether deviations from the median are given in parts of it, where all values
+    are positive. ``z_SU`` are distances from the median in the last step, in robust standard
+    deviations; 0 for signals that it did not measure.
 
     Example:
         >>> from rankscope.stats.bets import worker_bets

@@ -104,7 +104,7 @@ def _finite(values: NDArray[np.floating]) -> Floats:
 def weighted_means_and_sems(
     values_U: NDArray[np.floating], weights_U: NDArray[np.floating], lengths_W: Ints
 ) -> tuple[Floats, Floats]:
-    """Return the loss of each worker per label token, and its standard error.
+    """Return the loss of each worker per label token, and its standard error ``[W]``.
 
     With shares ``h = w / Σ w`` the mean is ``Σ h v`` and ``sem² = Σ h² (v − mean)² / (1 − h)``.
     The factor ``1/(1 − h)`` undoes that each unit pulls the mean towards itself: the estimate is
@@ -112,19 +112,11 @@ def weighted_means_and_sems(
     ``s²/b``, when all weights are equal. (Dividing by ``(b−1)/b`` throughout is too small when
     one long sample dominates a batch.)
 
-    Args:
-        values_U: Loss of each unit of all workers, one worker after the other ``[U]``.
-        weights_U: Label tokens of each unit ``[U]``. Units of weight 0 are left out, whatever
-            their value. When any weight of a worker is NaN (unknown), all its units count alike.
-        lengths_W: How many units each worker has.
-
-    Returns:
-        Means and standard errors ``[W]``, in the unit of the values. The standard error is NaN
-        with fewer than two units of positive weight; both are NaN without any, or when a weight is
-        negative or infinite. A unit that is not finite makes the mean so too.
-
-    Raises:
-        ValueError: Different numbers of values and weights.
+    Worker after worker has ``lengths_W`` units, of losses ``values_U`` and label tokens
+    ``weights_U``. Units of weight 0 are left out, whatever their value. When any weight of a worker
+    is NaN (unknown), all its units count alike. The standard error is NaN with fewer than two units
+    of positive weight; both are NaN without any, or when a weight is negative or infinite. A unit
+    that is not finite makes the mean so too.
 
     Example:
         >>> values, weights = np.array([1.0, 3.0, 5.0]), np.array([1.0, 1.0, 8.0])
@@ -189,13 +181,8 @@ def expected_std(sems_W: NDArray[np.floating]) -> float:
     """Return the loss std over workers (ddof 0) that sampling alone would give.
 
     The expected population variance of W independent values with standard errors ``s_i`` and one
-    true mean is ``(W−1)/W · mean(s²)``.
-
-    Args:
-        sems_W: Standard error of each worker's loss ``[W]``; those not finite are left out.
-
-    Returns:
-        The root of it, in the unit of the losses; NaN with fewer than two finite values.
+    true mean is ``(W−1)/W · mean(s²)``, whose root this is. Values not finite are left out; NaN
+    with fewer than two others.
 
     Example:
         >>> round(expected_std(np.array([2.0, 2.0, 2.0, 2.0])), 6)  # √(3/4 · 2²)
@@ -237,15 +224,10 @@ def pool_units(
 ) -> Units | None:
     """Return the units of all workers, or None when they cannot be compared.
 
-    Args:
-        values: One array per worker.
-        weights: Beside it; None, any NaN (unknown) or infinity: all units count alike. Units of
-            weight 0 are left out.
-        from_index: Micro-batch index of the first unit used of each worker.
-
-    Returns:
-        None with units of fewer than two workers, with no worker that has two, and when a unit
-        is not finite.
+    Without weights, or with any NaN (unknown) or infinity, all units count alike; those of weight 0
+    are left out. ``from_index`` is the micro-batch index of the first unit used of each worker.
+    None with units of fewer than two workers, with no worker that has two, and when a unit is not
+    finite.
 
     Example:
         >>> units = pool_units([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
@@ -280,14 +262,9 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
     The spread is ``T = Σ_i (Σ_u w_u (v_u − m))²``, over workers i and their units u, with m the
     weighted mean of all units: for equal weights, U²/W times the variance of the workers' means.
 
-    Args:
-        units: The units.
-        rng: Draws the rotations; must not depend on the values of this step.
-        same_index: Whether units move between workers only inside the same micro-batch index.
-
-    Returns:
-        Mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others. Spreads that
-        are equal up to rounding share the middle of their ranks.
+    Returned are mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others; those
+    equal up to rounding share the middle of their ranks. ``rng`` must not depend on the values of
+    this step. ``same_index``: units move only inside the same micro-batch index.
 
     Example:
         >>> units = pool_units([np.array([1.0, 2.0, 3.0, 4.0])] * 4)  # all have the same data
@@ -319,8 +296,7 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
 def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
     """Return the e-values of bets on a low and on a high rank, one per entry of ``STRENGTHS``.
 
-    Args:
-        ranks_B: Mid-ranks in (0, 1), that of the observation at 0.
+    Given are mid-ranks in (0, 1), that of the observation at 0.
 
     Example:
         >>> low, high = rank_bets(np.array([0.125, 0.375, 0.625, 0.875]))  # the lowest of four

@@ -39,10 +39,7 @@ def adapted_matrices(parameters: Mapping[str, Tensor], trained: Sequence[str]) -
     """Return the trained matrices to which an adapter is added, by name.
 
     There are none where no other matrix is frozen: all of the model is trained on purpose then.
-
-    Args:
-        parameters: All parameters of the model by name, as they begin.
-        trained: Names of those that the optimizer updates.
+    ``parameters`` are those of the model as they begin.
     """
     matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not p.is_meta}
     if all(name in trained for name in matrices):
