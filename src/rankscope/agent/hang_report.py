@@ -122,10 +122,7 @@ class RecorderThread:
 def read_dumps(
     rank: int, dumps: Iterable[bytes], members: Mapping[str, list[int]] = MappingProxyType({})
 ) -> Collectives:
-    """Return the last collectives of each process group; sends and receives are left out.
-
-    ``members`` has the ranks of groups of which the recorder does not know them.
-    """
+    """Return the last collectives of each group; ``members`` has ranks that a recorder lacks."""
     groups: dict[str, Group] = {}
     for dump in dumps:
         content = json.loads(dump)
@@ -163,10 +160,7 @@ class Reader:
             os.write(self._request, _REQUEST)
 
     def read(self, until: float) -> Collectives | None:
-        """Return the requested entries; None if they do not come. Blocks meanwhile.
-
-        ``until`` is a time of ``time.monotonic()``.
-        """
+        """Return the requested entries; None if they have not come ``until`` a monotonic time."""
         try:
             while self._header()[0] == self._before:
                 if time.monotonic() > until:

@@ -87,11 +87,7 @@ class HangWatch:
         states: Mapping[int, ProcessState],
         marks: Mapping[int, CodePlace] | None = None,
     ) -> HangReport | None:
-        """Check whether the training hangs, or goes on again; about once a second.
-
-        Returns a report when a hang begins, when another rank has ended or was stopped meanwhile,
-        and when the hang is over.
-        """
+        """Return a report when a hang begins, gets worse or is over; called about once a second."""
         self._allow_for_own_pause(now)
         there = [
             rank
@@ -229,10 +225,7 @@ def _suspect_words(report: HangReport) -> str:
 
 
 def _stacks_shown(report: HangReport, stacks: Mapping[int, Stack]) -> dict[int, Stack]:
-    """Return the stacks for the finding, first those that show the place of the fault.
-
-    That is the suspects' place, or the collective that they have skipped, where the others wait.
-    """
+    """Return the stacks for the finding, first those of suspects, or of the place they skipped."""
     first = report.waiting if report.with_fate(Fate.AHEAD) else report.ranks
     order = [*first, *sorted(stacks.keys() - set(first))]
     return {rank: stacks[rank] for rank in order[:_SHOWN_STACKS] if rank in stacks}

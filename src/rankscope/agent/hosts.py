@@ -171,11 +171,7 @@ class _Peer:
 
 
 class RootLink:
-    """The root's end of the links to other hosts.
-
-    It listens on all addresses of this host by default. ``master`` is the name or address of the
-    training's store, from which the advertised addresses follow.
-    """
+    """The root's end of the links to other hosts; ``master``: where the training's store is."""
 
     def __init__(self, address: str | None = None, *, master: str | None = None) -> None:
         self._peers: dict[int, _Peer] = {}

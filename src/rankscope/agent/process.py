@@ -191,11 +191,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Agent:
-    """Serves the ranks of one host until the run ends.
-
-    ``secret`` is in every rank's first frame; ``parent`` is the process that has started this one,
-    to be the first rank, None in a thread.
-    """
+    """Serves the ranks of one host until the run ends; ``parent`` started it, None in a thread."""
 
     def __init__(
         self,

@@ -155,10 +155,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def lower_priority() -> None:
-    """Let this thread of the agent, and threads that it starts, give way to the training.
-
-    The priority of its reads and writes follows.
-    """
+    """Let this thread of the agent, and those that it starts, give way to the training."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError, AttributeError):

@@ -61,10 +61,7 @@ Send = Callable[[int, bytes], None]
 
 
 class Root:
-    """Assembles, judges and records the steps of one run.
-
-    ``setup`` comes in the hello frame of rank 0, see ``rankscope.session.opening``.
-    """
+    """Assembles, judges and records the steps of one run; ``setup``: see ``session.opening``."""
 
     def __init__(self, setup: Mapping[str, Any], send: Send, ranks: RankProcesses) -> None:
         layout = Layout.from_json(setup["layout"])
@@ -472,11 +469,7 @@ def _findings_frame(
     news: bool = False,
     step: int = -1,
 ) -> bytes:
-    """Return the frame of findings.
-
-    Sinks get those that are ``news``; ``on_finding`` gets those with an event, at the beginning of
-    ``step``.
-    """
+    """Return the frame of findings: ``news`` for sinks, events for ``on_finding`` in ``step``."""
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     packed = json.dumps(content, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
     return pack(FrameKind.FINDINGS, packed.encode(), step=step)

@@ -177,10 +177,7 @@ def _standard_files() -> Iterator[int]:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return a console that reads no text as markup.
-
-    Its width is the terminal's, or ``COLUMNS`` unless that is 0.
-    """
+    """Return a console that reads no markup, as wide as the terminal, or ``COLUMNS`` unless 0."""
     columns = os.environ.get("COLUMNS", "")
     unset = columns.isdecimal() and int(columns) == 0
     width = shutil.get_terminal_size().columns if unset else None

@@ -69,12 +69,7 @@ STDOUT = Path("-")
 
 
 def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
-    """Return the formats to write.
-
-    ``given`` are the values of --format, each a name or several with commas between them;
-    ``html`` is True with --html, False with --no-html, None with neither.
-
-    """
+    """Return the formats of --format (names, or several with commas), --html and --no-html."""
     names = [name.strip().lower() for item in given or () for name in item.split(",")]
     known = [str(one) for one in Format]
     for name in names:

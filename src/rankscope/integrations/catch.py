@@ -400,10 +400,7 @@ class Ending:
                 watching.close(None)
 
     def notice_exit_codes(self) -> None:
-        """Remember the exit code of the script: a run that fails is incomplete.
-
-        The code of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
-        """
+        """Remember the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
 
         def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
             def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
@@ -497,10 +494,7 @@ def report_if_nothing_was_watched() -> None:
 
 
 def report_single_process_run(job: ScriptJob) -> None:
-    """Print at exit of rank 0 that this process, one of several, has trained by itself.
-
-    Nothing is printed if there is a process group after all, or if the script has failed.
-    """
+    """Print at exit of rank 0 that this process trained alone, unless it failed or has a group."""
     pid = os.getpid()
 
     def report() -> None:

@@ -14,10 +14,7 @@ from rankscope.wrappers.untraced import untraced
 
 
 class AfterImport:
-    """A finder that finds nothing of its own, and calls functions when modules have been loaded.
-
-    The functions ``wanted``, by a module's full name, get the module.
-    """
+    """A finder that finds nothing, and calls a function by name once its module is loaded."""
 
     def __init__(self, wanted: dict[str, Callable[[ModuleType], None]]) -> None:
         self._wanted = dict(wanted)

@@ -83,12 +83,7 @@ def begin_run(
 
 
 def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
-    """Record in ``run.json`` that a run ended with its agent, unless its end is recorded already.
-
-    The agent's unfinished files are removed.
-
-    ``how`` is how the agent's process ended, which must have ended.
-    """
+    """Record in ``run.json`` that a run ended with its agent, and remove its unfinished files."""
     info = parse(read_file(path / INFO_FILE))
     agent = info.get("agent") or {"pid": agent_pid}
     if info.get("status") == "running" and agent.get("pid") == agent_pid:
@@ -152,10 +147,7 @@ class WriterLock:
 
 
 def writer_is_gone(run: Path) -> bool:
-    """Return whether the process that wrote a run has ended without closing it.
-
-    False, too, where that is unknown: on another machine, or before there were locks.
-    """
+    """Return whether a run's writer has ended without closing it; False where that is unknown."""
     try:
         import fcntl
 

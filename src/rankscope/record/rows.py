@@ -344,10 +344,7 @@ def _groups(
 
 
 def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
-    """Yield a table as numpy columns, a few thousand rows at a time, in the order of its files.
-
-    Row groups that end before ``first_step`` are left out.
-    """
+    """Yield a table in blocks of numpy columns; row groups before ``first_step`` are left out."""
     schema = arrow_schema(table)
     for file in parts_in(run / table):
         for rows in read_pieces(file, schema, from_step(first_step)):

@@ -69,10 +69,7 @@ def read_state(file: Path) -> State | None:
 
 
 def read_number(file: Path, name: str) -> int | None:
-    """Return an integer at the top level of a state's file, without reading the arrays.
-
-    None without such a number, or if the file is no readable state.
-    """
+    """Return an integer at the top level of a state's file without its arrays; None without."""
     try:
         with np.load(BytesIO(read_file(file, MAX_BYTES)), allow_pickle=False) as archive:
             _check_size(archive)

@@ -118,11 +118,7 @@ class Store:
         )
 
     def bring(self, copy: Path, wanted: Callable[[str], bool] | None = None) -> int:
-        """Bring changed files to a copy on this machine.
-
-        Returns the number of files brought, of those that are ``wanted``: a test of their paths in
-        the directory.
-        """
+        """Bring changed files that are ``wanted``, by their paths, to a copy; return how many."""
         files, root = self.open()
         try:
             found = {
@@ -255,10 +251,7 @@ class Mirror:
         self._thread.start()
 
     def close(self, seconds: float) -> bool:
-        """Wait up to so long until all files are sent; return whether they are.
-
-        Sending goes on afterwards, while the process lives.
-        """
+        """Wait up to so long until all files are sent; return whether they are. Sending goes on."""
         self._closing.set()
         self._thread.join(seconds)
         return not self._thread.is_alive() and not self._failed

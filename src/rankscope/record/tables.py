@@ -67,10 +67,7 @@ Choice = Callable[[Any], Sequence[int]]
 
 @contextmanager
 def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
-    """Open a part from a single handle.
-
-    ``buffer_bytes`` of a column are read at a time; 0: all of it.
-    """
+    """Open a part once; ``buffer_bytes`` of a column are read at a time, 0: all of it."""
     try:
         with open_file(file) as handle:
             yield pq.ParquetFile(handle, buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
@@ -90,10 +87,7 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
 
 
 def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa.Table:
-    """Read the columns of a schema from one file; missing ones are null.
-
-    Only the row groups of ``choose`` are read, if given.
-    """
+    """Read a schema's columns of one file, null where missing; ``choose`` picks row groups."""
     with _opened(file) as parquet:
         groups, present = _wanted(parquet, schema, choose)
         return _shaped(parquet.read_row_groups(groups, columns=present), schema)
@@ -227,10 +221,7 @@ def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
 
 
 def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:
-    """Yield in pieces the rows of ordered files from a step on, perhaps with earlier ones.
-
-    Only files and row groups that may have rows of this step or later ones are read.
-    """
+    """Yield in pieces the rows of ordered files from a step on, perhaps with earlier ones."""
     wanted: list[Path] = []
     for file in reversed(files):
         found = step_range_of(file)
@@ -279,10 +270,7 @@ def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
 
 
 def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return rows of evenly chosen row groups, about ``max_rows`` or all rows.
-
-    At least one row group of each opened file is read, or evenly chosen steps of a large one.
-    """
+    """Return rows of evenly chosen row groups, at least one of each file: about ``max_rows``."""
     chosen = _evenly(len(files), MAX_FILES)
     share = max_rows // max(len(chosen), 1)
 
@@ -344,10 +332,7 @@ def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> 
 
 
 def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return ``max_rows`` evenly chosen rows, with the first and the last.
-
-    Only their row groups are read: for tables of one large row per step.
-    """
+    """Return ``max_rows`` even rows of a table of one large row per step, first and last too."""
     ends = np.cumsum([0, *map(_num_rows, files)])
     wanted = _evenly(int(ends[-1]), max_rows)
     parts = []

@@ -159,10 +159,7 @@ class _Tail:
 
 
 def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
-    """Write rows as one row group after the first ``size`` bytes of a file.
-
-    Return the bytes of the rows, and the metadata of a file without other rows.
-    """
+    """Write rows as a row group after ``size`` bytes of a file; return their bytes and metadata."""
     footers: list[Any] = []
     tail = _Tail(size)
     sink = pa.PythonFile(tail, mode="w")
@@ -315,10 +312,7 @@ class RunWriter:
         return sum(part.waiting_bytes for part in self._parts)
 
     def flush_if_due(self, now: float | None = None) -> bool:
-        """Flush for the first time, after ``flush_seconds``, or when traces take much memory.
-
-        Returns whether it was due. ``now`` is on any clock, the same one in every call.
-        """
+        """Flush at first, after ``flush_seconds``, or with many traces; return whether it was."""
         now = time.monotonic() if now is None else now
         waits = self._num_traced * _TRACE_BYTES < PENDING_BYTES
         recent = self._last_flush is not None and 0 <= now - self._last_flush < self.flush_seconds
@@ -329,10 +323,7 @@ class RunWriter:
         return True
 
     def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
-        """Write the state of the detectors, after a flush: a large state not after each.
-
-        ``take`` is called only when the state is written; ``at_end`` writes it in any case.
-        """
+        """Write the state of the detectors, a large one not after each flush but ``at_end``."""
         with self._file_lock:
             if self._closed or (self._flushes_without_state > 0 and not at_end):
                 self._flushes_without_state -= 1

@@ -235,10 +235,7 @@ def render(
 
 
 def fill(template: str, **context: Any) -> str:
-    """Return a template filled in; values are escaped unless they are ``Markup``.
-
-    Bytes in a directory's name that are no UTF-8 become question marks.
-    """
+    """Return a template filled in and writable; values are escaped unless they are ``Markup``."""
     page: str = _environment().get_template(template).render(context)
     return words.writable(page)
 
@@ -343,10 +340,7 @@ _LONG_NAME = re.compile(r"(?=[\w.]{25})[^\W\d]\w*(?:\.\w+)+")
 
 
 def breakable(text: object) -> Markup:
-    """Return a text as markup in which a line may end after each dot of a long name.
-
-    No line ends between a number and its ``%``.
-    """
+    """Return a text as markup whose long names may break after a dot, and numbers not before %."""
     escaped = str(escape(text)).replace(" %", "&nbsp;%")
     return Markup(_LONG_NAME.sub(lambda name: name[0].replace(".", ".<wbr>"), escaped))
 

@@ -427,10 +427,7 @@ def _standing_out(findings: Sequence[Mapping[str, Any]], num_workers: int) -> li
 
 
 def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[Path]:
-    """Write a run's sheets as PNG files: ``overview.png``, ``workers.png`` and ``model.png``.
-
-    Sheets for which the run has no data are left out. The headline stands above each sheet.
-    """
+    """Write a run's sheets, those with data, as PNG files with the headline above."""
     tables = Tables()
     view = run_view(tables, run, assessment)
     specs = dict(view.figures)

@@ -129,10 +129,7 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
 
 
 def coverage(steps_R: Ints, samples_R: Sequence[Ints]) -> list[Row]:
-    """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
-
-    R rows of the samples table in increasing order of steps; about ``2 * MAX_BINS`` rows come back.
-    """
+    """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them."""
     sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
     if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:
         return []
@@ -415,10 +412,7 @@ def last_groups(run: Run) -> BinnedGroups | None:
 
 
 def absent(at_R: Ints, cells_R: Ints, norms_R: Floats, shape: tuple[int, int]) -> Bools:
-    """Return where the norm is 0, or missing beside those of other groups, in most steps.
-
-    R rows of the table: the index of their step, their cell and their norm.
-    """
+    """Return where the norm is 0, or missing beside those of others, in most steps, from R rows."""
     norms_SGW = np.full((int(at_R.max()) + 1, *shape), np.nan)
     norms_SGW.reshape(len(norms_SGW), -1)[at_R, cells_R] = norms_R
     known_SGW = ~np.isnan(norms_SGW)
@@ -436,11 +430,7 @@ UNKNOWN = "–"
 
 
 def norm_rows(groups: BinnedGroups) -> list[Row]:
-    """Return rows ``{group, deviation, value, rank, mark}`` of a map of gradient norms.
-
-    The deviation is the power of two by which a worker's norm exceeds the workers' median: 1 is
-    twice the median, -1 is half of it.
-    """
+    """Return rows ``{group, deviation, value, rank, mark}``: powers of 2 over the median norm."""
     norm_GW = np.where((groups.norm_GW > 0) & ~groups.absent_GW, groups.norm_GW, np.nan)
     known_G = np.flatnonzero(np.isfinite(norm_GW).any(axis=1))
     norm_GW = norm_GW[known_G]

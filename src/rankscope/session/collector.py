@@ -193,10 +193,7 @@ class StepCollector:
         self.call("give_samples", samples, self._passes.current + 1)
 
     def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
-        """Take log-probabilities of a micro-batch, see :meth:`rankscope.Scope.rollout`.
-
-        They belong to the step whose backward pass comes next.
-        """
+        """Take log-probabilities of a micro-batch, for the step whose backward pass comes next."""
         self.close_step()
         self.call("give_rollout", trainer, rollout, mask)
 
@@ -271,10 +268,7 @@ class StepCollector:
 
     @property
     def repeating(self) -> bool:
-        """Whether the present forward pass is none of the training's own.
-
-        It is the monitor's (a canary, a reference step), a trace, or a checkpoint's recomputation.
-        """
+        """Whether the present forward pass is the monitor's, a trace, or a recomputation."""
         return self._runs_model or traced() or self._passes.recomputed
 
     @property
@@ -316,10 +310,7 @@ class StepCollector:
     def _train_on_evaluation(
         self, args: Any, kwargs: Mapping[str, Any], kept: Sequence[Evaluated]
     ) -> None:
-        """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
-
-        From now on forward passes in this mode count, until one in training mode.
-        """
+        """Begin a micro-batch in its backward pass; passes in evaluation mode count from now on."""
         for each in kept:
             each.before_close()
         self.close_step()
@@ -331,10 +322,7 @@ class StepCollector:
             each.begin(self._passes.current)
 
     def _end_evaluation(self) -> None:
-        """Drop passes in evaluation mode that no optimizer step followed.
-
-        They were no training, but for example an adversarial attack, which needs gradients.
-        """
+        """Drop passes in evaluation mode that no update followed, as of an adversarial attack."""
         if (
             self._evaluating
             and self._tap.complete

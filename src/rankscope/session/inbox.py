@@ -25,10 +25,7 @@ _log = logging.getLogger("rankscope")
 
 
 def announce(level: int, line: str) -> None:
-    """Print a line on the error stream, even below warning.
-
-    A level of the logger ``rankscope`` takes precedence.
-    """
+    """Print a line on the error stream, even below warning, unless the logger has a level."""
     line = f"rankscope: {line}"
     if _log.level != logging.NOTSET:
         _log.log(level, "%s", line)
@@ -183,10 +180,7 @@ class Inbox:
             self.wait(min(left, 0.1))  # and send waiting frames
 
     def notify(self, step: int | None) -> None:
-        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all.
-
-        ``SystemExit`` and the like from the user's function end the training.
-        """
+        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all."""
         if not self._due or self._notifying:
             return
         due = [finding for at, finding in self._due if step is None or at <= step]

@@ -473,10 +473,7 @@ _CONTINUES = " and continues it; another run directory keeps the two apart"
 
 
 def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
-    """Return the run before, if ``run_dir`` holds one already, and the directory for this one.
-
-    Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
-    """
+    """Return the run before, if any, and a free directory; siblings count without a gap."""
     previous = None
     candidate = run_dir
     number = 1

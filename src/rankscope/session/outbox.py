@@ -64,10 +64,7 @@ MOST_PENDING = 8
 
 
 class Outbox:
-    """Packs steps in order, and sends them.
-
-    ``see`` is called with each step and its values before it is sent.
-    """
+    """Packs steps in order, and sends them; ``see`` gets each step with its values before."""
 
     def __init__(
         self,

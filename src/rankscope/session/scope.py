@@ -393,11 +393,7 @@ class Scope:
             announce(logging.INFO, f"{where}{line(place)}")
 
     def _finish(self, timeout: float, cause: BaseException | None) -> None:
-        """Send the remaining steps, and wait for the agent's last frame.
-
-        Raises:
-            LinkError: The agent has ended.
-        """
+        """Send the remaining steps, wait for the last frame; LinkError if the agent has ended."""
         self._outbox.flush()
         self._send_bye(complete=cause is None, why=_how_it_ended(cause))
         until = time.monotonic() + timeout

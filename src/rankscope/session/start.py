@@ -338,10 +338,7 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
-    """Return the directory of one data-parallel group, and what its job's groups have in common.
-
-    Each group has a directory of its own, see :mod:`rankscope.verdict.assessment`.
-    """
+    """Return the directory of this data-parallel group, and what its job's groups share."""
     given = Store.of(run_dir) or Path(run_dir)
     own = given
     if 0 not in ranks:

@@ -38,11 +38,7 @@ class DeliverySink(NewsSink):
         self._warned = False
 
     def notify(self, finding: Finding, event: FindingEvent) -> None:
-        """Send a message about a finding that opened, got worse or closed.
-
-        Raises:
-            SinkError: It is refused for good.
-        """
+        """Send a message about a finding's event; SinkError if it is refused for good."""
         if self._alerts and event is FindingEvent.CLOSED:
             return
         self._num_alerts += 1
@@ -68,11 +64,7 @@ class DeliverySink(NewsSink):
 
     @abstractmethod
     def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
-        """Send a message once; return what went wrong for now, empty after success.
-
-        Raises:
-            SinkError: It is refused for good.
-        """
+        """Send once; return what went wrong for now, or nothing; SinkError if it is for good."""
 
     def _send(self, finding: Finding, event: FindingEvent, text: str) -> str:
         """Send with retries; return the last problem, empty after success."""

@@ -90,10 +90,7 @@ class Feeder:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the sink's end, after ``finish``, and return whether it has ended.
-
-        One that takes longer is left behind: it goes on with its queue as long as the process does.
-        """
+        """Wait for the sink's end; return whether it came. A slow one goes on with its queue."""
         self._thread.join(max(seconds, 0.0))
         self._left = self._thread.is_alive()
         return not self._left

@@ -215,10 +215,7 @@ def finding_view(
     known: Iterable[Finding] = (),
     anchor: str = "",
 ) -> dict[str, Any]:
-    """Return the view of a finding for the page, and of the finding that explains it, if any.
-
-    Of the ``known`` findings one may settle its open question; ``anchor`` is the id of its article.
-    """
+    """Return the view of a finding for the page; one of the ``known`` may settle its question."""
     return {
         "anchor": anchor,
         "first_step": finding.first_step,

@@ -89,11 +89,7 @@ def _deferred_warnings(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def join_process_group() -> torch.device:
-    """Join the launcher's process group and return this worker's device.
-
-    One worker per accelerator uses the accelerator's own backend. More workers than accelerators
-    share them over gloo.
-    """
+    """Join the launcher's group, gloo if workers share an accelerator; return the device."""
     local_rank = int(os.environ["LOCAL_RANK"])
     local_workers = int(os.environ["LOCAL_WORLD_SIZE"])
     accelerator = torch.accelerator.current_accelerator(check_available=True)

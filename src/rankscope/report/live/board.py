@@ -63,11 +63,7 @@ class _Kept:
 
 
 class Board:
-    """The pages of a served directory; safe to use from several threads.
-
-    ``clock`` returns seconds since 1970; ``refresh_seconds`` is the least time between two readings
-    of a changed run, 0 for no pause.
-    """
+    """The pages of a served directory, for several threads; ``refresh_seconds`` 0: no pause."""
 
     def __init__(
         self,
@@ -108,10 +104,7 @@ class Board:
         return kind in (RUNS, "compare", "overlay")
 
     def sheet(self, topic: str) -> Sheet | None:
-        """Return the present content of a page, None if there is no such page.
-
-        A run that changed less than a few seconds after it was read is not read again at once.
-        """
+        """Return a page's content, perhaps some seconds old; None if there is no such page."""
         kind, _, rest = topic.partition(":")
         if kind == RUNS:
             sheet: Sheet | None = self._runs_sheet()
@@ -229,10 +222,7 @@ class Board:
     # What pages are made from -----------------------------------------------------------------
 
     def _content(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
-        """Return a page's content, made again if its run has changed.
-
-        RunError if it cannot be made, and none was made before.
-        """
+        """Return a page's content, made again if its run has changed; RunError if it never was."""
         with self._making[topic]:
             kept = self._contents.get(topic)
             failed = self._failed.get(topic)

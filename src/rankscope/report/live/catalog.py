@@ -142,10 +142,7 @@ def id_of(name: str) -> str:
 
 
 def stamp(place: ListedPlace, root: Path) -> Stamp | None:
-    """Return the state of a run's files; None when the run is gone.
-
-    RunError if a file of it is a link out of the served directory, or the directory is unreadable.
-    """
+    """Return the state of a run's files, None if gone; RunError if one leads out of the root."""
     lines = []
     changed = 0.0
     try:

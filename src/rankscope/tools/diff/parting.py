@@ -84,10 +84,7 @@ class TensorDistance:
 
 
 class Pair:
-    """Two aligned runs: their signals side by side.
-
-    With ``other_types`` the runs keep their tensors in other types: bits are not comparable.
-    """
+    """Two aligned runs, side by side; ``other_types``: their bits are not comparable."""
 
     def __init__(
         self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
@@ -148,11 +145,7 @@ class Pair:
         return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
 
     def distance(self, pair: int, kind: str, *, back: int = 0) -> TensorDistance | None:
-        """Return the distance of the traced tensors of one kind; None without traces.
-
-        ``pair`` is the number of the pair of steps; ``kind`` is ``parameter``, ``reduced``, …;
-        ``back`` is 1 for the state before the step.
-        """
+        """Return the distance of one kind of traced tensors, ``back`` steps before, if there."""
         if (pair, kind, back) not in self._distances:
             step_a = int(self.alignment.steps_a[pair]) - back
             step_b = int(self.alignment.steps_b[pair]) - back

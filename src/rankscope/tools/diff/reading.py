@@ -54,10 +54,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first time that a run's workers differ in something that they should hold alike.
-
-    ``kind`` is parameter, optimizer, reduced or applied; ``ranks`` are those that differ from most.
-    """
+    """Where a run's workers first differ in what is alike; ``ranks`` differ from most."""
 
     step: int
     kind: str

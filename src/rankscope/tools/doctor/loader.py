@@ -162,11 +162,7 @@ def samples_of(batch: Any) -> list[int] | None:
 
 
 def label_tokens_of(batch: Any) -> int | None:
-    """Return the number of label tokens of a batch, or None without labels.
-
-    Labels stand under ``labels`` or a like name, or in the second place of a pair; whole numbers
-    count unless they are −100.
-    """
+    """Return the label tokens of a batch, of a name like ``labels`` or a pair; None without."""
     labels = None
     if isinstance(batch, Mapping):
         labels = next((batch[name] for name in _LABELS if name in batch), None)

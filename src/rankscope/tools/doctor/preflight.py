@@ -364,10 +364,7 @@ class Examination:
         self._concluding = threading.Lock()
 
     def run(self) -> int:
-        """Run all stages and return the exit code of this process; only rank 0's matters.
-
-        UsageError if a function that the user named exists on no worker.
-        """
+        """Run all stages; return the exit code. UsageError if no worker has a named function."""
         self._meeting.count_in(f"here/{self._meeting.rank}")
         try:
             with Watcher(

@@ -59,10 +59,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """Copies of one tensor on ``ranks`` that differ from that of the first rank that has one.
-
-    ``relative`` is the largest distance, over the norm.
-    """
+    """Copies of a tensor on ``ranks`` that differ from the first one, by ``relative`` at most."""
 
     kind: str
     name: str
