@@ -132,18 +132,14 @@ class LocalServer:
             if not full:
                 connection.outgoing.append(memoryview(content))
                 connection.waiting += len(content)
-        if full:
-            self._note_unread(rank)
-        self._wake()
-
-    def _note_unread(self, rank: int) -> None:
-        self.unread[rank] += 1
-        if self.unread[rank] == 1:
+        self.unread[rank] += full
+        if full and self.unread[rank] == 1:
             _log.warning(
                 "rank %d has read nothing for so long that some results are not sent to it: its "
                 "training hangs, or its on_finding does not return",
                 rank,
             )
+        self._wake()
 
     @property
     def ranks(self) -> tuple[int, ...]:
