@@ -319,10 +319,7 @@ def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
-    """Return the verdict on a record that ends early: its end before any note.
-
-    The advice about a note stays with its finding.
-    """
+    """Return the verdict on a record that ends early: its end first, without a note's advice."""
     has_own = verdict.about is None and verdict.recommendation != NOTHING_TO_CHANGE
     own = f" {verdict.recommendation}" if has_own else ""
     return replace(
