@@ -167,8 +167,10 @@ def test_the_cause_does_not_depend_on_the_order_of_the_findings():
     scaled = finding("state.parameters_differ", id="applied-scale")
     follows = [finding(cause) for cause in ("state.parameters_differ", "state.optimizer_differs")]
     settings = finding("state.hyperparameters_differ")
-    for found in permutations([scaled, *follows, settings]):
-        assert ranked(found)[0] is settings
+    roles, layout = (finding(follows[0].id, id=name) for name in ("roles-differ", "state-layout"))
+    for cause, others in ((settings, follows), (roles, [layout, *follows])):
+        for found in permutations([scaled, *others, cause]):
+            assert ranked(found)[0] is cause
 
 
 def test_a_cause_that_comes_much_later_explains_nothing():

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
-from operator import itemgetter
 
 from rankscope.bus.detector import BEGUN_ANEW, LATENESS, RULES
 from rankscope.bus.finding import Finding, Severity
@@ -19,23 +18,30 @@ from rankscope.bus.words import count, listed
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     """Return, by id of each finding of a run, the finding of which it is a consequence, if any."""
-    causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
-    for place, finding in enumerate(findings):
+    in_order = sorted(findings, key=lambda each: (each.first_step, each.id))
+    causes: dict[str, list[Finding]] = defaultdict(list)
+    for finding in in_order:
         for name in _explained(finding):
-            alike = [cause for _, cause in causes[name] if _explained(cause) == _explained(finding)]
+            alike = [cause for cause in causes[name] if _explained(cause) == _explained(finding)]
             covering = sum(_covers(cause, finding) for cause in alike)
             if covering < 2:  # a finding covers itself
-                causes[name].append((place, finding))
-    return {effect.id: _cause_of(effect, causes) for effect in findings}
+                causes[name].append(finding)
+    found = {effect.id: _cause_of(effect, causes) for effect in findings}
+    for finding in in_order:
+        cause = found[finding.id]
+        path = {finding.id}
+        while cause is not None and cause.id not in path:
+            path.add(cause.id)
+            cause = found[cause.id]
+        if cause is not None and cause.id == finding.id:  # a circle: the earliest is the cause
+            found[finding.id] = None
+    return found
 
 
-def _cause_of(
-    effect: Finding, causes: Mapping[str, Sequence[tuple[int, Finding]]]
-) -> Finding | None:
-    """Return the first finding that explains another."""
-    named = [one for name in {effect.id, effect.cause} for one in causes.get(name, ())]
-    fitting = [one for one in named if one[1].id != effect.id and _explains(one[1], effect)]
-    return min(fitting, key=itemgetter(0))[1] if fitting else None
+def _cause_of(effect: Finding, causes: Mapping[str, Sequence[Finding]]) -> Finding | None:
+    """Return the first finding that explains another; one that names its id before others."""
+    named = (one for name in (effect.id, effect.cause) for one in causes.get(name, ()))
+    return next((one for one in named if one.id != effect.id and _explains(one, effect)), None)
 
 
 def _explained(cause: Finding) -> Collection[str]:
