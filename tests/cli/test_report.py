@@ -163,6 +163,8 @@ def test_a_directory_of_runs_is_listed(healthy, copied, tmp_path):
     assert told["runs"][2]["num_steps"] == 64
 
     assert call(tmp_path / "runs" / "sft").exit_code == 0
+    shutil.rmtree(tmp_path / "runs" / "second")
+    assert call(tmp_path / "runs").exit_code == 2
     wrong = call(tmp_path / "runs", "--format", "png")
     assert isinstance(wrong.exception, UsageError)
     assert "name one of the runs in it" in str(wrong.exception)

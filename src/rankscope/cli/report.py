@@ -167,6 +167,11 @@ class Listing:
         known = [_severity(each) for each in self._glances]
         return max((each for each in known if each is not None), default=None)
 
+    @property
+    def has_unreadable(self) -> bool:
+        """Whether some run cannot be read."""
+        return any(each.severity == UNREADABLE for each in self._glances)
+
     def render(self, console: Console) -> None:
         """Print a line for each run."""
         narrow = console.width < NARROW
@@ -369,6 +374,7 @@ def report(
     beside = path if path == given else Path()  # of one in a store, files are written here
     asked = bool(formats or html or output)
     wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), asked, quiet, full)
+    unreadable = False
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
@@ -386,10 +392,13 @@ def report(
         else:
             listing.render(terminal())
         severity = listing.worst
+        unreadable = listing.has_unreadable
     else:
         severity = _report_run(path, wanted, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
         raise typer.Exit(1)
+    if unreadable:
+        raise typer.Exit(2)
 
 
 def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:

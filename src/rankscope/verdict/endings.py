@@ -54,11 +54,12 @@ class Endings:
     @property
     def where_to_look(self) -> str:
         """Which log shows why: ranks that are stopped from outside end one after the other, too."""
-        stopped = any("SIGTERM" in one.why for one in self.groups)
+        stopped = any("killed by" in one.why for one in self.groups)
         if self.first is None:
             return f"See the log {'of what stopped the job' if stopped else 'of the training'}."
         log = f"See the log of {name_ranks(self.first.ranks)}"
-        if stopped and self.first.how in ("process ended", "killed by SIGTERM"):
+        last = self.groups[-1].how
+        if last == "killed by SIGTERM" and self.first.how in ("process ended", last):
             return f"{log}, or of what stopped the job: the launcher sends SIGTERM to all ranks."
         return f"{log}: others may only have followed."
 

@@ -4,7 +4,7 @@ Dispersion is only compared with its null. A ratio far from 1 is a reason to loo
 certainty comes from findings, and from exact equality.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rankscope.bus.detector import Check
@@ -147,8 +147,7 @@ def statements(
         describe_noise_scale(values, causes),
         _describe_samples(values, causes),
         _describe_limits(values, causes),
-        _describe_budget(values, findings, progress) if enough else "",
-        *(describe_checks(progress.checks, _steps(values, progress)) if enough else ()),
+        *(_describe_chance(values, findings, progress) if enough and not progress.lost else ()),
         _describe_cost(values),
     )
     return tuple(part for part in parts if part)
@@ -237,7 +236,10 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
-_RESTORE = "Restore it from where the run was copied or cleaned up: nothing is known without it."
+_RESTORE = (
+    "Restore it from where the run was copied or cleaned up. Where findings.jsonl alone is missing, "
+    "rankscope report --again finds most of them in the tables."
+)
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -500,6 +502,14 @@ def _describe_limits(values: Values, causes: set[str]) -> str:
         "The three metrics alone cannot distinguish disjoint from overlapping shards; the identity "
         "of the samples can."
     )
+
+
+def _describe_chance(
+    values: Values, findings: Sequence[Finding], progress: RunProgress
+) -> Iterator[str]:
+    """Describe what was looked for, and what chance had to be found."""
+    yield _describe_budget(values, findings, progress)
+    yield from describe_checks(progress.checks, _steps(values, progress))
 
 
 def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunProgress) -> str:
