@@ -270,8 +270,9 @@ def _lost_parts(run: Run) -> tuple[str, ...]:
     tables = (Table.STEPS, Table.WORKERS)
     missing = [f"{table}/" for table in tables if step_range(run.path, table) is None]
     lost = missing if len(missing) < len(tables) else []
-    if run.info.get("findings") and not is_file(run.path / FINDINGS_FILE):
-        lost.append(FINDINGS_FILE)
+    if len(run.findings()) < (run.info.get("findings") or 0):
+        whole = "whole " if is_file(run.path / FINDINGS_FILE) else ""
+        lost.append(f"{whole}{FINDINGS_FILE}")
     return tuple(lost)
 
 

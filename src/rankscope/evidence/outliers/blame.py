@@ -30,7 +30,7 @@ NAMED_WORKERS = 16
 _NAMED_GROUPS = 5
 _SWAP = (
     " Then run one of them on another worker: what follows the batch is data, what stays with the "
-    "worker is its parameters or its hardware."
+    "worker is its code, parameters or hardware."
 )
 _LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
 _ALL = 1 - 1e-6  # deviation of two workers from their middle where one of them has nothing
@@ -92,11 +92,15 @@ _CHECK = {
         "or its hardware"
     ),
     ("inconclusive", Severity.WARNING): (
-        "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
-        "parameters and hardware"
+        "Run the same batch on both, as a canary does (scope.canary() asks for one): if they agree, "
+        "their data or the settings of their losses differ; if not, compare parameters and hardware"
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }
+_RANK_0 = (
+    ". Rank 0 alone may be the one that is right: look for a branch or an offset by rank that the "
+    "others lack"
+)
 _FACTOR = (
     " Both have nearly the same factor, as where the loss is multiplied there and not elsewhere."
 )
@@ -124,6 +128,7 @@ def describe_fault(
     severity = Severity.NOTE if harmless else Severity.WARNING
     factor = _FACTOR if _has_common_factor(fault, num_workers) else ""
     check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
+    rank_0 = _RANK_0 if cause == "compute.worker_outlier" and fault.ranks == [0] else ""
     differ, stand = ("differs", "stands") if one else ("differ", "stand")
     words = {
         "differ": differ if fault.is_open else "differed",
@@ -142,7 +147,7 @@ def describe_fault(
         "workers": num_workers,
         "many": _MANY,
         "zeros": "",
-        "check": check.format(ranks=name_ranks(fault.ranks)),
+        "check": check.format(ranks=name_ranks(fault.ranks)) + rank_0,
     }
     numbers = {
         "steps_compared": num_steps,
