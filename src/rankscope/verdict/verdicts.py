@@ -228,7 +228,9 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
 
 
 _NOTHING_YET = Verdict(
-    "Nothing is recorded yet.", "Let the run take its first steps.", Severity.NOTE
+    "Nothing is recorded yet.",
+    "Let the run take its first steps, and its agent write them.",
+    Severity.NOTE,
 )
 _NOTHING_RECORDED = Verdict(
     "Nothing was recorded: the run ended before its first step had.",
