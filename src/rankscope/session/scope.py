@@ -413,8 +413,8 @@ class Scope:
             level = logging.WARNING if warns else logging.INFO
             _log.log(
                 level,
-                "the monitor's agent still works or waits for other ranks or hosts; the training need "
-                "not wait, and the agent closes the record by itself, later",
+                "the monitor's agent still works or waits for other ranks or hosts; the training "
+                "need not wait, and the agent closes the record by itself, later",
             )
 
     def _agent_computed(self, seconds: float) -> bool:

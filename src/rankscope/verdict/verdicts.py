@@ -239,8 +239,8 @@ _NOTHING_RECORDED = Verdict(
     Severity.WARNING,
 )
 _RESTORE = (
-    "Restore it from where the run was copied or cleaned up. Where findings.jsonl alone is missing, "
-    "rankscope report --again finds most of them in the tables."
+    "Restore it from where the run was copied or cleaned up. Where findings.jsonl alone is "
+    "missing, rankscope report --again finds most of them in the tables."
 )
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
