@@ -29,12 +29,10 @@ def reduced(gradients_WP, dtype="float32"):
 
 
 def gradients(rng, num_workers, sizes, scale=1.0, common=0.3):
-    return {
-        name: (
-            scale * (rng.standard_normal((num_workers, n)) + common * rng.standard_normal(n))
-        ).astype(np.float32)
-        for name, n in sizes.items()
-    }
+    def draw(n):
+        return scale * (rng.standard_normal((num_workers, n)) + common * rng.standard_normal(n))
+
+    return {name: draw(n).astype(np.float32) for name, n in sizes.items()}
 
 
 def audited(step, local, results_W, rng, floor=4e-7, **columns):

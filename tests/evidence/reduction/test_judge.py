@@ -149,20 +149,12 @@ GROUPS = ("embedding", "block", "head")
 
 
 def step(number, *, observed=True, changes_WG=None, names=(), **columns):
-    columns = {name: np.array(values) for name, values in columns.items()}
     zeros_W = np.zeros(W, np.int64)
+    rows = [StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names]
+    parts = {"groups": GROUPS, "group_norms_WG": np.ones((W, 3))}
+    parts |= {"accumulator_changes_WG": changes_WG, "differences": tuple(rows)}
     return StepReport(
-        replace(
-            gathered(number, [[]] * W, **columns),
-            observed=observed,
-            groups=GROUPS,
-            group_norms_WG=np.ones((W, 3)),
-            accumulator_changes_WG=changes_WG,
-            differences=tuple(
-                StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names
-            ),
-        ),
-        {},
+        replace(gathered(number, [[]] * W, **columns), observed=observed, **parts), {}
     )
 
 

@@ -360,17 +360,11 @@ def test_a_data_set_that_the_training_leaves_is_not_kept(probe):
 
 
 def combined(combiner, samples, rows, digests):
-    lengths = np.array([len(one) for one in samples])
-    row_lengths = np.array([len(one) for one in rows])
-    columns = {
-        "rows_digest": np.array(digests, np.int64),
-        "samples_named": np.zeros(2, np.int64),
-        "num_samples": np.zeros(2, np.int64),
-        "batch_digest": np.zeros(2, np.int64),
-    }
+    columns = {n: np.zeros(2, np.int64) for n in ("samples_named", "num_samples", "batch_digest")}
+    columns["rows_digest"] = np.array(digests, np.int64)
     messages = {
-        "samples_B": Ragged(np.concatenate(samples).astype(np.int64), lengths),
-        "rows_B": Ragged(np.concatenate(rows).astype(np.int64), row_lengths),
+        name: Ragged.of([np.array(own, np.int64) for own in each])
+        for name, each in (("samples_B", samples), ("rows_B", rows))
     }
     found = combiner.combine(messages, columns)["samples"]
     return [one.tolist() for one in found], columns["samples_named"].tolist()
