@@ -341,9 +341,7 @@ class Keys(Dataset):
     [
         DataLoader(Pictures(), 8, sampler=Repeated(Pictures(), 2, 0)),
         DataLoader(Keys(), 8, sampler=PATHS),
-        DataLoader(
-            TensorDataset(torch.randn(ROWS, 6)), 8, collate_fn=lambda rows: torch.ones(5, 6)
-        ),
+        DataLoader(TensorDataset(torch.randn(ROWS, 6)), 8, collate_fn=lambda _: torch.ones(5, 6)),
     ],
 )
 def test_places_that_are_no_rows_of_the_batch_are_unknown(probe, loader):

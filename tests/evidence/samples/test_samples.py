@@ -188,10 +188,7 @@ def test_ids_of_any_type_are_told_apart(ids):
     assert collected(one for one in ids) == numbers
 
 
-@pytest.mark.parametrize(
-    "samples",
-    ["text", [{"a": 1}], [float("nan")], Broken()],
-)
+@pytest.mark.parametrize("samples", ["text", [{"a": 1}], [float("nan")], Broken()])
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()
     for _ in range(3):
