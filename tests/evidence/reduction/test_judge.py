@@ -66,9 +66,7 @@ def test_the_mean_is_no_fault(num_workers):
         assert watch(stream, mean, applied_scale=lambda t: min(1.0, 0.3 + t % 7 / 7)) == []
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"), [(0.25, "divided twice"), (4.0, "summed, not averaged")]
-)
+@pytest.mark.parametrize(("factor", "words"), [(0.25, "divided twice"), (4.0, "not averaged")])
 def test_a_factor_that_stays(factor, words):
     told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
     assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]

@@ -273,9 +273,7 @@ def test_other_rows_another_order_and_fewer_rows_have_others():
     assert None not in digests
 
 
-@pytest.mark.parametrize(
-    "data", [Made(), [object() for _ in range(9)], iter([]), Subset(Made(), [1])]
-)
+@pytest.mark.parametrize("data", [Made(), [object()] * 9, iter([]), Subset(Made(), [1])])
 def test_what_is_made_anew_or_has_no_content_has_none(data):
     assert rows_digest(data) is None
 
