@@ -44,10 +44,7 @@ def command(
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that no process is left alone with one in the end.
-
-    Tests of the usual pace are left out where all comes due at once.
-    """
+    """Put files with slow tests first; if all is due at once, leave out tests of the usual pace."""
     from rankscope.bus.pace import EAGER, PACE  # here, since it imports torch
 
     if PACE is EAGER:

@@ -125,7 +125,6 @@ def test_bad_usage_is_one_line_and_code_2(command, monkeypatch, tmp_path, words,
 
 @pytest.fixture
 def project(tmp_path):
-    """Return a folder with a script, its neighbour, and a ``sitecustomize`` of the user's own."""
     folder = tmp_path / "a project"
     (folder / "site").mkdir(parents=True)
     (folder / "train.py").write_text(SCRIPT)
@@ -139,7 +138,6 @@ def environment(project):
 
 
 def ended(folder, *words, **variables):
-    """Start Python with these words, and wait for its end."""
     return subprocess.run(
         [sys.executable, *words],
         capture_output=True,
@@ -152,7 +150,6 @@ def ended(folder, *words, **variables):
 
 
 def both(project, *words, flags=("-X", "dev", "-B")):
-    """Run the script without and with rankscope."""
     return [
         ended(project.parent, *flags, *command, *words, **environment(project))
         for command in ((), ("-m", "rankscope", "run", "--every", "2"))
@@ -174,9 +171,8 @@ def test_a_script_is_the_same_process_with_and_without(project):
 
 
 def test_a_signal_ends_the_script_and_nothing_is_said(project):
-    command = [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"]
     started = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ from rankscope.evidence.loss.scale import (
     LONG_WINDOW,
     ONE_WORKER,
     SHORT_WINDOW,
+    UNSCALED_TWICE,
     LossScale,
     UnevenWindows,
 )
@@ -202,6 +203,15 @@ def test_a_gradient_scaler_that_is_the_number_of_tokens_by_chance_is_silent():
     unscaled = {"clip_limit": 1.0, "clip_factor": 1e-3, "applied_scale": 1e-3 / 65536}
     assert sums(LossScale(W), tokens=65536, **unscaled) == []
     assert sums(LossScale(W), tokens=65536) == []  # it is not known what became of it
+
+
+@pytest.mark.parametrize(("power", "keys"), [(-1, set()), (-2, {UNSCALED_TWICE})])
+def test_gradients_that_are_divided_by_the_scaler_twice_are_a_warning(power, keys):
+    steps = [(tokens, [[4096.0]] * W) for tokens in lengths(20)]
+    clipped = {"clip_factor": 0.5, "applied_scale": 0.5 * 4096.0**power}
+    found = told(LossScale(W), steps, **clipped)
+    assert {one.key for one in found} == keys
+    assert all("gets 1/4,096 of each gradient" in describe(one)[0] for one in found)
 
 
 @pytest.mark.parametrize("known", [True, False])

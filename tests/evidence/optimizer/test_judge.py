@@ -42,7 +42,7 @@ class Rank:
 
     def held(self):
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return PendingHoldings(self.optimizer, lambda p: names.get(id(p), "a parameter")).read()
+        return PendingHoldings(self.optimizer, names).read()
 
     def states(self):
         return [self.optimizer.state[p] for p in self.model.parameters()]

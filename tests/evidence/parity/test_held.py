@@ -11,8 +11,7 @@ from torch import nn
 from rankscope.errors import UnsupportedError
 from rankscope.evidence.parity import figures as measuring
 from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
-from rankscope.evidence.parity.held import DealtExperts, HeldElements
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import DealtExperts, HeldElements, Naming
 from rankscope.evidence.parity.start import renew_masters
 from rankscope.wrappers.optimizers import trained_copies
 from support.ranks import run_ranks

@@ -24,6 +24,9 @@ ONE_WORKER = "loss-scale-one-worker"
 SHORT_WINDOW = "loss-scale-short-window"
 """Key of the finding of updates with fewer micro-batches than the loss was divided by."""
 
+UNSCALED_TWICE = "loss-scale-unscaled-twice"
+"""Key of the finding of gradients that are divided by a gradient scaler's factor twice."""
+
 LONG_WINDOW = "loss-scale-long-window"
 """Key of the finding of updates with more micro-batches than the loss was divided by."""
 
@@ -144,6 +147,7 @@ class LossScale(Detector):
         self._later = False  # the value holds a factor after the reduction
         self._differing = _DifferingWorkers()
         self._windows = UnevenWindows()
+        self._twice = PersistentFault(_STEPS, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's multipliers; report wrong ones."""
@@ -185,6 +189,7 @@ class LossScale(Detector):
             self._notice_scaler(scale, micro)
         if math.isnan(scale):
             return
+        yield from self._observe_unscaling(gathered.step, scale, applied_W)
         whole = not workers["grad_carried_over"].any()  # else the update took more micro-batches
         if whole and not self._scaler and not self._sums.found:
             idle = int(workers["idle_passes"].max())
@@ -193,6 +198,19 @@ class LossScale(Detector):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
         yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
+
+    def _observe_unscaling(
+        self, step: int, scale: float, applied_W: Floats
+    ) -> Iterable[FaultEvidence]:
+        twice = scale >= LEAST_SCALER and np.allclose(applied_W * scale**2, 1, rtol=_CLOSE)
+        if self._twice.observe(step, range(self._num_workers) if twice else ()):
+            over = "" if self._twice.open else " It is divided once again."
+            fields = {"scale": f"{scale:,.10g}", "over": over}
+            numbers = {"scale": scale, "steps": self._twice.count}
+            ranks = range(self._num_workers)
+            yield self._twice.evidence(
+                "loss.scale", Severity.WARNING, ranks, fields, numbers, key=UNSCALED_TWICE
+            )
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:
