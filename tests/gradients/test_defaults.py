@@ -77,8 +77,7 @@ def all_numbers():
 
 
 @pytest.mark.parametrize(
-    "default",
-    [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}],
+    "default", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}]
 )
 def test_the_numbers_are_those_under_the_usual_defaults(default):
     usual = all_numbers()

@@ -69,14 +69,7 @@ def process():
         PROCESS.clear()
 
 
-KERNELS = pytest.mark.parametrize(
-    "kernel",
-    [
-        "torch",
-        pytest.param("native", marks=needs_compiler),
-        pytest.param("triton 9", marks=needs_triton),
-    ],
-)
+NATIVE = pytest.param("native", marks=needs_compiler)
 
 
 def expect(totals: GradientTotals, gradients, ranges) -> None:
@@ -117,7 +110,7 @@ def test_each_row_is_what_its_gradients_are(kernel, offset, dtype):
     expect(measured(kernel, gradients), gradients, whole())
 
 
-@KERNELS
+@pytest.mark.parametrize("kernel", ["torch", NATIVE, pytest.param("triton 9", marks=needs_triton)])
 def test_sections_and_types_and_values_that_are_not_finite(kernel):
     gradients = make()
     gradients["a.long"] = gradients["a.long"].bfloat16()

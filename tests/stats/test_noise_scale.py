@@ -62,14 +62,12 @@ def test_an_interval_turned_round():
     assert math.isnan(noise_scale(Estimate(0.5)).low)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "num_blocks"), [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)]
-)
-def test_no_step_is_lost_and_there_are_few_blocks(num_steps, num_blocks):
-    pairs_T2 = np.random.default_rng(num_steps).random((num_steps, 2))
+@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)])
+def test_no_step_is_lost_and_there_are_few_blocks(steps, blocks):
+    pairs_T2 = np.random.default_rng(steps).random((steps, 2))
     sums_B2 = block_sums(*pairs_T2.T)
     np.testing.assert_allclose(sums_B2.sum(axis=0), pairs_T2.sum(axis=0))
-    assert len(sums_B2) == num_blocks <= MOST_BLOCKS + 1
+    assert len(sums_B2) == blocks <= MOST_BLOCKS + 1
 
 
 def test_the_interval_is_the_textbook_jackknife():

@@ -275,7 +275,7 @@ def in_part(model: Teacher) -> None:
     model.teacher.weight.t()[0] += 1
 
 
-def given_other_memory(model: Teacher) -> None:
+def other_memory(model: Teacher) -> None:
     model.teacher.weight.set_(torch.ones(2, 2))
     model.teacher.weight.resize_(3, 3).fill_(2)
 
@@ -290,9 +290,7 @@ def thawed(model: Teacher) -> None:
     model.teacher.requires_grad_(requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    "change", [replaced, in_part, given_other_memory, written_then_replaced, thawed]
-)
+@pytest.mark.parametrize("change", [replaced, in_part, other_memory, written_then_replaced, thawed])
 def test_parameters_that_a_forward_pass_changes_are_put_back(change):
     def state() -> list[Any]:
         return [

@@ -71,16 +71,12 @@ GROUPS = ("embed", "blocks.0", "blocks.1", "head")
 
 
 def watch(norms_SG):
-    steps = [
-        replace(
-            gathered(step, [[]] * W),
-            groups=GROUPS,
-            group_norms_WG=np.array([norms_G] * W, float),
-            observed=True,
-        )
-        for step, norms_G in enumerate(norms_SG)
-    ]
-    return evidence_of(PartsWithoutGradient(), *(StepReport(step, {}) for step in steps))
+    reports = []
+    for step, norms_G in enumerate(norms_SG):
+        norms = {"groups": GROUPS, "group_norms_WG": np.array([norms_G] * W, float)}
+        one = replace(gathered(step, [[]] * W), observed=True, **norms)
+        reports.append(StepReport(one, {}))
+    return evidence_of(PartsWithoutGradient(), *reports)
 
 
 @pytest.mark.parametrize(

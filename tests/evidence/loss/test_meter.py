@@ -34,17 +34,6 @@ def test_losses_are_picked_up_from_objects_and_mappings(meter):
     assert collected(meter) == ([], [])
 
 
-def test_a_loss_over_the_tokens_of_all_micro_batches_becomes_the_mean_over_its_own(meter):
-    loss = torch.tensor(0.5, requires_grad=True)
-    labels = torch.tensor([[1, -100, 3]])
-    meter.see({"loss": loss}, {"labels": labels, "num_items_in_batch": torch.tensor(8)})
-    (loss * 2).backward()
-    (micro,), multipliers = meter.collect()
-    assert micro.values.numpy().tolist() == [2.0]  # 0.5 * 8 / 2
-    assert multipliers.numpy().tolist() == [0.5]  # 2 * 2 / 8
-    assert meter.collect() == ([], None)
-
-
 def test_given_losses_win_and_unknown_weights_are_nan(meter):
     meter.give(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))
     meter.give(5.0)
@@ -277,9 +266,7 @@ class TinyForCausalLM(nn.Module):
         return {"loss": total / num_items_in_batch}
 
 
-@pytest.mark.parametrize(
-    "wrap", [Adapter, lambda model: Adapter(torch.compile(model, backend="eager"))]
-)
+@pytest.mark.parametrize("wrap", [Adapter, lambda m: Adapter(torch.compile(m, backend="eager"))])
 def test_models_that_shift_their_labels_are_known_inside_what_wraps_them(wrap):
     assert shifts_labels(wrap(TinyForCausalLM()))
     assert not shifts_labels(wrap(nn.Linear(2, 2)))

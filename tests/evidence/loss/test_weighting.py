@@ -174,9 +174,7 @@ def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summ
     assert len(told(detector, constant(1 / W), summed_workers=summed)) == found
 
 
-@pytest.mark.parametrize(
-    ("others", "severity"), [([], Severity.WARNING), ([2], Severity.NOTE)], ids=["rest", "varied"]
-)
+@pytest.mark.parametrize(("others", "severity"), [([], Severity.WARNING), ([2], Severity.NOTE)])
 def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severity):
     sizes = [*others, *([4] * 5 + [6]) * 3]
     steps = [constant(1 / 4, micro=micro, steps=1)[0] for micro in [4, *sizes]]

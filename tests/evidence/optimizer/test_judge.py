@@ -85,7 +85,7 @@ def group_lost(rank):
         del rank.optimizer.state[parameter]
 
 
-def one_lost_and_others_changed(rank):
+def lost_and_halved(rank):
     halved(rank)
     del rank.optimizer.state[rank.model[1].bias]
 
@@ -128,11 +128,7 @@ def stepped(rank):
 CHANGES = [
     (emptied, Severity.WARNING, "it holds nothing, and exp_avg and exp_avg_sq of 4 parameters"),
     (group_lost, Severity.ERROR, "the moments of 2 parameters (1.weight and 1.bias) are lost"),
-    (
-        one_lost_and_others_changed,
-        Severity.ERROR,
-        "of 1 parameter (1.bias) are lost, and those of at least 3 others are not what was saved",
-    ),
+    (lost_and_halved, Severity.ERROR, "(1.bias) are lost, and those of at least 3 others are not"),
     (swapped, Severity.ERROR, "exp_avg holds what was saved as exp_avg_sq"),
     (permuted, Severity.ERROR, "have gone to other parameters than when saved"),
     (rounded, Severity.NOTE, "exp_avg_sq are not what was saved. Its step counters are"),

@@ -97,13 +97,11 @@ def train_all(rank, folder):
             model, loss_of = make(rank, on_purpose=on_purpose)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
             torch.manual_seed(1 + rank)
-            train_watched(
-                model,
-                optimizer,
-                f"{folder}/{name}-{on_purpose}",
-                STEPS,
-                lambda step, loss_of=loss_of: (1 + rank) * loss_of(step),  # parts differ in kind
-            )
+
+            def loss_of_part(step, loss_of=loss_of):
+                return (1 + rank) * loss_of(step)  # parts differ in kind
+
+            train_watched(model, optimizer, f"{folder}/{name}-{on_purpose}", STEPS, loss_of_part)
 
 
 runs = on_ranks(train_all, 2)

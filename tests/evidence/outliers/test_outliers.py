@@ -35,12 +35,9 @@ class Job:
             change(values)
         directions = {"cosine_rest": values.pop("cosine_rest")}
         norms, cosines = values.pop("group_norms"), values.pop("group_cosines")
-        step = replace(
-            gathered(self.step, [[]] * width, **values, **columns),
-            observed=True,
-            groups=tuple(f"block {i}" for i in range(self.groups)),
-            group_norms_WG=norms,
-        )
+        groups = tuple(f"block {i}" for i in range(self.groups))
+        step = gathered(self.step, [[]] * width, **values, **columns)
+        step = replace(step, observed=True, groups=groups, group_norms_WG=norms)
         self.step += 1
         return StepReport(step, {}, directions, None, cosines)
 

@@ -216,15 +216,9 @@ def test_a_constant_seed_makes_the_workers_of_a_rank_alike():
 def test_batches_are_the_same_as_without_the_meter(context, processes):
     def batches(context, *, watch):
         torch.manual_seed(5)
-        loader = loader_of(
-            "python",
-            "numpy",
-            "torch",
-            worker_init_fn=partial(seed_numpy, 3),
-            multiprocessing_context=context,
-            shuffle=True,
-            num_workers=processes,
-        )
+        options = {"multiprocessing_context": context, "num_workers": processes, "shuffle": True}
+        init = partial(seed_numpy, 3)
+        loader = loader_of("python", "numpy", "torch", worker_init_fn=init, **options)
         meter = LoaderMeter(loader) if watch else None
         return epoch(loader), torch.rand(1).item(), meter and meter.collect()
 

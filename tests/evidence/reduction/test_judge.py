@@ -66,9 +66,7 @@ def test_the_mean_is_no_fault(num_workers):
         assert watch(stream, mean, applied_scale=lambda t: min(1.0, 0.3 + t % 7 / 7)) == []
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"), [(0.25, "divided twice"), (4.0, "summed, not averaged")]
-)
+@pytest.mark.parametrize(("factor", "words"), [(0.25, "divided twice"), (4.0, "not averaged")])
 def test_a_factor_that_stays(factor, words):
     told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
     assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]
@@ -149,20 +147,12 @@ GROUPS = ("embedding", "block", "head")
 
 
 def step(number, *, observed=True, changes_WG=None, names=(), **columns):
-    columns = {name: np.array(values) for name, values in columns.items()}
     zeros_W = np.zeros(W, np.int64)
+    rows = [StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names]
+    parts = {"groups": GROUPS, "group_norms_WG": np.ones((W, 3))}
+    parts |= {"accumulator_changes_WG": changes_WG, "differences": tuple(rows)}
     return StepReport(
-        replace(
-            gathered(number, [[]] * W, **columns),
-            observed=observed,
-            groups=GROUPS,
-            group_norms_WG=np.ones((W, 3)),
-            accumulator_changes_WG=changes_WG,
-            differences=tuple(
-                StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names
-            ),
-        ),
-        {},
+        replace(gathered(number, [[]] * W, **columns), observed=observed, **parts), {}
     )
 
 

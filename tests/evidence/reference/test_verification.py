@@ -327,13 +327,10 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
             rank, 5, share_of(("up.weight", "down.weight"), terms[rank], given, **more).pack()
         )
     unknown = tuple(np.array([np.nan]) for _ in range(W))
-    step = SimpleNamespace(
-        step=5,
-        workers={"loss_divided": np.zeros(W)},
-        micro_scales=unknown,
-        micro_weights=unknown,
-        micro_losses=unknown if losses is None else tuple(np.array([v]) for v in losses(values)),
-    )
+    micro = dict.fromkeys(("micro_scales", "micro_weights", "micro_losses"), unknown)
+    if losses is not None:
+        micro["micro_losses"] = tuple(np.array([value]) for value in losses(values))
+    step = SimpleNamespace(step=5, workers={"loss_divided": np.zeros(W)}, **micro)
     root.observe(step, (), (), 5)
     (finding,) = found
     return finding

@@ -273,9 +273,7 @@ def test_other_rows_another_order_and_fewer_rows_have_others():
     assert None not in digests
 
 
-@pytest.mark.parametrize(
-    "data", [Made(), [object() for _ in range(9)], iter([]), Subset(Made(), [1])]
-)
+@pytest.mark.parametrize("data", [Made(), [object()] * 9, iter([]), Subset(Made(), [1])])
 def test_what_is_made_anew_or_has_no_content_has_none(data):
     assert rows_digest(data) is None
 
@@ -341,9 +339,7 @@ class Keys(Dataset):
     [
         DataLoader(Pictures(), 8, sampler=Repeated(Pictures(), 2, 0)),
         DataLoader(Keys(), 8, sampler=PATHS),
-        DataLoader(
-            TensorDataset(torch.randn(ROWS, 6)), 8, collate_fn=lambda rows: torch.ones(5, 6)
-        ),
+        DataLoader(TensorDataset(torch.randn(ROWS, 6)), 8, collate_fn=lambda _: torch.ones(5, 6)),
     ],
 )
 def test_places_that_are_no_rows_of_the_batch_are_unknown(probe, loader):
@@ -360,17 +356,11 @@ def test_a_data_set_that_the_training_leaves_is_not_kept(probe):
 
 
 def combined(combiner, samples, rows, digests):
-    lengths = np.array([len(one) for one in samples])
-    row_lengths = np.array([len(one) for one in rows])
-    columns = {
-        "rows_digest": np.array(digests, np.int64),
-        "samples_named": np.zeros(2, np.int64),
-        "num_samples": np.zeros(2, np.int64),
-        "batch_digest": np.zeros(2, np.int64),
-    }
+    columns = {n: np.zeros(2, np.int64) for n in ("samples_named", "num_samples", "batch_digest")}
+    columns["rows_digest"] = np.array(digests, np.int64)
     messages = {
-        "samples_B": Ragged(np.concatenate(samples).astype(np.int64), lengths),
-        "rows_B": Ragged(np.concatenate(rows).astype(np.int64), row_lengths),
+        name: Ragged.of([np.array(own, np.int64) for own in each])
+        for name, each in (("samples_B", samples), ("rows_B", rows))
     }
     found = combiner.combine(messages, columns)["samples"]
     return [one.tolist() for one in found], columns["samples_named"].tolist()

@@ -127,15 +127,8 @@ def test_lists_of_one_tensor_per_sample():
 def test_lists_of_one_mapping_per_sample():
     images = [torch.rand(3, 8, 8) for _ in range(2)]
     expected = digest_inputs((images,), {}).tolist()
-    samples = [
-        {
-            "file_name": f"{n}.png",
-            "sem_seg": torch.ones(8, 8),
-            "image": image,
-            "instances": Opaque(),
-        }
-        for n, image in enumerate(images)
-    ]
+    other = {"sem_seg": torch.ones(8, 8), "instances": Opaque()}
+    samples = [{"file_name": f"{n}.png", **other, "image": i} for n, i in enumerate(images)]
     assert digest_inputs((samples,), {}).tolist() == expected
     assert digest_inputs((samples[:1],), {}).tolist() == expected[:1]
     del samples[1]["image"]
@@ -195,10 +188,7 @@ def test_ids_of_any_type_are_told_apart(ids):
     assert collected(one for one in ids) == numbers
 
 
-@pytest.mark.parametrize(
-    "samples",
-    ["text", [{"a": 1}], [float("nan")], Broken()],
-)
+@pytest.mark.parametrize("samples", ["text", [{"a": 1}], [float("nan")], Broken()])
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()
     for _ in range(3):

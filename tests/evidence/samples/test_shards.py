@@ -45,10 +45,7 @@ def test_overlaps_are_found_in_a_share_of_the_samples(name):
     ("seeds", "advice"),
     [
         ((), "Check that all ranks split and shuffle the data with the same seed"),
-        (
-            [3] * 8,
-            "All samplers shuffle with seed 3. See that each gets the same epoch in set_epoch",
-        ),
+        ([3] * 8, "All samplers shuffle with seed 3. See that each gets the same epoch"),
         (range(8), "The samplers shuffle with seeds 0, 1, 2, 3, 4, 5, 6, 7: give all ranks one"),
     ],
 )

@@ -71,9 +71,7 @@ def test_a_trained_base_is_named_whatever_the_form_of_its_adapter():
     "model",
     [
         AdaptedModel(),
-        AdaptedModel(
-            ["out.weight", "embed.weight", "q.base_layer.bias"]
-        ),  # modules to save, biases
+        AdaptedModel(["out.weight", "embed.weight", "q.base_layer.bias"]),  # saved modules, biases
         AdaptedModel().requires_grad_(True),  # nothing is frozen
         nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 4)),
     ],

@@ -126,23 +126,16 @@ def test_an_optimizer_that_couples_parameters_is_declined(rule, why):
     assert verdict.odd == verdict.compared == ()
 
 
-FAULTS = {  # what becomes of a parameter, and how that is called
-    "scaled": ("matrix", lambda new, old: old + 1.5 * (new - old), UpdateMismatch.SCALE, 1.5),
-    "undone": ("norm", lambda new, old: old, UpdateMismatch.NONE, 0.0),
-    "some rows": (
-        *("embedding", lambda new, old: torch.cat([old[:6], new[6:]])),
-        *(UpdateMismatch.ROWS, 0.2),
-    ),
-    "another direction": (
-        *("matrix", lambda new, old: old + (new - old).T),
-        *(UpdateMismatch.CHANGED, math.nan),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_wrong_update_is_found_and_described(kind):
-    name, change, how, factor = FAULTS[kind]
+@pytest.mark.parametrize(
+    ("name", "how", "factor", "change"),
+    [
+        ("matrix", UpdateMismatch.SCALE, 1.5, lambda new, old: old + 1.5 * (new - old)),
+        ("norm", UpdateMismatch.NONE, 0.0, lambda new, old: old),
+        ("embedding", UpdateMismatch.ROWS, 0.2, lambda new, old: torch.cat([old[:6], new[6:]])),
+        ("matrix", UpdateMismatch.CHANGED, math.nan, lambda new, old: old + (new - old).T),
+    ],
+)
+def test_a_wrong_update_is_found_and_described(name, how, factor, change):
     verdict, _ = train(lambda ps: torch.optim.AdamW(ps, 0.01), name, change)
     [odd] = verdict.odd
     assert (odd.name, odd.how) == (name, how)

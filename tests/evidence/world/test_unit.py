@@ -11,7 +11,7 @@ from rankscope.evidence.world.director import Unit, UnitsOfJob, World, first_apa
 ELEMENTS = 64
 
 
-def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
+def unit(*ranks: int, moves=0.0, begins=0, batches=None, **more) -> Unit:
     """Return a unit whose elements take equal steps, and one of its own from the second step on."""
     values = np.random.default_rng(begins).normal(size=ELEMENTS)
     common = np.random.default_rng(7).normal(size=ELEMENTS)
@@ -26,8 +26,8 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         tuple(ranks),
         **{**taken, **more},
         readings=readings,
-        settings=more.pop("settings", dict.fromkeys(readings, 3)),
-        batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
+        settings=dict.fromkeys(readings, 3),
+        batches=batches or {0: ranks[0], 1: ranks[0]},
     )
 
 
@@ -47,7 +47,7 @@ def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     assert found([own], [other], independent=True) == {}
 
 
-def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
+def tensor_parallel(rank: int, *, apart: int, last: int = 6) -> Unit:
     """Return a unit of 16 parameters, of which it holds 4 in parts, and so many replicas apart."""
     one = unit(rank, begins=3)
     own = np.random.default_rng(rank).normal(size=(16, 4))
@@ -58,7 +58,7 @@ def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
         values[:apart] += 1e-3 * at * own[:apart]
         one.readings[at] = values.astype(np.float32).ravel()
     names = tuple(f"p{number}" for number in range(16))
-    return dataclasses.replace(one, names=names, batches={0: 5, 1: 6}, **more)
+    return dataclasses.replace(one, names=names, batches={0: 5, 1: last})
 
 
 def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
@@ -78,14 +78,8 @@ def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
     [
         (tensor_parallel(0, apart=0), tensor_parallel(1, apart=0)),
         (tensor_parallel(0, apart=7), tensor_parallel(1, apart=7)),  # parts that begin alike
-        (
-            tensor_parallel(0, apart=8),
-            dataclasses.replace(tensor_parallel(1, apart=8), batches={0: 5, 1: 7}),
-        ),
-        (  # two trainings
-            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
-            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
-        ),
+        (tensor_parallel(0, apart=8), tensor_parallel(1, apart=8, last=7)),
+        (unit(0, moves=1.0, batches={0: 5}), unit(1, moves=1.0, batches={0: 5})),  # two trainings
     ],
 )
 def test_replicas_that_agree_or_are_none_are_silent(one, other):
