@@ -22,10 +22,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS, LEFT_AT = 4, 2
 UNMEASURED, CARRIED_OVER = "unmeasured", "carried over"
-
-Expected = str | float | tuple[float, float]
-"""What is recorded of a step on one rank: one of the words above, or the gradient's norm, to which
-some loops add the loss."""
+"""What loops yield of each step: one of these, or the gradient's norm, or that and the loss."""
 
 
 def run_passes(loop, numbers, *, used=(), synchronise=False):
