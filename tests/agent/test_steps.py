@@ -45,15 +45,13 @@ def loss_of(multipliers_M):
 
 @pytest.mark.parametrize(
     ("multipliers_M", "loss"),
-    [((0.5, 0.5), ALIKE), ((0.25, 0.75), BY_TOKENS), ((0.0, 1.0), 3.0)],
+    [
+        *[((0.5, 0.5), ALIKE), ((0.25, 0.75), BY_TOKENS), ((0.0, 1.0), 3.0)],
+        *[((), BY_TOKENS), ((np.nan, 1.0), BY_TOKENS)],
+    ],
 )
-def test_micro_batches_count_as_they_do_in_the_gradient(multipliers_M, loss):
+def test_micro_batches_count_as_they_do_in_the_gradient_and_else_by_tokens(multipliers_M, loss):
     assert loss_of(multipliers_M) == pytest.approx((loss, TOKENS_M.sum()))
-
-
-@pytest.mark.parametrize("multipliers_M", [(), (np.nan, 1.0)])
-def test_where_that_is_not_known_tokens_count(multipliers_M):
-    assert loss_of(multipliers_M) == pytest.approx((BY_TOKENS, TOKENS_M.sum()))
 
 
 def summed(tokens_M, divisor, weight):

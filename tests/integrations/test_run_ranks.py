@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from integrations.adapters import assert_same_metrics
-from integrations.run_commands import RUN, SCRIPTS, start, start_on_ranks, watch
+from integrations.run_commands import RUN, SCRIPTS, start, start_on_ranks
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from support.loops import watch
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -41,7 +42,7 @@ def by_hand(rank, folder):
         scripts.train(rank, model, optimizer)
         digests[kind] = scripts.digest(model)
         model, optimizer = scripts.build(kind)
-        with watch(model, optimizer, Path(folder) / kind) as scope:
+        with watch(model, optimizer, run_dir=Path(folder) / kind, canary=False) as scope:
             scripts.train(rank, model, optimizer, scope.loss)
     return digests
 

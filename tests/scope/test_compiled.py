@@ -86,7 +86,10 @@ def count_graphs(rank, way, run_dir):
     net = Net(4, 600, 600, 600) if "buckets" in way else Net(4)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     with ExitStack() as watched:
-        begin = lambda model: watched.enter_context(watch(model, optimizer, run_dir=run_dir))  # noqa: E731
+
+        def begin(model):
+            watched.enter_context(watch(model, optimizer, run_dir=run_dir))
+
         step = make_step(way, net, build(way, net, begin), optimizer)
         for number in range(STEPS):
             step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))

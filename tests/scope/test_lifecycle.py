@@ -117,8 +117,7 @@ def interrupted_in_a_step(rank, run_dir):
             loop.forward(step).backward()
             if step == 4 and rank == 1:
                 raise KeyboardInterrupt
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
+            loop.update()
         raise KeyboardInterrupt
     return loop.warnings
 
@@ -153,11 +152,7 @@ def raising_callback(rank, run_dir):
     def on_finding(finding):
         raise ValueError("user's bug")
 
-    loop = Loop(rank, run_dir, on_finding=on_finding)
-    for step in range(4):
-        loop.step(step, rank=0)
-    loop.scope.close()
-    return loop.warnings
+    return Loop(rank, run_dir, on_finding=on_finding).train(4, rank=0)
 
 
 def test_a_callback_that_raises_changes_nothing(trained):

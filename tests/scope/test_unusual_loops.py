@@ -22,10 +22,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS, LEFT_AT = 4, 2
 UNMEASURED, CARRIED_OVER = "unmeasured", "carried over"
-
-Expected = str | float | tuple[float, float]
-"""What is recorded of a step on one rank: one of the words above, or the gradient's norm, to which
-some loops add the loss."""
+"""What loops yield of each step: one of these, or the gradient's norm, or that and the loss."""
 
 
 def run_passes(loop, numbers, *, used=(), synchronise=False):
@@ -42,11 +39,6 @@ def run_passes(loop, numbers, *, used=(), synchronise=False):
     return norm, float(np.mean(losses))
 
 
-def update(loop):
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
 def never_zeroed(loop):
     for step in range(STEPS):
         norm, _ = run_passes(loop, [step])
@@ -58,7 +50,7 @@ def micro_batches_that_all_synchronise(loop):
     """Each pass adds to what the one before has left; the optimizer's call ends the step."""
     for step, count in enumerate((3, 3, 1, 2)):
         norm, _ = run_passes(loop, range(3 * step, 3 * step + count), synchronise=True)
-        update(loop)
+        loop.update()
         moved = step == 0 and loop.ddp.gradient_as_bucket_view  # DDP has made its buckets anew
         yield UNMEASURED if moved else norm
 
@@ -71,7 +63,7 @@ def backward_twice(loop):
         if step == 1:
             loss.backward(retain_graph=True)
         loss.backward()
-        update(loop)
+        loop.update()
         yield UNMEASURED if step == 1 else norm
 
 
@@ -79,7 +71,7 @@ def one_backward_for_two_forwards(loop):
     for step in range(STEPS):
         norm = loop.exact_norm(2 * step, 2 * step + 1)
         (loop.forward(2 * step) + loop.forward(2 * step + 1)).backward()
-        update(loop)
+        loop.update()
         yield norm
 
 
@@ -90,7 +82,7 @@ def branch_in_some_micro_batches(loop):
         if loop.rank == 1:
             used = (True, True)
         norm, _ = run_passes(loop, range(2 * step, 2 * step + 2), used=used)
-        update(loop)
+        loop.update()
         yield UNMEASURED if used == (True, False) else norm
 
 
@@ -126,7 +118,7 @@ def forgotten_evaluation(loop, *, accumulate=1):
         if step == LEFT_AT and loop.rank == 0:
             loop.ddp.eval()
         yield run_passes(loop, range(accumulate * step, accumulate * (step + 1)))
-        update(loop)
+        loop.update()
 
 
 def never_in_training_mode(loop):
@@ -138,7 +130,7 @@ def never_in_training_mode(loop):
         if loop.scope is not None:
             loop.scope.loss(loss)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 
@@ -150,7 +142,7 @@ def attacked(loop):
         loss = loop.forward(step)
         ask_for_another_gradient(loop)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 
@@ -197,7 +189,7 @@ def interrupted(loop, *, place):
         if scope is not None:
             scope.loss(loss)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 

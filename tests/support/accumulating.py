@@ -1,17 +1,13 @@
 """Trainings under FSDP2 and DDP that accumulate, healthy ones and such that change their sums."""
 
-from contextlib import nullcontext
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.loops import watch
+from support.loops import bits_of, watch
 
 MICRO = 3
 
@@ -33,15 +29,11 @@ class Net(nn.Module):
 class Waits:
     """A healthy training whose last micro-batch alone reduces."""
 
-    # How many, the first in which something goes wrong, and that since which it is known how
-    # gradients are read.
-    steps, late, learnt = 6, 3, 0
+    steps, late, learnt = 6, 3, 0  # since when something is wrong, and how gradients are read known
     num_layers = 2
     reduces = False
     options = {}  # noqa: RUF012
     replicas = False
-    model: Any
-    optimizer: torch.optim.Optimizer
 
     def __init__(self, rank):
         torch.manual_seed(0)
@@ -88,10 +80,7 @@ class Waits:
 
     def train(self, run_dir):
         """Return this rank's part of the parameters' bits; without a directory, train alone."""
-        watched = nullcontext()
-        if run_dir is not None:
-            watched = watch(self.model, self.optimizer, run_dir=run_dir, canary=False)
-        with watched:
+        with watch(self.model, self.optimizer, run_dir=run_dir, canary=False):
             for step in range(self.steps):
                 count = self.num_micro(step)
                 for micro in range(count):
@@ -105,8 +94,7 @@ class Waits:
                 self.reduced(step)
                 self.optimizer.step()
                 self.zero(step)
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in self.sharded]
-        return [p.detach().numpy().tobytes() for p in own]
+        return bits_of(self.net)
 
 
 class Reduces(Waits):
@@ -221,9 +209,7 @@ class ReplicasDivided(ReducesDivided):
 class ReducesOneLayer(Reduces):
     def before_pass(self, step, micro):
         if micro == 2:
-            gradient = self.sharded[1].grad
-            assert gradient is not None
-            gradient.zero_()
+            self.sharded[1].grad.zero_()
 
 
 class ReducesDoubledByOne(Reduces):
@@ -237,9 +223,7 @@ class ReducesChangedAfterwards(ReducesClipped):
     def reduced(self, step):
         super().reduced(step)
         if self.rank and step >= self.late:
-            gradient = self.sharded[2].grad
-            assert gradient is not None
-            gradient.mul_(3)
+            self.sharded[2].grad.mul_(3)
 
 
 class UnderDDP(Waits):
@@ -332,9 +316,7 @@ class DDPDoubledBehindAutograd(UnderDDP):
 class DDPOneLayer(UnderDDP):
     def before_pass(self, step, micro):
         if micro == 2:
-            gradient = self.net.layers[5].weight.grad
-            assert gradient is not None
-            gradient.zero_()
+            self.net.layers[5].weight.grad.zero_()
 
 
 class DDPLeftOver(DDPAlwaysOne):
@@ -350,7 +332,6 @@ class DDPLayerChangedAfterwards(DDPAlwaysOne):
 
     def reduced(self, step):
         for parameter in self.net.layers[2].parameters() if step >= self.late else ():
-            assert parameter.grad is not None
             parameter.grad.mul_(3)
 
 

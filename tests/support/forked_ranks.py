@@ -1,7 +1,4 @@
-"""Runs ranks that are forked from a process that has already imported torch.
-
-They find what a launcher gives them, its variables and its store. Where a test is not about how a
-launcher starts ranks, this is the same in a small part of the time.
+"""Runs ranks that are forked from a process that has imported torch; they find a launcher's things.
 
 As a program it is ``torchrun`` whose ranks are forks: its agent, its store and how it ends and
 restarts ranks are torch's own.
@@ -27,10 +24,8 @@ def run_on_ranks(
 ):
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
 
-    ``rankscope run`` goes on in its process as the interpreter would that it starts, so that what
-    it waits for has been imported before; ``prepare`` imports what else takes seconds. With
-    ``script``, the first word is a script, which runs in the place of ``rankscope``. Returns the
-    largest exit code of a rank, and what all of them printed to both streams.
+    ``prepare`` imports what takes seconds; with ``script``, the first word is a script. Returns
+    the largest exit code of a rank, and what all of them printed to both streams.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,7 @@
 """Megatron-core's DistributedDataParallel in a plain loop, on the CPU, and what it should measure.
 
-It asks for the current CUDA device, so one function of torch's is patched here. Its schedule and
-its optimizer for float32 put one tensor each on a CUDA device, which is made on the host instead.
-Its distributed optimizer is not run: torch's updates a worker's shards.
+What it makes on a CUDA device is made on the host instead. Its distributed optimizer is not run:
+torch's updates a worker's shards.
 """
 
 import contextlib

@@ -21,7 +21,6 @@ class TinyLM(nn.Module):
         hidden = self.hidden(self.dropout(self.embedding(input_ids)))
         hidden = self.norm(hidden.flatten(0, 1)).relu()
         if use_branch:
-            assert self.branch is not None
             hidden = self.branch(hidden)
         loss = F.cross_entropy(self.head(hidden), labels.flatten(), ignore_index=-100)
         return {"loss": loss}

@@ -12,8 +12,6 @@ from rankscope.evidence import columns_of
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 
-Batches = list[np.ndarray]
-
 
 def worker_columns(num_workers, **known):
     """Return all columns that workers send, without a value where none is known."""

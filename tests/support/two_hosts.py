@@ -1,11 +1,7 @@
 """Two hosts on one machine: network namespaces with addresses of their own, joined by a switch.
 
-Each host has two networks, as many clusters have: one for the training and one for the agents, so
-that the second can be cut while the training goes on. A cut is that of a cable behind a switch:
-both ends keep their addresses and routes, and nothing arrives.
-
-Needs root and the ``ip`` command. The hosts share the machine's files but not their temporary
-directories, and its processes.
+Each has a network for the training and one for the agents, which can be cut behind the switch: both
+ends keep their addresses. Needs root and ``ip``. Files and processes are the machine's.
 """
 
 import functools

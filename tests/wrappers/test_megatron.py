@@ -87,12 +87,6 @@ def look_before_importing():
 trained = on_ranks(do_all, NUM_RANKS, timeout=280, prepare=look_before_importing)
 
 
-def check_the_optimizer(run):
-    told = run.per_worker("optimizer_steps")[1]
-    assert told.tolist() == [[1] * NUM_RANKS] * STEPS
-    np.testing.assert_array_equal(run.per_worker("lr")[1], np.full((STEPS, NUM_RANKS), 0.05))
-
-
 def check_what_is_compared_of_the_state(run, mode):
     """Bits of shards, and of their gradients, belong to one worker."""
     by_parameter = not mode.sharded
@@ -119,7 +113,8 @@ def test_a_healthy_training_is_measured_as_it_is_and_left_as_it_is(trained, mode
     recorded.check_groups(ROUNDING)
     recorded.check_reduced(ROUNDING, sketched=mode.tier == "sketch")
     check_directions(recorded, mode)
-    check_the_optimizer(run)
+    assert run.per_worker("optimizer_steps")[1].tolist() == [[1] * NUM_RANKS] * STEPS
+    assert run.per_worker("lr")[1].tolist() == [[0.05] * NUM_RANKS] * STEPS
     check_what_is_compared_of_the_state(run, mode)
     close = 1e-2 if mode.dtype is torch.bfloat16 else ROUNDING
     np.testing.assert_allclose(recorded.per_worker("loss"), recorded.truth("loss"), rtol=close)
