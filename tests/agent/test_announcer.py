@@ -42,10 +42,7 @@ def test_consequences_of_another_finding_are_not_printed():
 
 
 def train_in_all_ways(rank, folder):
-    """Train without a sampler, with shards, and without one in silence.
-
-    Return what is printed, and what was told of the first training.
-    """
+    """Train without a sampler, with shards, and in silence; return what is printed and told."""
     lines, told = collect_lines(), []
     for way in ("forgotten", "healthy", "silent"):
         torch.manual_seed(0)

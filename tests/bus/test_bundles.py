@@ -53,8 +53,7 @@ def assert_same_batch(one: PlainBatch, other: PlainBatch) -> None:
 def test_a_bundle_comes_back_as_it_was(tmp_path):
     path = save_bundle(tmp_path, bundle())
     assert path == tmp_path / "replay" / "rank-1-odd-step-66"
-    names = {file.name for file in path.iterdir()}
-    assert names == {"bundle.json", "peer.npz", "suspect.npz"}
+    assert {file.name for file in path.iterdir()} == {"bundle.json", "peer.npz", "suspect.npz"}
     for place in (path, path / "bundle.json"):
         back = load_bundle(place)
         for one, other in zip((SUSPECT, PEER), back.batches, strict=True):

@@ -30,7 +30,6 @@ from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, ne
 from support.sketch_oracle import truth
 
 NATIVE = pytest.param("native", marks=needs_compiler)
-KERNELS = ("torch", "torch, asynchronous", NATIVE)
 
 
 def make_kernel(name: str, width: int):
@@ -40,7 +39,7 @@ def make_kernel(name: str, width: int):
     return PlainKernel(CPU, width, period, waits=name == "torch")
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=["torch", "torch, asynchronous", NATIVE])
 def kernel(request):
     return make_kernel(request.param, WIDTH)
 
@@ -76,8 +75,7 @@ def test_norm_of_64_million_elements(name):
     """Plain fp32 sums err by 1e-4; rounding adds up most where all elements are alike."""
     gradient = torch.full((64_000_000,), 0.3)
     exact = 64e6 * float(gradient[0].double()) ** 2
-    kernel = make_kernel(name, 4093)
-    totals = measured(kernel, gradient, width=4093)
+    totals = measured(make_kernel(name, 4093), gradient, width=4093)
     assert math.sqrt(float(totals.squared_norms[1]) / exact) == pytest.approx(1, abs=1e-6)
 
 
@@ -193,7 +191,7 @@ def everything_in_plain_torch():
         pytest.param("hash_sources", "others", logging.WARNING, "", marks=needs_compiler),
     ],
 )
-def test_without_a_library_of_these_sources_plain_torch_does_all_and_one_line_says_so(
+def test_without_a_library_plain_torch_does_all(
     fresh, monkeypatch, caplog, name, found, level, said
 ):
     monkeypatch.setattr(native, name, lambda: found)

@@ -1,12 +1,11 @@
 """Launches on an accelerator: one like another before, and how many a step needs."""
 
-import importlib.util
-
 import pytest
 import torch
 
 from rankscope.gradients.kernels.launch import Launcher
 from support.benchmarks import load_benchmark
+from support.kernel_checks import needs_triton
 
 
 class Kernel:
@@ -54,36 +53,29 @@ def test_a_launch_like_one_before_is_not_looked_for():
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("tensor", "number", "width"),
     [
-        {"tensor": memory(1)},
-        {"tensor": memory().double()},
-        {"number": 1},
-        {"number": 1 << 40},
-        {"width": 5},
+        (memory(1), 7, 3),
+        (memory().double(), 7, 3),
+        (memory(), 1, 3),
+        (memory(), 1 << 40, 3),
+        (memory(), 7, 5),
     ],
 )
-def test_what_triton_compiles_anew_for_is_looked_for(changed):
+def test_what_triton_compiles_anew_for_is_looked_for(tensor, number, width):
     kernel = Kernel()
     launch = Launcher(kernel)
     launch(4, memory(), 7, WIDTH=3)
-    launch(
-        4, changed.get("tensor", memory()), changed.get("number", 7), WIDTH=changed.get("width", 3)
-    )
+    launch(4, tensor, number, WIDTH=width)
     assert len(kernel.looked_for) == 2
 
 
-MOST = 12
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
+@needs_triton
 def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors():
     launches = load_benchmark("launches")
     rows = launches.measure((5, 10))
     assert [row["tensors"] for row in rows] == [5, 10]
     assert all(row["of"] == rows[0]["of"] for row in rows)
-    assert rows[0]["launches"] <= MOST
+    assert rows[0]["launches"] <= 12
     assert launches.render(rows).count("\n") == 3

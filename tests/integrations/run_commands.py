@@ -13,7 +13,6 @@ RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budg
 
 
 def start(*command, **variables):
-    """Run a command to its end, with a thread per process and what the environment holds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.run(
@@ -34,6 +33,5 @@ def start_on_ranks(run_dir, script, *words, **variables):
 
 
 def watch(model, optimizer, run_dir):
-    """Watch with the options that ``RUN`` has."""
     options = {"overhead_budget": None, "canary": False}
     return rankscope.watch(model, optimizer, run_dir=run_dir, **options)

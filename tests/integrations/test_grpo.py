@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from integrations.adapter_runs import run_in
+from integrations.adapters import run_in
 from integrations.run_commands import SCRIPTS, start_on_ranks
 from rankscope.bus.finding import Severity
 

@@ -116,8 +116,9 @@ def file_store(folder: Path) -> Store:
 
 
 def write_run(folder: Path, status: str = "complete") -> None:
-    (folder / "steps").mkdir(parents=True)
-    (folder / "steps" / "part-000000.parquet").write_bytes(b"steps")
+    for name in ("steps", "rollups/64"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part-000000.parquet").write_bytes(b"steps")
     (folder / "run.json").write_text(json.dumps({"status": status, "schema_version": 1}))
     (folder / ".writer").write_text("hidden")
 
@@ -140,7 +141,9 @@ def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
     assert caplog.messages[1:] == [f"{store.address} is written again; nothing is missing"]
     (store.copy / "findings.jsonl").write_text("{}")
     assert mirror.close(20)
-    assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", "sft/steps/part-000000.parquet"}
+    parts = {f"sft/{folder}/part-000000.parquet" for folder in ("steps", "rollups/64")}
+    assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", *parts}
+    assert store.bring(shelf / "read") == len(sent_to(shelf / "read")) == 4
     assert not (store.copy / ".unsent").exists()
 
 

@@ -1,7 +1,6 @@
 """Noise of gradients from norms alone, and ratios over steps with their intervals."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,46 +22,24 @@ STD = np.linspace(0.5, 2.0, SIZE)
 SIGNAL, NOISE = float(TRUTH @ TRUTH), float(STD @ STD)
 
 
-def gradient_noise(norms, reduced, micro_squares_W, num_micro, share=math.nan):
-    micro = math.nan if micro_squares_W is None else micro_squares_W.mean()
-    numbers = np.square(norms).mean(), reduced, micro, num_micro, share
-    found = noise_of_steps(*(np.array([number]) for number in numbers), len(norms))
-    names = ("between", "within", "noise", "signal", "units")
-    return SimpleNamespace(**{name: getattr(found, f"{name}_T")[0] for name in names})
-
-
-def share_of(scales_WM):
-    scales_WM = np.asarray(scales_WM)
-    with np.errstate(over="ignore"):
-        sums_W, squares_W = scales_WM.sum(axis=1), np.square(scales_WM).sum(axis=1)
-    return micro_shares(sums_W[None], squares_W[None], np.array([scales_WM.shape[1]]))[0]
-
-
-def observe(rng):
-    micro = TRUTH + STD * rng.standard_normal((WORKERS, MICRO, SIZE))
-    local = micro.mean(axis=1)
-    squares = np.square(np.linalg.norm(micro, axis=2)).sum(axis=1)
-    norms, reduced = np.linalg.norm(local, axis=1), float(np.linalg.norm(local.mean(axis=0)))
-    share = share_of(np.full((WORKERS, MICRO), 1 / MICRO))
-    return gradient_noise(norms, reduced, squares, MICRO, share)
-
-
-def means():
-    rng = np.random.default_rng(0)
-    steps = [observe(rng) for _ in range(400)]
-    return {
-        name: np.mean([getattr(step, name) for step in steps])
-        for name in ("between", "within", "noise", "signal", "units")
-    }
-
-
 def test_healthy_workers_give_the_true_noise_and_signal():
-    found = means()
-    assert found["noise"] == pytest.approx(NOISE, rel=0.02)
-    assert found["signal"] == pytest.approx(SIGNAL, rel=0.05)
-    assert found["between"] == pytest.approx(NOISE / MICRO, rel=0.02)
-    assert found["within"] == pytest.approx(NOISE / MICRO, rel=0.02)
-    assert found["units"] == WORKERS * MICRO
+    steps, rng = 400, np.random.default_rng(0)
+    micro_TWMP = TRUTH + STD * rng.standard_normal((steps, WORKERS, MICRO, SIZE))
+    local_TWP = micro_TWMP.mean(axis=2)
+    sums_TW = np.ones((steps, WORKERS))
+    found = noise_of_steps(
+        np.square(local_TWP).sum(axis=2).mean(axis=1),
+        np.linalg.norm(local_TWP.mean(axis=1), axis=1),
+        np.square(micro_TWMP).sum(axis=(2, 3)).mean(axis=1),
+        np.full(steps, MICRO),
+        micro_shares(sums_TW, sums_TW / MICRO, np.full(steps, MICRO)),
+        WORKERS,
+    )
+    assert found.noise_T.mean() == pytest.approx(NOISE, rel=0.02)
+    assert found.signal_T.mean() == pytest.approx(SIGNAL, rel=0.05)
+    assert found.between_T.mean() == pytest.approx(NOISE / MICRO, rel=0.02)
+    assert found.within_T.mean() == pytest.approx(NOISE / MICRO, rel=0.02)
+    assert found.units_T.mean() == WORKERS * MICRO
 
 
 def test_shares_of_micro_batches():

@@ -19,8 +19,6 @@ from rankscope.stats.spread import (
     value_range,
 )
 
-any_floats = st.lists(st.floats(width=64), max_size=9)
-
 
 def exact(values):
     finite = [Fraction(value) for value in values if math.isfinite(value)]
@@ -30,7 +28,7 @@ def exact(values):
     return mean, sum((x - mean) ** 2 for x in finite) / len(finite), max(finite) - min(finite)
 
 
-@given(any_floats)
+@given(st.lists(st.floats(width=64), max_size=9))
 def test_mean_spread_and_range_agree_with_fractions(values):
     expected = exact(values)
     found = [f(np.array(values)) for f in (finite_mean, population_std, value_range)]
@@ -49,53 +47,36 @@ def test_mean_spread_and_range_agree_with_fractions(values):
         assert abs(Fraction(found[2]) - expected[2]) <= tolerance
 
 
-def units_of(values_WM, weights_WM=None):
-    weights = None if weights_WM is None else list(np.asarray(weights_WM, float))
-    units = pool_units(list(np.asarray(values_WM, float)), weights)
+def units_of(values_W, weights_W=None):
+    values, weights = (
+        None if each is None else [np.asarray(own, float) for own in each]
+        for each in (values_W, weights_W)
+    )
+    units = pool_units(values, weights)
     assert units is not None
     return units
 
 
-def bets(units, seed=0, *, same_index):
-    return rank_bets(spread_ranks(units, np.random.default_rng(seed), same_index=same_index))
-
-
-def normal(rng, t):
-    return units_of(rng.standard_normal((8, 4)))
-
-
-def tied(rng, t):
-    return units_of(rng.integers(0, 2, (6, 3)))
-
-
-def weighted(rng, t):
+def weighted(rng):
     tokens = rng.lognormal(4, 1.0, (8, 2)).round()
-    return units_of(rng.standard_normal((8, 2)) / np.sqrt(tokens) + 1 / tokens, tokens)
-
-
-def ragged(rng, t):
-    lengths = (4, 1, 3, 2)
-    units = pool_units([rng.exponential(1, n) for n in lengths])
-    assert units is not None
-    return units
-
-
-def many(rng, t):
-    return units_of(rng.standard_normal((40, 4)))
+    return rng.standard_normal((8, 2)) / np.sqrt(tokens) + 1 / tokens, tokens
 
 
 @pytest.mark.parametrize(
     ("stream", "same_index"),
-    [(normal, False), (tied, False), (weighted, True), (ragged, False), (many, False)],
+    [
+        (lambda rng: [rng.standard_normal((8, 4))], False),
+        (lambda rng: [rng.integers(0, 2, (6, 3))], False),  # ties
+        (weighted, True),
+        (lambda rng: [[rng.exponential(1, n) for n in (4, 1, 3, 2)]], False),
+        (lambda rng: [rng.standard_normal((40, 4))], False),
+    ],
 )
 def test_e_values_of_healthy_streams_have_expectation_one(stream, same_index):
     data, draws = np.random.default_rng(5), np.random.default_rng(6)
-    e = np.array(
-        [
-            np.concatenate(rank_bets(spread_ranks(stream(data, t), draws, same_index=same_index)))
-            for t in range(1500)
-        ]
-    )
+    drawn = (units_of(*stream(data)) for _ in range(1500))
+    ranks = (spread_ranks(units, draws, same_index=same_index) for units in drawn)
+    e = np.array([np.concatenate(rank_bets(each)) for each in ranks])
     error = e.std(axis=0) / math.sqrt(len(e))
     assert (error < 0.1).all()
     assert (np.abs(e.mean(axis=0) - 1) < 4 * error + 1e-12).all()
@@ -107,16 +88,12 @@ def test_over_all_arrangements_the_mean_is_one_to_rounding():
     starts, index = np.array([0, 2, 4]), np.array([0, 1, 0, 1, 0, 1])
     orders = [list(order) for order in itertools.permutations(range(6))]
     for seed in range(3):
-        e = np.array(
-            [
-                bets(
-                    Units(np.array(values)[order], np.array(weights)[order], index, starts),
-                    seed,
-                    same_index=False,
-                )
-                for order in orders
-            ]
-        )
+        e = []
+        for order in orders:
+            units = Units(np.array(values)[order], np.array(weights)[order], index, starts)
+            ranks = spread_ranks(units, np.random.default_rng(seed), same_index=False)
+            e.append(rank_bets(ranks))
+        e = np.array(e)
         assert e.std() > 0.1
         np.testing.assert_allclose(e.mean(axis=0), 1.0, rtol=1e-12)
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from string import Formatter
 
@@ -160,6 +161,14 @@ def test_of_two_that_explain_each_other_the_one_that_names_the_id_is_the_cause()
     assert ranked(found)[0] is roles
     assert explanations(found)["roles-differ"] is None
     assert explanations(found)["reduction-one-worker"] is roles
+
+
+def test_the_cause_does_not_depend_on_the_order_of_the_findings():
+    scaled = finding("state.parameters_differ", id="applied-scale")
+    follows = [finding(cause) for cause in ("state.parameters_differ", "state.optimizer_differs")]
+    settings = finding("state.hyperparameters_differ")
+    for found in permutations([scaled, *follows, settings]):
+        assert ranked(found)[0] is settings
 
 
 def test_a_cause_that_comes_much_later_explains_nothing():

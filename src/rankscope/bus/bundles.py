@@ -136,7 +136,8 @@ def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         for file, batch in zip(_FILES, bundle.batches, strict=True):
-            (hidden / file).write_bytes(_archive(batch))
+            arrays = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
+            (hidden / file).write_bytes(archive_of({"samples": batch.samples, **arrays}))
         replace(hidden / _INFO, info)
         hidden.replace(target)
     except OSError as error:
@@ -280,11 +281,6 @@ def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
         tuple(map(str, plain.get("hooks", ()))),
         bool(plain.get("compared", False)),
     )
-
-
-def _archive(batch: PlainBatch) -> bytes:
-    arrays = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
-    return archive_of({"samples": batch.samples, **arrays})
 
 
 def _read_batch(file: Path, structure: Any) -> PlainBatch:

@@ -69,12 +69,7 @@ STDOUT = Path("-")
 
 
 def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
-    """Return the formats to write.
-
-    ``given`` are the values of --format, each a name or several with commas between them;
-    ``html`` is True with --html, False with --no-html, None with neither.
-
-    """
+    """Return the formats of --format (names, or several with commas), --html and --no-html."""
     names = [name.strip().lower() for item in given or () for name in item.split(",")]
     known = [str(one) for one in Format]
     for name in names:
@@ -179,8 +174,8 @@ class Listing:
         grid = table(*heads, right=("Workers", "Steps"), fold=True)
         grid.add_column("First finding", ratio=1)
         for each in self._glances:
-            look = ("?", "red") if each.severity == UNREADABLE else LOOKS[each.severity][:2]
-            sign, colour = look
+            unread = each.severity == UNREADABLE
+            sign, colour = ("?", "red") if unread else LOOKS[each.severity][:2]
             since = "" if each.since_step is None else f", since step {each.since_step:,}"
             numbers = (each.state(self._now), f"{each.num_workers:,}", f"{each.num_steps:,}")
             grid.add_row(
@@ -278,7 +273,8 @@ class _Wanted:
                 try:
                     written[one] = write(one, path)
                 except RankscopeError as error:  # the other formats are written
-                    if self._needs(error):
+                    missing = isinstance(error, MissingExtraError)
+                    if self.explicit if missing else self.asked:
                         raise
                     terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
         except RankscopeError:
@@ -286,10 +282,6 @@ class _Wanted:
                 show()
             raise
         self._show(written, result, show)
-
-    def _needs(self, error: RankscopeError) -> bool:
-        """Return whether a file that cannot be made for this reason was asked for."""
-        return self.explicit if isinstance(error, MissingExtraError) else self.asked
 
     def _writable(self) -> Mapping[Format, Path]:
         """Return the place of each format, without one that was not asked for and is read-only."""

@@ -66,10 +66,7 @@ def verify(
 
 
 def _answer(steps: list[Finding]) -> str:
-    """Return the answer of all steps.
-
-    A step that was not checked proves nothing, nor does a factor that may be clipping's.
-    """
+    """Return the answer of all steps; one not checked, or with an unclear factor, is no proof."""
     causes = {finding.cause for finding in steps}
     if any(finding.severity >= Severity.WARNING for finding in steps):
         return WRONG

@@ -1,7 +1,9 @@
 """Copies from an accelerator to the host that do not stall the training thread."""
 
+import math
 import threading
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -200,3 +202,14 @@ _open: dict[torch.device, _Shared] = {}
 _rooms: dict[torch.device, int] = {}
 
 Numbers = HostCopy | FewNumbers | OnHost
+
+
+def number_of(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
+        return float(value.detach()) if readable else math.nan
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except (OverflowError, TypeError, ValueError):
+        return math.nan

@@ -64,8 +64,7 @@ from rankscope.wrappers.optimizers import (
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 
-ALERTS = "RANKSCOPE_ALERTS"
-"""Environment variable with the alerts of a ``watch`` that names none, spaces between them."""
+ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
 _log = logging.getLogger("rankscope")
 
@@ -338,10 +337,7 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
-    """Return the directory of one data-parallel group, and what its job's groups have in common.
-
-    Each group has a directory of its own, see :mod:`rankscope.verdict.assessment`.
-    """
+    """Return the directory of this data-parallel group, and what its job's groups share."""
     given = Store.of(run_dir) or Path(run_dir)
     own = given
     if 0 not in ranks:

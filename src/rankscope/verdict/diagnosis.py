@@ -135,10 +135,7 @@ class Diagnosis:
         return [events for steps in batches for events in self._observe(steps)]
 
     def _begin(self, first: GatheredStep) -> list[Finding]:
-        """Ask whether a step begins another training than before; return what changes then.
-
-        All that was found before is over, and detectors begin with nothing.
-        """
+        """Ask whether a step begins another training; if so, end all findings and begin anew."""
         shown = (detector.begins_anew(first) for detector in self._detectors)
         anew = next((evidence for evidence in shown if evidence is not None), None)
         if anew is None:
@@ -324,9 +321,8 @@ def state_after(
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()
-        Diagnosis(RunFacts(num_workers, hosts)).restore(
-            unpack_state(pack_state(state))
-        )  # as all ranks will
+        restored = unpack_state(pack_state(state))  # as all ranks will
+        Diagnosis(RunFacts(num_workers, hosts)).restore(restored)
         return state
     except (StateError, RunError) as error:
         reason = str(error)

@@ -10,8 +10,7 @@ from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
 from rankscope.verdict.words import consequence_of, title_of_finding
 
-MOST_LINES = 20
-"""Lines about single findings in one run: a log that scrolls is not read."""
+MOST_LINES = 20  # lines about single findings in one run: a log that scrolls is not read
 
 
 class Announcer:
@@ -99,10 +98,7 @@ def line_of(finding: Finding, event: FindingEvent, text: str = "") -> str:
 
 
 def with_causes(findings: Sequence[Finding], known: Iterable[Finding]) -> list[Finding]:
-    """Return findings for sinks: the check of one that another one explains is to see that first.
-
-    ``known`` are all findings of the run.
-    """
+    """Return findings for sinks: one that another of the ``known`` explains refers to that one."""
     causes = explanations(tuple(known)) if findings else {}
     found = [(finding, causes.get(finding.id)) for finding in findings]
     return [f if c is None else replace(f, next_check=consequence_of(c)) for f, c in found]

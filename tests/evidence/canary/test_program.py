@@ -120,8 +120,7 @@ def test_what_one_worker_runs_otherwise_is_named(healthy, change, kinds, words):
     assert {str(one.kind) for one in found} == kinds
     assert words in (found[0].name if found else "")
     assert all(one.minority_ranks(np.zeros(4, int)) == (ODD,) for one in found)
-    alike = program_digest(odd) == program_digest(healthy[0])
-    assert alike == (kinds <= {"hook"})
+    assert (program_digest(odd) == program_digest(healthy[0])) == (kinds <= {"hook"})
     assert compare_programs(programs, (1,)) == ()  # it sets nobody else apart
     assert compare_programs([healthy[0]] * 4, (ODD,)) == ()
 

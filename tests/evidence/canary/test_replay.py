@@ -202,8 +202,7 @@ class Attending(nn.Linear):
 
     def forward(self, x):
         hidden = super().forward(x)
-        attended = flex_attention(*[hidden.detach()[None, None]] * 3)
-        return (hidden * attended).mean()
+        return (hidden * flex_attention(*[hidden.detach()[None, None]] * 3)).mean()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -250,8 +249,7 @@ def test_a_loss_alone_needs_no_gradient_and_leaves_nothing_behind():
     model, batch = make_model(), make_batch(0, 0)
     before = [state_digest(model), generators()]
     kept = capture_batch((), batch).plain()
-    loss = loss_without_gradient(model, kept, CPU, seed=1)
-    assert loss == run(model, **batch).loss
+    assert loss_without_gradient(model, kept, CPU, seed=1) == run(model, **batch).loss
     assert [state_digest(model), generators()] == before
 
 

@@ -70,9 +70,7 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
 
 
 @pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (0.1, 0.0001)])
-def test_without_a_schedule_there_is_one_at_once_and_then_within_a_share_of_the_time(
-    step_seconds, cost
-):
+def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost):
     plan, runs = CanaryPlan(4, Schedule()), []
     num_steps = 20_000
     for step in range(num_steps):
@@ -103,44 +101,23 @@ def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_
     assert 4096 <= gaps[-1] <= 4096 + 2 * 8 * LAG
 
 
-def step(
-    number=32,
-    digests=(5, 5, 5, 5),
-    again=None,
-    losses=None,
-    differs=None,
-    kinds=(),
-    unit=2**-24,
-    projected=False,
-):
+def step(number=32, digests=(5,) * 4, again=None, losses=1, differs=None, kinds=(), **canary):
     """Return a step with a canary of rank 2 against rank 3; without one if digests are None."""
-    samples = [np.arange(2)] * 4
-    columns = {"replica": [0] * 4}
+    columns = {"replica": 0}
     if digests is not None:
-        losses = np.ones(4) if losses is None else np.array(losses)
-        columns |= {
-            "canary_of": [2] * 4,
-            "canary_loss": losses,
-            "canary_norm": losses,
-            "canary_digest": digests,
-            "canary_again": digests if again is None else again,
-            "canary_against": [3] * 4,
-            "canary_against_loss": losses,
-            "canary_against_norm": losses,
-            "canary_against_digest": digests,
-            "canary_program": [1] * 4,
-            "canary_unit": [unit] * 4,
-            "canary_projected": [projected] * 4,
-        }
-    found = gathered(number, samples, **columns)
+        names = ("loss", "norm", "against_loss", "against_norm")
+        found = dict.fromkeys(names, losses) | dict.fromkeys(("digest", "against_digest"), digests)
+        found |= {"again": digests if again is None else again, "of": 2, "against": 3, "program": 1}
+        found |= {"unit": 2**-24, "projected": False, **canary}
+        columns |= {f"canary_{name}": values for name, values in found.items()}
+    arrays = {name: np.broadcast_to(values, 4) for name, values in columns.items()}
+    one = gathered(number, [[0, 1]] * 4, **arrays)
     if differs is not None:
         own = np.array([9 if rank == differs else 1 for rank in range(4)])
         kinds = kinds or (StateKind.PARAMETER,)
-        differences = (
-            StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds
-        )
-        found = replace(found, differences=tuple(differences))
-    return summarize(found)
+        rows = [StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds]
+        one = replace(one, differences=tuple(rows))
+    return summarize(one)
 
 
 def told(detector, *steps):

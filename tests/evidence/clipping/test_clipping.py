@@ -32,26 +32,23 @@ from support.streams import gathered
 
 W = 4
 LIMIT = 1.0
-ROUNDING = 1e-5
-SIZES = (30, 20, 8, 2)
 
 
-def parts(num_steps=40, seed=0):
+def parts():
     """Yield the norms of the ranks' shards ``[W]``: of unequal size, and new in each step."""
-    rng = np.random.default_rng(seed)
-    for _ in range(num_steps):
+    rng = np.random.default_rng(0)
+    for _ in range(40):
         size = np.exp(0.4 * rng.standard_normal())
-        yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in SIZES])
+        yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in (30, 20, 8, 2)])
 
 
 def whole(parts_W):
     return np.sqrt((parts_W**2).sum())
 
 
-def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **columns):
+def watch(factors_of, *, detectors=None, spread=0.0, planned=None, **columns):
     """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``."""
-    rng = np.random.default_rng(1)
-    found = {}
+    rng, reports = np.random.default_rng(1), []
     detectors = detectors or (FactorLaw(), NormLaw(planned))
     for step, parts_W in enumerate(parts()):
         factors_W = factors_of(parts_W) * (1 + 1e-8 * rng.standard_normal(W))
@@ -59,16 +56,14 @@ def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **c
         workers = {
             "applied_scale": factors_W,
             "applied_spread": np.full(W, spread),
-            "clip_rounding": np.full(W, ROUNDING),
+            "clip_rounding": np.full(W, 1e-5),
             "reduced_norm": parts_W,
             **{name: np.broadcast_to(value, W) for name, value in given.items()},
         }
         one = replace(gathered(step, [[]] * W, **workers), observed=True)
-        norm = whole(parts_W) / np.sqrt(copies)
-        for detector in detectors:
-            for each in evidence_of(detector, StepReport(one, {"grad_norm_reduced": norm})):
-                found[each.key or each.cause] = each
-    return found
+        reports.append(StepReport(one, {"grad_norm_reduced": whole(parts_W)}))
+    told = [each for detector in detectors for each in evidence_of(detector, *reports)]
+    return {each.key or each.cause: each for each in told}
 
 
 def by(norm):
@@ -101,9 +96,8 @@ def test_factors_by_the_norm_of_each_ranks_own_shards():
 
 def test_factors_that_are_nearly_equal_have_the_digits_that_tell_them_apart():
     nearly_W = 0.4 * (1 + 1e-3 * np.array([0, 0, 1, 1]))
-    assert "0.4 on ranks 0 and 1, 0.4004 on ranks 2 and 3" in words(
-        watch(lambda parts_W: nearly_W)["sync.shard_factors"]
-    )
+    found = watch(lambda parts_W: nearly_W)["sync.shard_factors"]
+    assert "0.4 on ranks 0 and 1, 0.4004 on ranks 2 and 3" in words(found)
 
 
 @pytest.mark.parametrize("columns", [called(mean), {"planned": LIMIT}])
@@ -133,10 +127,11 @@ def test_a_limit_that_follows_the_norms_is_silent():
 
     assert watch(quantile) == {}
     limits = iter(np.linspace(1.0, 1.5, 40))
-    drifting = watch(
-        lambda p: np.broadcast_to(min(1.0, next(limits) / whole(p)), W), detectors=(NormLaw(None),)
-    )
-    assert drifting == {}
+
+    def drifting(parts_W):
+        return np.broadcast_to(min(1.0, next(limits) / whole(parts_W)), W)
+
+    assert watch(drifting, detectors=[NormLaw(None)]) == {}
 
 
 def test_a_stage_of_a_pipeline_that_clips_by_its_own_norm():

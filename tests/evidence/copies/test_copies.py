@@ -145,8 +145,7 @@ def test_a_copy_that_jumps_rests_or_is_lost_in_rounding_is_named(folder, name, c
 
 
 def test_the_share_of_torch_s_average_is_recorded(folder):
-    run = Run.open(folder / "averaged")
-    rows = run.columns(Table.DIGESTS, "name", "digest", "rank")
+    rows = Run.open(folder / "averaged").columns(Table.DIGESTS, "name", "digest", "rank")
     shares = {}
     for name, digest, rank in zip(rows["name"], rows["digest"], rows["rank"], strict=True):
         if str(name).endswith("|share") and rank == 0:

@@ -89,27 +89,19 @@ def test_of_an_address_the_host_alone_is_told(monkeypatch, value):
 
 def git(folder, *command):
     who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    done = subprocess.run(
-        ["git", *who, *command], cwd=folder, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    return subprocess.check_output(["git", *who, *command], cwd=folder, text=True).strip()
 
 
-@pytest.fixture
-def repository(tmp_path):
+def test_the_source_revision_is_the_commit_and_whether_files_differ(tmp_path):
     git(tmp_path, "init", "-q")
     (tmp_path / "train.py").write_text("lr = 1\n")
     git(tmp_path, "add", "train.py")
     git(tmp_path, "commit", "-q", "-m", "first")
-    return tmp_path
-
-
-def test_the_source_revision_is_the_commit_and_whether_files_differ(repository):
-    commit = git(repository, "rev-parse", "HEAD")
-    (repository / "notes.txt").write_text("not part of the source")
-    assert source_revision(repository) == {"revision": commit, "revision_changed": False}
-    (repository / "train.py").write_text("lr = 2\n")
-    assert source_revision(repository) == {"revision": commit, "revision_changed": True}
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "notes.txt").write_text("not part of the source")
+    assert source_revision(tmp_path) == {"revision": commit, "revision_changed": False}
+    (tmp_path / "train.py").write_text("lr = 2\n")
+    assert source_revision(tmp_path) == {"revision": commit, "revision_changed": True}
 
 
 def make_model(width=3, dtype=torch.float32):
@@ -275,23 +267,19 @@ def test_other_loaders_are_not():
         assert not draws_with_replacement(loader)
 
 
-def train_on_shards(rank, run_dir, tell):
-    loader = DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
-    told = {"loader": loader} if tell else {}
-    loop = Loop(rank, run_dir, plan={}, tier="scalars", **told)
-    for step, ids in zip(range(32), loader, strict=False):
-        loop.scope.batch(ids.tolist())
-        loop.step(step)
-    loop.close()
-
-
-def train_all(rank, folder):
+def train_on_shards(rank, folder):
     for tell in (True, False):
-        train_on_shards(rank, f"{folder}/{tell}", tell)
+        loader = DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
+        known = {"loader": loader} if tell else {}
+        loop = Loop(rank, f"{folder}/{tell}", plan={}, tier="scalars", **known)
+        for step, ids in zip(range(32), loader, strict=False):
+            loop.scope.batch(ids.tolist())
+            loop.step(step)
+        loop.close()
 
 
 def test_whole_shards_drawn_again_are_no_fault_once_the_loader_is_known(tmp_path):
-    run_ranks(train_all, 2, str(tmp_path))
+    run_ranks(train_on_shards, 2, str(tmp_path))
     for tell in (True, False):
         run = Run.open(tmp_path / str(tell))
         assert [rank["with_replacement"] for rank in run.info["ranks"]] == [tell] * 2

@@ -96,12 +96,10 @@ def test_another_precision_is_told_after_three_steps_in_a_row():
     assert run(detector, 2, precision=BF16) == []
     assert observe(detector, 2, precision=[7] * 4) == []
     assert run(detector, 2, start=3, precision=BF16) == []
-    (evidence,) = observe(detector, 5, precision=BF16)
-    assert (evidence.cause, evidence.severity, evidence.ranks) == (CAUSE, Severity.WARNING, (2,))
-    assert (evidence.first_step, evidence.last_step) == (3, 5)
-    assert "in the forward pass of rank 2, types, autocast or torch.backends differ" in words(
-        evidence
-    )
+    (found,) = observe(detector, 5, precision=BF16)
+    assert (found.cause, found.severity, found.ranks) == (CAUSE, Severity.WARNING, (2,))
+    assert (found.first_step, found.last_step) == (3, 5)
+    assert "in the forward pass of rank 2, types, autocast or torch.backends differ" in words(found)
 
 
 def test_a_precision_that_changes_on_all_workers_together_is_no_finding():
@@ -164,16 +162,14 @@ def untouched():
 def test_it_can_be_read_where_only_the_new_settings_of_tf32_are_used(model):
     backend = torch.backends.cuda.matmul
     code, before = precision_code(model, CPU), backend.fp32_precision
-    try:
-        backend.fp32_precision = "tf32"
-        with pytest.raises(RuntimeError):
-            torch.get_float32_matmul_precision()
-        words = precision_words(model, CPU)
-        assert (words["float32_matmul"], words["tf32_matmul"]) == ("mixed", "tf32")
-        assert precision_code(model, CPU) == precision_code(model, CPU) != code
-        assert environment_facts(CPU)["tf32_matmul"] == "tf32"
-    finally:
-        backend.fp32_precision = before
+    backend.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    words = precision_words(model, CPU)
+    assert (words["float32_matmul"], words["tf32_matmul"]) == ("mixed", "tf32")
+    assert precision_code(model, CPU) == precision_code(model, CPU) != code
+    assert environment_facts(CPU)["tf32_matmul"] == "tf32"
+    backend.fp32_precision = before
     assert precision_code(model, CPU) == code
 
 
@@ -284,8 +280,7 @@ def test_modules_in_another_mode_are_named_until_they_are_alike_again():
     assert workers.sent == 5
     assert (found.cause, str(found.severity)) == ("compute.modes_differ", "warning")
     assert found.ranks == (2,)
-    said = "first and second.1 (evaluation on rank 2, training on the others)"
-    assert said in words(found)
+    assert "first and second.1 (evaluation on rank 2, training on the others)" in words(found)
     workers.models[2].train()
     later = [each for n in range(17, 17 * FLAGS_EVERY + 1) for each in workers.step(n)]
     assert [each.status for each in later] == ["closed"]

@@ -22,37 +22,20 @@ from support.streams import gathered
 W = 4
 
 
-def observation(step, tokens, scales, losses=None, calls=1):
+def observation(step, tokens, scales):
     """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
     tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
-    losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
-    nothing = [np.empty(0, np.int64)] * len(tokens)
     one = gathered(
         step,
-        nothing,
-        loss=[np.mean(row) for row in losses],
+        [[]] * len(tokens),
+        loss=[2.0] * len(tokens),
         loss_weight=[row.sum() for row in tokens],
         grad_scale=[row.sum() for row in scales],
-        optimizer_steps=[calls] * len(tokens),
+        optimizer_steps=[1] * len(tokens),
     )
-    one = replace(
-        one,
-        micro_losses=tuple(losses),
-        micro_weights=tuple(tokens),
-        micro_scales=tuple(scales),
-        micro_norms=(),
-    )
-    return as_recorded(summarize(one))
-
-
-def watch(detector, steps, first=0):
-    found = {}
-    for step, parts in enumerate(steps, start=first):
-        for evidence in evidence_of(detector, observation(step, *parts)):
-            key = evidence.key or evidence.cause
-            assert "{" not in "".join(describe(evidence))
-            found[key] = evidence
-    return found
+    losses = [np.full(len(row), 2.0) for row in tokens]
+    micro = {"micro_losses": losses, "micro_weights": tokens, "micro_scales": scales}
+    return as_recorded(summarize(replace(one, **{n: tuple(rows) for n, rows in micro.items()})))
 
 
 def told(detector, steps, **columns):
@@ -63,7 +46,12 @@ def told(detector, steps, **columns):
         for name, value in columns.items():
             seen.gathered.workers[name][:] = value(parts[0]) if callable(value) else value
         found += evidence_of(detector, seen)
+    assert "{" not in "".join(map(words, found))
     return found
+
+
+def watch(detector, steps):
+    return {one.key or one.cause: one for one in told(detector, steps)}
 
 
 def lengths(steps, *, micro=1, width=W, ratio=4.0, seed=0):
@@ -92,8 +80,7 @@ def test_means_of_means_between_workers_are_a_warning():
     assert set(found) == {"loss.token_weighting"}
     evidence = found["loss.token_weighting"]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
-    assert evidence.first_step == 0
-    assert evidence.count == 40
+    assert (evidence.first_step, evidence.count) == (0, 40)
     assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
     assert watch(TokenWeighting(W, None), steps[:15]) == {}
     assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
@@ -107,8 +94,7 @@ def test_means_of_means_between_micro_batches():
         steps.append((table, means_of_means(table)))
     found = watch(TokenWeighting(W, None), steps)
     assert set(found) == {MICRO}
-    assert found[MICRO].cause == "loss.token_weighting"
-    assert found[MICRO].severity is Severity.WARNING
+    assert (found[MICRO].cause, found[MICRO].severity) == ("loss.token_weighting", Severity.WARNING)
 
 
 @pytest.mark.parametrize(("ratio", "micro"), [(2.1, 1), (10, 4)])
@@ -271,9 +257,7 @@ def test_other_factors_are_silent(values):
 
 def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_their_number():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
-    uneven = [
-        ([np.full(4, 64.0)] * 3 + [np.full(3, 64.0)], [np.full(4, 0.25)] * 3 + [np.full(3, 0.25)])
-    ]
+    uneven = [tuple([np.full(n, value) for n in (4, 4, 4, 3)] for value in (64.0, 0.25))]
     full = constant(0.25, micro=4, steps=15)
     found = watch(LossScale(W), (full + rest + uneven) * 10)
     assert set(found) == {SHORT_WINDOW}
@@ -282,8 +266,7 @@ def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_
     assert "with 2 micro-batches, the gradient is 0.5 of their mean" in words(note)
     often = watch(LossScale(W), (full[:1] + rest) * 16)
     assert often[SHORT_WINDOW].severity is Severity.WARNING
-    right = constant(0.5, micro=2, steps=1)
-    assert watch(LossScale(W), (full + right + uneven) * 10) == {}
+    assert watch(LossScale(W), (full + constant(0.5, micro=2, steps=1) + uneven) * 10) == {}
 
 
 @pytest.mark.parametrize(("idle", "severity"), [(0, Severity.WARNING), (1, None)])

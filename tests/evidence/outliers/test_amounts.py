@@ -14,20 +14,11 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 def told_of(num_workers, columns_of, steps, detector=None, first=0):
-    detector = detector or UnequalAmounts(num_workers)
-    told = []
-    for step in range(first, first + steps):
-        columns = columns_of(step)
-        sizes = columns.pop("num_samples", None)
-        step_ = gathered(step, [NO_SAMPLES] * num_workers, None, **columns)
-        if sizes is not None:
-            step_.workers["num_samples"][:] = sizes
-        told += evidence_of(detector, StepReport(step_, {}))
-    return told
+    steps, none = range(first, first + steps), [[]] * num_workers
+    reports = (StepReport(gathered(step, none, **columns_of(step)), {}) for step in steps)
+    return evidence_of(detector or UnequalAmounts(num_workers), *reports)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +74,7 @@ def test_lengths_that_differ_from_batch_to_batch_are_healthy():
 
 
 def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy():
-    """As that of Transformers does: batches of fifty steps are sorted, the longest first.
-
-    Rank 0 then has the longest of each few samples in every step.
-    """
+    """As that of Transformers does: rank 0 has the longest of each few samples in every step."""
     width, batch, steps, rng = 4, 1, 50, np.random.default_rng(1)
     dealt = []
     for _ in range(20):
@@ -106,7 +94,7 @@ def test_amounts_that_differ_by_worker_are_a_note_and_hide_no_other_fault():
         losses = 2 + 0.1 * rng.standard_normal(4)
         losses[2] *= 1.5 if step >= 80 else 1
         columns = {"loss": losses, "loss_weight": [100, 400, 400, 100]}
-        told += diagnosis.observe(StepReport(gathered(step, [NO_SAMPLES] * 4, None, **columns), {}))
+        told += diagnosis.observe(StepReport(gathered(step, [[]] * 4, **columns), {}))
     severe = {(one.id, one.ranks) for one in told if one.severity > Severity.NOTE}
     assert severe == {("outlier-1", (2,))}
     assert any(one.id == "amounts-differ" for one in told)
@@ -153,11 +141,9 @@ UNITS = 8
 BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm
 
 
-def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
+def step(rng, sizes_U, noise=0.0):
     scatter = noise * rng.standard_normal((2, len(sizes_U)))
-    return np.array([
-        3.0 * np.exp(slopes[0] * sizes_U + scatter[0]), 0.4 + slopes[1] * sizes_U + scatter[1]
-    ])  # fmt: skip
+    return np.array([3 * np.exp(0.6 * sizes_U + scatter[0]), 0.4 - 0.2 * sizes_U + scatter[1]])
 
 
 def free(effect, values, sizes_U):
@@ -165,11 +151,11 @@ def free(effect, values, sizes_U):
     return left
 
 
-def taught(rng, steps=100, noise=0.05):
+def taught(rng):
     effect = SizeEffect(BOTH, UNITS)
-    for _ in range(steps):
+    for _ in range(100):
         sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
-        free(effect, step(rng, sizes_U, noise=noise), sizes_U)
+        free(effect, step(rng, sizes_U, noise=0.05), sizes_U)
     return effect
 
 

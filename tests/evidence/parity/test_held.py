@@ -11,8 +11,7 @@ from torch import nn
 from rankscope.errors import UnsupportedError
 from rankscope.evidence.parity import figures as measuring
 from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
-from rankscope.evidence.parity.held import DealtExperts, HeldElements
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import DealtExperts, HeldElements, Naming
 from rankscope.evidence.parity.start import renew_masters
 from rankscope.wrappers.optimizers import trained_copies
 from support.ranks import run_ranks
@@ -69,8 +68,7 @@ def test_pieces_of_two_ranks_add_up_to_the_whole():
 
 
 def test_masters_follow_the_parameters():
-    sizes = {"down": (10,), "norm": (5,), "up": (3, 4)}
-    model, flat = rank_of(sizes, 7, 22)
+    model, flat = rank_of({"down": (10,), "norm": (5,), "up": (3, 4)}, 7, 22)
     elements = HeldElements(model, {id(p): name for name, p in model.items()}, {})
     whole = torch.arange(27.0)
     for parameter, own in zip(model.values(), whole.split([10, 5, 12]), strict=True):
@@ -83,10 +81,8 @@ def test_copies_that_a_loop_keeps_in_another_type_are_masters():
     model = nn.Linear(3, 2).bfloat16()
     copies = [nn.Parameter(p.detach().float()) for p in reversed([*model.parameters()])]
     pairs = trained_copies([torch.optim.SGD(copies, lr=1)], model.parameters())
-    assert {(id(p), id(copy)) for p, copy in pairs} == {
-        (id(model.weight), id(copies[1])),
-        (id(model.bias), id(copies[0])),
-    }
+    expected = {(id(model.weight), id(copies[1])), (id(model.bias), id(copies[0]))}
+    assert {(id(p), id(copy)) for p, copy in pairs} == expected
     elements = HeldElements(model, {id(model.weight): "weight", id(model.bias): "bias"}, {}, pairs)
     (held,) = elements.in_tensor(copies[1])
     assert (held.name, held.part(copies[1]).shape) == ("weight", (6,))
@@ -161,12 +157,8 @@ def names_and_places(rank):
     experts = DealtExperts(model)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     naming = Naming([("moe.*", ["1.*"])], shapes, experts.pieces)
-    return (
-        refused,
-        dict(experts.pieces),
-        {n: naming.of(n) for n in shapes},
-        experts.name("1.of_list.1"),
-    )
+    named = {name: naming.of(name) for name in shapes}
+    return refused, dict(experts.pieces), named, experts.name("1.of_list.1")
 
 
 @pytest.mark.ranks
@@ -204,8 +196,7 @@ def test_names_are_those_of_the_other_layout():
     ]  # fmt: skip
     assert naming.shape("h.0.v", (2, 5)) == (10, 5)
     assert naming.placed("h.0.v", part_of(torch.ones(2, 5))).first == (8, 0)
-    flat = Part(torch.ones(3), (10,), (2,))
-    assert naming.placed("h.0.k", flat)[1:3] == ((50,), (32,))
+    assert naming.placed("h.0.k", Part(torch.ones(3), (10,), (2,)))[1:3] == ((50,), (32,))
 
 
 @pytest.mark.parametrize(

@@ -144,15 +144,9 @@ def test_rounding_of_the_norm_that_clips_is_measured(tmp_path, size):
     optimizer.step()
     recorder.after_update(optimizer)
     recorder.close()
-    exact = vector.weight.grad.double().norm()
-    error = abs(vector.weight.grad.norm().double() / exact - 1)
-    [step] = recorder_steps(tmp_path)
+    error = abs(vector.weight.grad.norm().double() / vector.weight.grad.double().norm() - 1)
+    [step] = [RankStep.unpack(file.read_bytes()) for file in tmp_path.rglob("step-*.bin")]
     assert step.facts["norm rounding"] == pytest.approx(float(error), rel=0.05, abs=1e-7)
-
-
-def recorder_steps(folder):
-    files = folder.rglob("step-*.bin")
-    return [RankStep.unpack(file.read_bytes()) for file in files]
 
 
 def train(rank, folder, watched):
@@ -218,8 +212,7 @@ def test_a_watched_training_keeps_its_bits_and_leaves_a_record(tmp_path):
 
 
 def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
-    net = model()
-    recorder = ParityRecorder(net, RecordPlace(tmp_path / "parity"), 3)
+    recorder = ParityRecorder(model(), RecordPlace(tmp_path / "parity"), 3)
     recorder._meter = None
     recorder.on_inputs((torch.ones(2, 6),), {})
     assert not recorder.active
@@ -236,9 +229,6 @@ def test_an_output_that_the_loss_leaves_alone_has_no_gradient():
     batch = torch.randn(4, 3)
     used, _ = PassedOn.apply(*(head(batch) for head in heads.values()))
     used.sum().backward()
-    assert [found[:2] for found in taken] == [
-        (OUTPUT, "used"),
-        (OUTPUT, "alone"),
-        (OUTPUT_GRADIENT, "used"),
-    ]
+    kinds = [(OUTPUT, "used"), (OUTPUT, "alone"), (OUTPUT_GRADIENT, "used")]
+    assert [found[:2] for found in taken] == kinds
     assert all(isinstance(tensor, torch.Tensor) for _, _, tensor in taken)

@@ -27,8 +27,6 @@ from support.stepping import evidence_of, observe, run, words
 from support.streams import gathered
 
 SAME = Plan(random="same")
-OWN = {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}
-ALL = {"rng_used": [12] * 4, "rng_digest": [9] * 4}
 
 
 def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
@@ -64,7 +62,7 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
 @pytest.mark.parametrize(
     ("plan", "columns"),
     [
-        (None, OWN),
+        (None, {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}),
         (None, {"rng_used": [0] * 4, "rng_digest": [9] * 4}),  # nobody draws
         (
             None,
@@ -75,7 +73,7 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
             },
         ),
         (None, {"rng_used": [4, 0, 0, 0], "rng_digest": [9, 9, 9, 9]}),
-        (SAME, ALL),
+        (SAME, {"rng_used": [12] * 4, "rng_digest": [9] * 4}),
         (None, {"loader_rng_numpy": [1, 2, 3, 4], "loader_rng_repeats": [0] * 4}),
         (None, {"loader_rng_repeats": [MISSING_INT] * 4}),
     ],

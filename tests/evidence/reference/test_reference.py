@@ -95,20 +95,9 @@ def train(model, kind, *, autocast=False, num_micro=3):
 
 
 def state_of(model):
-    return (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        (model.calls, torch.get_rng_state(), model.own.get_state(), random.getstate()),
-        np.random.get_state(legacy=False)["state"]["key"].copy(),  # noqa: NPY002
-    )
-
-
-def assert_same(before, after):
-    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
-    assert all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        for one, other in zip(before[1], after[1], strict=True)
-    )
-    np.testing.assert_array_equal(before[2], after[2])
+    tensors = [*model.state_dict().values(), torch.get_rng_state(), model.own.get_state()]
+    numpys = np.random.get_state(legacy=False)["state"]["key"].tolist()  # noqa: NPY002
+    return [t.to_dense().tolist() for t in tensors], model.calls, random.getstate(), numpys
 
 
 @pytest.mark.parametrize(
@@ -134,7 +123,7 @@ def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, au
         for one, other in zip(again, gradients[number], strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
-    assert_same(before, state_of(model))
+    assert state_of(model) == before
     assert parameters[0].grad is kept
     assert bool((kept == 1).all())
 
@@ -169,16 +158,13 @@ def test_a_step_is_measured_in_sketches_that_add_up_to_it():
 
 @pytest.mark.parametrize("clipped", [1.0, 0.3])
 def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
-    draw = torch.Generator().manual_seed(0)
-    gradients = torch.randn(2, 5_000_000, generator=draw)
+    gradients = torch.randn(2, 5_000_000, generator=torch.Generator().manual_seed(0))
     reduced = gradients.mean(0)
     measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
     norm = np.array([float(gradients[0].double().norm())])
     known = {"elements_P": np.array([5e6]), "norms_MP": norm[None], "copies": 2}
-    shares = [
-        share_of(("weight",), measured[rank][None], measured[3], reduced_PK=measured[2], **known)
-        for rank in range(2)
-    ]
+    known |= {"names": ("weight",), "given_PK": measured[3], "reduced_PK": measured[2]}
+    shares = [share_of(terms_MPK=measured[rank][None], **known) for rank in range(2)]
     found = verify(shares, [np.ones(1)] * 2, [])
     assert (found.answer, found.clipped) == (ReferenceAnswer.AGREES, pytest.approx(clipped, 1e-4))
 

@@ -23,8 +23,7 @@ BY_TOKEN = np.array(TOKENS) / np.sum(TOKENS)
 def gradients(seed=0):
     """Return the gradient of each micro-batch's mean loss: alike, as in a training ``[W,M,P,K]``"""
     random = np.random.default_rng(seed)
-    common = random.standard_normal((P, K))
-    return common + random.standard_normal((W, M, P, K))
+    return random.standard_normal((P, K)) + random.standard_normal((W, M, P, K))
 
 
 def summed(units, weights):
@@ -94,12 +93,10 @@ def test_a_factor_of_all_parameters_is_told(factor):
 
 
 def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
-    given = summed(gradients(), EQUAL / W)
-    found = ask(given, scales=np.full((W, M), 1 / (M * W)))
+    found = ask(summed(gradients(), EQUAL / W), scales=np.full((W, M), 1 / (M * W)))
     assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
-    assert "0.333 times what one process would compute, as if averaged over the workers twice" in (
-        words(found)
-    )
+    said = "0.333 times what one process would compute, as if averaged over the workers twice"
+    assert said in words(found)
     assert "it was so when backward was called" in words(found)
 
 
@@ -125,9 +122,8 @@ def test_a_factor_that_may_be_meant_is_one_of_the_mean_loss():
     found = ask(0.965 * summed(gradients(), BY_TOKEN), scales=0.965 * W * BY_TOKEN)
     finding = verified(found, 20, W, M)
     assert str(finding.severity) == "warning"
-    assert "0.965 times that of the mean loss, where each label token counts alike; it was so" in (
-        finding.explanation
-    )
+    said = "0.965 times that of the mean loss, where each label token counts alike; it was so"
+    assert said in finding.explanation
 
 
 def test_stages_of_a_pipeline_may_sum_a_shared_weight_after_a_sound_reduction():
@@ -284,9 +280,8 @@ def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():
     whole = ask(M * given, units=units, scales=scales, known=False, dtype="bfloat16")
     assert whole.answer is ReferenceAnswer.AGREES
     assert whole.ulps < 3
-    assert (
-        ask(M * given, units=units, scales=scales, known=False).answer is not ReferenceAnswer.AGREES
-    )
+    plain = ask(M * given, units=units, scales=scales, known=False)
+    assert plain.answer is not ReferenceAnswer.AGREES
 
 
 def taken_back(factors, error=0.0):
@@ -317,9 +312,6 @@ def test_other_changes_after_the_reduction_are_errors(factors, error):
     assert str(finding.severity) == "error"
 
 
-UP_AND_DOWN = ("up.weight", "down.weight")
-
-
 def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     """Return the finding of W workers, whose backward passes had a factor on their losses."""
     draw = np.random.default_rng(0)
@@ -331,8 +323,9 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     for rank in range(W):
         root_of = (values[rank] * factor,)
         more = {"digests": digests[rank], "roots_M": root_of, "copies": W}
-        part = share_of(UP_AND_DOWN, terms[rank], given, **more)
-        root.take(rank, 5, part.pack())
+        root.take(
+            rank, 5, share_of(("up.weight", "down.weight"), terms[rank], given, **more).pack()
+        )
     unknown = tuple(np.array([np.nan]) for _ in range(W))
     step = SimpleNamespace(
         step=5,

@@ -17,13 +17,11 @@ from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
 FIRST = 100
 
 
 def report(step, gaps_W):
-    samples = [NO_SAMPLES] * len(gaps_W)
-    return StepReport(gathered(step, samples, None, rollout_gap=gaps_W), {})
+    return StepReport(gathered(step, [[]] * len(gaps_W), rollout_gap=gaps_W), {})
 
 
 def engines(width, *, size=0.013, spread=0.3, seed=0):
@@ -34,19 +32,16 @@ def engines(width, *, size=0.013, spread=0.3, seed=0):
 
 
 def told_of(detector, stream, steps, changed=lambda step, gaps_W: gaps_W, first=0):
-    told = []
-    for step in range(first, first + steps):
-        gaps_W = changed(step, next(stream))
-        told += evidence_of(detector, report(step, gaps_W))
-    return told
+    steps = range(first, first + steps)
+    return evidence_of(detector, *(report(step, changed(step, next(stream))) for step in steps))
 
 
-def stale(workers, gap=0.2):
-    """Return what lets workers have a large gap from a step on."""
+def stale(workers):
+    """Return what lets workers have a gap of 0.2 from a step on."""
 
     def changed(step, gaps_W):
         if step >= FIRST:
-            gaps_W[workers] *= gap / 0.013
+            gaps_W[workers] *= 0.2 / 0.013
         return gaps_W
 
     return changed
@@ -58,8 +53,7 @@ def test_a_worker_with_stale_weights_is_named_within_40_steps(width):
     assert told_of(detector, stream, FIRST, stale([1])) == []
     told = told_of(detector, stream, 40, stale([1]), first=FIRST)
     assert {(one.cause, one.ranks) for one in told} == {("rollout.worker_outlier", (1,))}
-    assert told[0].severity is Severity.WARNING
-    assert told[0].first_step == FIRST
+    assert (told[0].severity, told[0].first_step) == (Severity.WARNING, FIRST)
     assert told[-1].numbers["gap"] == pytest.approx(0.2, rel=0.5)
     assert told[-1].numbers["others"] < 0.03
 
@@ -136,9 +130,8 @@ def test_tokens_without_a_finite_value_do_not_count():
     """vLLM gives none where it could not score a token; without any there is no gap."""
     nan, inf = math.nan, math.inf
     meter = RolloutProbe()
-    meter.give_rollout(
-        torch.tensor([-1.0, -2.0, -3.0, -inf]), torch.tensor([-1.5, nan, -3.25, -inf])
-    )
+    trained, drawn = [-1.0, -2.0, -3.0, -inf], [-1.5, nan, -3.25, -inf]
+    meter.give_rollout(torch.tensor(trained), torch.tensor(drawn))
     assert read(meter) == {"rollout_gap": 0.375}
     meter.give_rollout(torch.tensor([-1.0]), torch.tensor([nan]))
     assert read(meter) == {}

@@ -16,26 +16,22 @@ from rankscope.stats.arrays import Ragged
 from support.stepping import describe, evidence_of, findings_of
 from support.streams import accumulated, gathered, sharded, with_replacement
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 def told_of_counts(counts_of, steps, width=4):
-    without = [NO_SAMPLES] * width
+    without = [[]] * width
     given = (gathered(t, without, micro_batches=counts_of(t)) for t in range(steps))
     return findings_of("data.micro_batches", given)
 
 
 def test_one_of_fewer_micro_batches_is_named_since_its_beginning_until_its_end():
     def counts(step):
-        epoch_end = step % 10 == 9
-        if epoch_end:
+        if step % 10 == 9:
             return [2, 2, 2, 1]
         return [4, 4, 3 if 30 <= step < 100 else 4, 4]
 
     told = told_of_counts(counts, 160)
-    assert {(one.severity, one.ranks, one.first_step) for one in told} == {
-        (Severity.WARNING, (2,), 30)
-    }
+    since = {(one.severity, one.ranks, one.first_step) for one in told}
+    assert since == {(Severity.WARNING, (2,), 30)}
     assert told[0].step - 30 < 45
     assert "since step 30: 3 on rank 2, 4 on the others" in told[0].explanation
     assert [one.status for one in told][-2:] == ["open", "closed"]
@@ -57,8 +53,7 @@ def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:
         none = Ragged.of([batch[:0] for batch in one.samples])
-        sent = {"samples_B": Ragged.of(one.samples), "rows_B": none}
-        Samples().combine(sent, one.workers)
+        Samples().combine({"samples_B": Ragged.of(one.samples), "rows_B": none}, one.workers)
     return findings_of("data.repeated_batches", given, plan)
 
 
@@ -128,20 +123,16 @@ def test_inputs_that_are_always_the_same_are_the_training_s_own():
 
 
 def test_batches_without_labels_and_small_ones_say_nothing():
-    weights = [64.0, 0.0]
-    assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
+    assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=[64.0, 0.0]) == []
     assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
 
 
 def test_processes_of_a_loader_that_read_the_whole_stream():
-    given = (
-        gathered(step, [[], []], loader_repeats=[step % 2 if step < 24 else 0] * 2)
-        for step in range(40)
-    )
+    repeats = [0, 1] * 12 + [0] * 16
+    given = (gathered(step, [[], []], loader_repeats=[n] * 2) for step, n in enumerate(repeats))
     found = findings_of("data.repeated_batches", given)
-    assert {(one.id, one.severity, one.ranks) for one in found} == {
-        ("loader-processes", Severity.WARNING, (0, 1))
-    }
+    kinds = {(one.id, one.severity, one.ranks) for one in found}
+    assert kinds == {("loader-processes", Severity.WARNING, (0, 1))}
     assert "each process reads the whole stream" in found[0].explanation
     assert found[0].step == 15
 
@@ -157,18 +148,14 @@ def found(num_steps=4, batches=PAIRS, by_loop=False, **columns):
     detector = DuplicateBatches(4, by_loop=by_loop)
     for step in range(num_steps):
         samples = [np.arange(4) + 1000 * step + 100 * number for number in batches]
-        values = {
-            name: np.array(value(step) if callable(value) else value)
-            for name, value in columns.items()
-        }
+        values = {n: value(step) if callable(value) else value for n, value in columns.items()}
         evidence = evidence_of(detector, StepReport(gathered(step, samples, **values), {}))
     return evidence
 
 
 def test_workers_that_share_the_work_on_each_sample_are_no_duplicates():
     assert found() == []
-    measured_at_first = found(grad_norm=lambda step: [np.nan] * 4 if step else NORMS)
-    assert measured_at_first == []
+    assert found(grad_norm=lambda step: [np.nan] * 4 if step else NORMS) == []
 
 
 def test_all_workers_of_a_loop_may_share_the_work_which_is_a_note():
@@ -210,22 +197,14 @@ def test_ids_of_the_training_alone_are_no_proof_where_losses_differ(columns, sev
     assert ("the ids are places in each rank's own shard" in describe(evidence)[0]) is doubtful
 
 
-def digest(batch):
-    """Return a digest that is blind to the order inside a batch, as the recorded one is."""
-    return hash(tuple(sorted(int(sample) for sample in batch)))
-
-
-def report_of(step, batches):
-    digests = [digest(batch) if len(batch) else MISSING_INT for batch in batches]
-    return summarize(gathered(step, batches, batch_digest=digests))
-
-
-def watch_order(detector, stream, num_steps, first=0, memory=None):
-    found = []
+def watch_order(detector, stream, num_steps, first=0):
+    reports = []
     for step, batches in enumerate(islice(stream, num_steps), start=first):
-        found += evidence_of(detector, report_of(step, batches), memory=memory)
-    for evidence in found:
-        describe(evidence)
+        sets = [frozenset(batch.tolist()) for batch in batches]
+        digests = [hash(own) if own else MISSING_INT for own in sets]
+        reports.append(summarize(gathered(step, batches, batch_digest=digests)))
+    found = evidence_of(detector, *reports)
+    assert all(map(describe, found))
     return found
 
 

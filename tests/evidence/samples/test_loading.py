@@ -57,8 +57,7 @@ def taken(probe, inputs):
 
 
 def test_samples_with_noise_are_those_of_the_loader(probe):
-    labels = torch.arange(24) % 3
-    for _, batch in DataLoader(TensorDataset(labels, data()), batch_size=4):
+    for _, batch in DataLoader(TensorDataset(torch.arange(24) % 3, data()), batch_size=4):
         rows = digest_inputs((batch,), {}).tolist()
         assert taken(probe, batch + torch.randn(4, 6)).tolist() == rows
 
@@ -294,12 +293,10 @@ def places_fed(probe, batches):
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_loader_s_places_are_those_of_its_sampler(probe, processes):
-    kept = processes > 0
     order = RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(3))
     expected = list(RandomSampler(range(ROWS), generator=torch.Generator().manual_seed(3)))
-    loader = DataLoader(
-        Pictures(), 8, sampler=order, num_workers=processes, persistent_workers=kept
-    )
+    options = {"num_workers": processes, "persistent_workers": processes > 0}
+    loader = DataLoader(Pictures(), 8, sampler=order, **options)
     other = iter(DataLoader(Pictures(), 8))  # of an evaluation
     for _ in range(2):
         next(other)
@@ -421,6 +418,5 @@ def test_laws_of_samples_hold_under_augmentation(tmp_path):
     for name in ("right", "one_order"):
         run = Run.open(tmp_path / name)
         found[name] = {one.cause for one in told(run, "data.").values()}
-        drawn = run.table("samples").column("samples").to_pylist()
-        assert set(chain(*drawn)) == {*range(ROWS)}
+        assert set(chain(*run.table("samples").column("samples").to_pylist())) == {*range(ROWS)}
     assert found == {"right": set(), "one_order": {"data.repeated_order"}}

@@ -2,7 +2,6 @@
 
 import copy
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,8 +42,7 @@ class Stream(IterableDataset):
     """Rows of one rank; nobody knows how many there are."""
 
     def __init__(self, rank, rows):
-        draw = torch.Generator().manual_seed(rank)
-        self.rows = torch.randn(rows, 6, generator=draw)
+        self.rows = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank))
 
     def __iter__(self):
         return iter(self.rows)
@@ -137,10 +135,9 @@ def test_a_training_that_begins_anew_is_judged_by_itself(runs, name, number, wha
     assert {f.severity for f in found.values()} == {Severity.NOTE}
     begun = (number - 1) * STEPS
     assert f"started again at step {begun} with {what}" in found["begun-anew"].explanation
-    assert found["data.duplicate_batches"].status == "closed"
-    assert found["data.duplicate_batches"].explanation.startswith(
-        f"Of the training before step {STEPS}: "
-    )
+    before = found["data.duplicate_batches"]
+    assert before.status == "closed"
+    assert before.explanation.startswith(f"Of the training before step {STEPS}: ")
     assert progress_of(run).earlier_steps == 0
     assert read_number(run.path / STATE_FILE, "num_steps") == STEPS
     assert {f.id: f for f in diagnose_run(run)} == found
@@ -173,8 +170,7 @@ def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
-    shard = 0 if "same" in way else rank
-    draws = torch.Generator().manual_seed(1 + shard)
+    draws = torch.Generator().manual_seed(1 + (0 if "same" in way else rank))
     for step in range(NUM_STEPS):
         pairs = torch.randint(32, (8, 2), generator=draws)
         if scope is not None and "named" in way:
@@ -204,6 +200,5 @@ def test_what_only_arms_the_hooks_is_no_sample(trained, way, causes, num_samples
     assert all(plain == watched for plain, watched in (rank[way] for rank in results))
     run = Run.open(folder / way)
     assert {finding.cause for finding in faults(run).values()} == causes
-    drawn = run.columns(Table.STEPS, "samples_drawn")["samples_drawn"]
-    assert np.nansum(drawn) == num_samples
+    assert np.nansum(run.columns(Table.STEPS, "samples_drawn")["samples_drawn"]) == num_samples
     assert run.columns(Table.STEPS, "observed")["observed"].all()

@@ -73,17 +73,12 @@ def shuffled_again(num_samples, steps, seed=7):
 def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop, together):
     length = -(-num_samples // (W * BATCH))
     at = epoch * length + stop
-    found = restart(
-        islice(epochs(num_samples), at),
-        islice(shuffled_again(num_samples, stop), 2 * length),
-        together=together,
-    )
+    after = islice(shuffled_again(num_samples, stop), 2 * length)
+    found = restart(islice(epochs(num_samples), at), after, together=together)
     assert found
-    assert {(one.cause, one.severity, one.key) for one in found} == {
-        ("data.resume_mismatch", Severity.ERROR, "")
-    }
-    assert found[0].ranks == tuple(range(W))
-    assert found[0].first_step == at
+    kinds = {(one.cause, one.severity, one.key) for one in found}
+    assert kinds == {("data.resume_mismatch", Severity.ERROR, "")}
+    assert (found[0].ranks, found[0].first_step) == (tuple(range(W)), at)
     assert found[0].numbers["epoch_began_at"] == epoch * length
     assert found[0].last_step < at + length
 
@@ -94,8 +89,7 @@ def test_one_worker_that_shuffles_again_is_named():
         for batches, odd in zip(good, shuffled_again(1024, 32), strict=False):
             yield [*batches[:2], odd[2], batches[3]]
 
-    found = restart(islice(epochs(1024), 32), islice(after(), 32))
-    assert found[-1].ranks == (2,)
+    assert restart(islice(epochs(1024), 32), islice(after(), 32))[-1].ranks == (2,)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +97,7 @@ def test_one_worker_that_shuffles_again_is_named():
 )
 def test_a_job_that_goes_on_is_silent(num_samples, at):
     stream = epochs(num_samples)
-    lost = at % 2
-    assert restart(islice(stream, at), islice(stream, lost, 120)) == []
+    assert restart(islice(stream, at), islice(stream, at % 2, 120)) == []
 
 
 @pytest.mark.parametrize(
@@ -129,9 +122,8 @@ def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells
 def test_a_few_steps_show_a_loader_that_began_again_where_most_rows_are_left(rows, steps, seen):
     batches = list(islice(epochs(2000), 100))
     found = restart(batches[:20], batches[:steps], rows=rows, lr=(falls(), falls()))
-    assert [(one.severity, one.key) for one in found] == [
-        (Severity.WARNING, "epoch-begun-again")
-    ] * seen
+    begun_again = (Severity.WARNING, "epoch-begun-again")
+    assert [(one.severity, one.key) for one in found] == [begun_again] * seen
     assert restart(batches[:20], batches[20:28], rows=rows) == []
 
 
@@ -155,19 +147,17 @@ STARTED, SAVED = StateKind.STARTED, StateKind.SAVED
 
 
 def held(step, kind, model, **more):
-    values = {"parameters: bits": model, **more}
     rows = (
         StateDifference(kind, f"optimizer: {name}", np.full(W, value), np.zeros(W, bool))
-        for name, value in values.items()
+        for name, value in {"parameters: bits": model, **more}.items()
     )
     return replace(step, differences=(*step.differences, *rows))
 
 
 def streamed(before, after, *, saved, started, state=None, more=True, together=3):
-    """Return the evidence of a job that reads a stream, by the steps after which it was saved.
+    """Return the evidence of a job that begins again with the model of step ``started``.
 
-    It begins again with the model of step ``started``, and with some ``state`` of its optimizer,
-    which had none at first; ``more``: whether its data had a rest.
+    ``state`` is that of its optimizer, which had none at first; ``more``: its data had a rest.
     """
     steps = [
         gathered(number, samples, loader_goes_on=[more or number != len(before) - 1] * W)
@@ -190,9 +180,7 @@ def streamed(before, after, *, saved, started, state=None, more=True, together=3
         (-1, {"momentum_buffer: held": 2}, Severity.ERROR),
     ],
 )
-def test_another_permutation_is_no_error_where_the_job_may_be_another_training(
-    started, state, severity
-):
+def test_another_permutation_is_no_error_in_another_training(started, state, severity):
     before, after = (list(islice(them, 32)) for them in (epochs(512), shuffled_again(512, 16)))
     found = streamed(before[:16], after, saved=[15], started=started, state=state)
     assert found
@@ -202,9 +190,7 @@ def test_another_permutation_is_no_error_where_the_job_may_be_another_training(
 
 @pytest.mark.parametrize("together", [1, 5])
 @pytest.mark.parametrize(("saved", "started"), [([37], 37), ([30, 37], 37), ([10, 30], 30)])
-def test_a_stream_that_begins_again_under_a_model_that_went_on_is_a_warning(
-    saved, started, together
-):
+def test_a_stream_that_begins_again_behind_its_model_is_a_warning(saved, started, together):
     batches = list(islice(epochs(2000), 38))
     [found] = streamed(batches, batches, saved=saved, started=started, together=together)
     assert (found.severity, found.key) == (Severity.WARNING, "epoch-begun-again")
@@ -247,12 +233,10 @@ def test_a_loader_that_went_further_back_than_its_checkpoint_is_a_warning():
 def test_the_same_order_in_each_epoch_is_no_restart_at_an_epochs_end(stop, seen):
     stream = list(islice(sharded(512, W, BATCH, reshuffle=False), 200))
     first = stop // 32 * 32
-    found = streamed(
-        stream[:stop], stream[first:][:12], saved=[stop - 1], started=stop - 1, more=False
-    )
-    assert [(one.severity, one.key) for one in found] == [
-        (Severity.WARNING, "epoch-begun-again")
-    ] * seen
+    after, at = stream[first:][:12], stop - 1
+    found = streamed(stream[:stop], after, saved=[at], started=at, more=False)
+    begun_again = (Severity.WARNING, "epoch-begun-again")
+    assert [(one.severity, one.key) for one in found] == [begun_again] * seen
 
 
 def test_a_large_epoch_is_followed_in_a_share_of_its_samples():

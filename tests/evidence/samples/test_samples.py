@@ -56,8 +56,7 @@ def test_digests_see_order_and_single_elements():
     changed = base.clone()
     changed[49] += 1
     prefix = base[:49]
-    batch = padded([base, swapped, changed, prefix, base], 50)
-    digests = digest_inputs((), batch).tolist()
+    digests = digest_inputs((), padded([base, swapped, changed, prefix, base], 50)).tolist()
     assert len(set(digests)) == 4
     assert digests[0] == digests[4]
 
@@ -103,9 +102,6 @@ class Opaque:
     __hash__ = None
 
 
-IMAGES = torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0))
-
-
 def test_token_ids_are_found_with_their_mask_wherever_they_are():
     batch = padded([tokens(1, 4), tokens(2, 6)], 9)
     expected = digest_inputs((), padded([tokens(1, 4), tokens(2, 6)], 6)).tolist()
@@ -125,8 +121,7 @@ def test_lists_of_one_tensor_per_sample():
     digests = digest_inputs((images, [{"boxes": torch.rand(2, 4)}] * 3), {}).tolist()
     assert len(set(digests)) == 3
     assert digest_inputs((images[::-1],), {}).tolist() == digests[::-1]
-    sequences = [tokens(1, 5), tokens(2, 7)]
-    assert len(digest_inputs((sequences,), {})) == 2
+    assert len(digest_inputs(([tokens(1, 5), tokens(2, 7)],), {})) == 2
 
 
 def test_lists_of_one_mapping_per_sample():
@@ -192,7 +187,6 @@ def collected(samples):
         [date(2026, 1, 2), PurePosixPath("x/1"), Decimal("1.5"), Colour.RED, 1.5],
         np.array(["2026-01-01", "2026-01-02"], "datetime64[D]"),
     ],
-    ids=str,
 )
 def test_ids_of_any_type_are_told_apart(ids):
     numbers = collected(ids)
@@ -204,13 +198,12 @@ def test_ids_of_any_type_are_told_apart(ids):
 @pytest.mark.parametrize(
     "samples",
     ["text", [{"a": 1}], [float("nan")], Broken()],
-    ids=["text", "list of dicts", "NaN", "broken"],
 )
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()
     for _ in range(3):
         meter.give(samples)
-        meter.see((IMAGES,), {})
+        meter.see((torch.rand(6, 5, 4),), {})
         assert not meter.named
         assert len(to_array(meter.collect())) == 6
     (record,) = caplog.records
@@ -226,7 +219,6 @@ def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, cap
         (torch.ones(2, 2, device="meta"),),
         (iter([torch.ones(2)]),),
     ],
-    ids=lambda inputs: type(inputs[0]).__name__,
 )
 def test_inputs_that_cannot_be_read_are_declined_in_one_line(inputs, caplog):
     meter = SampleMeter()
@@ -239,7 +231,6 @@ def test_inputs_that_cannot_be_read_are_declined_in_one_line(inputs, caplog):
         assert next(inputs[0]) is not None  # not consumed
 
 
-IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
@@ -249,7 +240,7 @@ def end(*idle):
 
 @pytest.mark.parametrize(("mask", "inside"), [(MASK, False), (MASK.bool(), True)])
 def test_length_and_padding_of_a_batch(mask, inside):
-    batch = {"input_ids": IDS, "attention_mask": mask}
+    batch = {"input_ids": torch.arange(12).reshape(3, 4), "attention_mask": mask}
     meter = LengthMeter()
     meter.on_inputs(*(((batch,), {}) if inside else ((), batch)))
     lengths = meter.collect(end())

@@ -59,9 +59,8 @@ def test_every_number_is_what_its_definition_says(what):
     length = float(tensor.double().norm())
     assert trace.norms_N[0] == pytest.approx(length, rel=1e-6)
     assert trace.sketches_NK.shape == (1, TRACE_WIDTH)
-    np.testing.assert_allclose(
-        trace.sketches_NK[0], expected_sketch("w", tensor), atol=1e-6 * length
-    )
+    expected = expected_sketch("w", tensor)
+    np.testing.assert_allclose(trace.sketches_NK[0], expected, atol=1e-6 * length)
 
 
 def distance(a, b, name):

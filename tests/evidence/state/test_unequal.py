@@ -29,7 +29,6 @@ from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
 W = 4
-ONE_SET = {"replica": np.zeros(W, np.int64)}
 
 
 def difference(kind, digests_W, *, name="head.weight", unchanged=()):
@@ -39,7 +38,7 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 
 
 def step(number, *found, **values):
-    values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
+    values = {name: np.array(value) for name, value in {"replica": [0] * W, **values}.items()}
     one = gathered(number, [[]] * W, **values)
     one = replace(one, differences=found, observed=True, reduced_copies=W)
     return StepReport(one, {})
@@ -81,7 +80,6 @@ def test_optimizer_state_counts_where_the_parameter_differs():
         ([5, 6, 7, 8], [("scratch-buffers", Severity.NOTE)]),
         ([1, 2, 3, 4], [("state.buffers_differ", Severity.ERROR)]),
     ],
-    ids=["counts", "a table"],
 )
 def test_buffers_that_no_checkpoint_holds_and_that_change_are_a_note(second, found):
     detector = UnequalState(W, unsaved=["head.weight"])
@@ -107,9 +105,8 @@ def test_norms_tell_at_once_that_nothing_is_reduced():
 
 
 def test_a_gradient_that_one_worker_scales_alone():
-    [found] = watch(
-        step(3, difference("applied", [1, 1, 1, 9]), applied_scale=[1.0, 1.0, 1.0, 0.25])
-    )
+    scaled = {"applied_scale": [1.0, 1.0, 1.0, 0.25]}
+    [found] = watch(step(3, difference("applied", [1, 1, 1, 9]), **scaled))
     assert (found.key, found.cause) == ("applied-scale", "state.parameters_differ")
     assert found.ranks == (3,)
     assert "0.25" in describe(found)[0]
@@ -223,15 +220,10 @@ def test_what_is_equal_or_has_one_owner_is_no_fault():
     assert watch(step(0, replica=np.full(W, np.iinfo(np.int64).min), **own)) == []
 
 
-class TestDifferences:
-    def digests(self, *kinds):
-        kinds = tuple(StateKind(kind) for kind in kinds)
-        names = tuple(f"tensor {i}" for i in range(len(kinds)))
-        zeros = np.zeros(len(kinds), np.int64)
-        return StateDigests(kinds, names, zeros, zeros.astype(bool))
-
-    def test_items_have_a_digest_of_their_own(self):
-        assert self.digests("parameter").items != self.digests("buffer").items
+def test_items_have_a_digest_of_their_own():
+    values = ("tensor",), np.zeros(1, np.int64), np.zeros(1, bool)
+    kinds = (StateKind.PARAMETER, StateKind.BUFFER)
+    assert len({StateDigests((kind,), *values).items for kind in kinds}) == 2
 
 
 def test_roles_that_differ_in_nothing_a_sentence_could_name_are_no_finding():
@@ -247,9 +239,8 @@ def test_averages_stay_known_in_steps_that_compare_frozen_parameters_alone():
     apart, own = difference("parameter", [1, 2, 3, 4]), difference("applied", [5, 6, 7, 8])
     columns = {"unreduced": [1] * W, "param_digest": [9] * W}
     detector = UnequalState(W)
-    assert {one.severity for one in evidence_of(detector, step(0, apart, own, **columns))} == {
-        Severity.ERROR
-    }
+    found = evidence_of(detector, step(0, apart, own, **columns))
+    assert {one.severity for one in found} == {Severity.ERROR}
     met = evidence_of(detector, step(1, own, **columns))
     assert {one.severity for one in met if one.key != "sync.gradients_differ"} == {Severity.NOTE}
     for number, found in ((2, ()), (3, (apart, own))):  # frozen ones, then the others again
@@ -369,8 +360,7 @@ def test_what_moves_in_the_forward_pass_is_counted():
 
 def test_frozen_parameters_are_a_warning_and_others_a_note():
     sent = [[("teacher.weight", 4, True), ("centre", 4, False)], []]
-    found = numbered(StateKind.PASSES, sent)
-    named = [(d.kind, d.name, d.digests_W.tolist()) for d in found]
+    named = [(d.kind, d.name, d.digests_W.tolist()) for d in numbered(StateKind.PASSES, sent)]
     assert named == [(StateKind.PASSES, name, [4, 0]) for name in ("teacher.weight", "centre")]
     frozen = difference("passes", [4, 4, 4, 4], name="teacher.weight", unchanged=range(4))
     once = difference("passes", [1, 1, 1, 1], name="other", unchanged=range(4))

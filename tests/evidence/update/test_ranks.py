@@ -91,8 +91,7 @@ def train(run_dir: str | None, one_asks: bool) -> list[bytes]:
     ]
     scope: Any = None
     if run_dir is not None:
-        at = [] if one_asks else [AT]
-        scope = watch(model, optimizers, run_dir=run_dir, verify_at=at)
+        scope = watch(model, optimizers, run_dir=run_dir, verify_at=[] if one_asks else [AT])
     torch.manual_seed(100 + mesh["dp"].get_local_rank())
     for step in range(STEPS):
         if one_asks and step == AT and dist.get_rank():

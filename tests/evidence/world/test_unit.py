@@ -20,13 +20,12 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         "main": True, "layout": 1, "names": ("a", "b"), "dtype": "float32", "divisor": 2.0,
         "wrapper": "fully_shard got a mesh", "axes": {}, "given_dir": "run", "seed": 0,
     }  # fmt: skip
-    readings = {
-        at: values + 1e-3 * (at * common + max(at - 1, 0) * moves * own) for at in (0, 1, 2, 4)
-    }
+    steps = {at: at * common + max(at - 1, 0) * moves * own for at in (0, 1, 2, 4)}
+    readings = {at: (values + 1e-3 * step).astype(np.float32) for at, step in steps.items()}
     return Unit(
         tuple(ranks),
         **{**taken, **more},
-        readings={at: one.astype(np.float32) for at, one in readings.items()},
+        readings=readings,
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
@@ -41,8 +40,7 @@ def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
 
 def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     own, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
-    elsewhere = dataclasses.replace(other, given_dir="member-1")
-    [note] = found([own], [elsewhere]).values()
+    [note] = found([own], [dataclasses.replace(other, given_dir="member-1")]).values()
     assert note.severity is Severity.NOTE
     [note] = found([own], [dataclasses.replace(other, seed=1)], seed=0).values()
     assert note.severity is Severity.NOTE

@@ -20,7 +20,7 @@ from rankscope.wrappers.clipping import rounding_of
 from rankscope.wrappers.find import FSDP2
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
 from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
-from rankscope.wrappers.ranks import ranks_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 
 _log = logging.getLogger("rankscope")
 
@@ -195,8 +195,7 @@ class _SquareMeter:
             gradient = parameter.tensor.grad
             if gradient is not None:
                 mix[place, len(norms)] = share
-                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                norms.append(torch.linalg.vector_norm(own).double())
+                norms.append(torch.linalg.vector_norm(local_of(gradient)).double())
         if not norms:
             return None
         return _Reading(copy_numbers(torch.stack(norms), torch.float64), mix[:, : len(norms)])

@@ -20,10 +20,8 @@ MOST_NAMES = 8
 class JoinedProbe(Probe):
     """Sends the number of parameters that have joined the training, and names of the first.
 
-    Args:
-        frozen: The model's parameters that are frozen at ``watch``, by name.
-        optimizer: The optimizer: parameters that it is given later have joined, too.
-        measured: The parameters whose gradients are measured.
+    ``frozen`` are those at ``watch``; what the optimizer is given later has joined, too. Gradients
+    of ``measured`` ones are measured already.
     """
 
     def __init__(

@@ -40,7 +40,6 @@ _MOST_LINES = 3
 
 _Line = tuple[int, ...]  # ranks of the job along an axis
 
-
 _HELD = 1
 _PLACED = 2
 
@@ -221,10 +220,9 @@ class MeshAxes(Director):
         verdict = self._verdicts.get(axis)
         if verdict is None:
             shared = parts_T[0].shared
+            first = self._first_step
             verdict = self._verdicts[axis] = (
-                AxisVerdict(axis, self._first_step)
-                if shared is None
-                else TieVerdict(axis, self._first_step, shared)
+                AxisVerdict(axis, first) if shared is None else TieVerdict(axis, first, shared)
             )
         for finding in verdict.observe(step, found, self._workers):
             self.publish(finding)
@@ -369,13 +367,10 @@ class AxisVerdict(_Verdict):
             )
             if fault.has_changed(fault.severity, everywhere):
                 apart = max(fault.apart.values())
-                finite = math.isfinite(apart)
-                fields = {
-                    "apart": f"by {apart:.2g} of their norm" if finite else "since some have none"
-                }
-                yield self._finding(
-                    cause, fault.severity, fault, workers, fields, everywhere=everywhere
-                )
+                by = f"by {apart:.2g} of their norm"
+                fields = {"apart": by if math.isfinite(apart) else "since some have none"}
+                severity = fault.severity
+                yield self._finding(cause, severity, fault, workers, fields, everywhere=everywhere)
 
 
 def _is_meant(one: Replicated) -> bool:

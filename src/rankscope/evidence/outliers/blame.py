@@ -118,7 +118,10 @@ def describe_fault(
     """Return a fault as evidence, after ``num_steps`` compared steps."""
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
-    cause, severity = _cause(fault), _severity(fault, num_workers)
+    cause = _cause(fault)
+    # a tie among many is more likely meant (domains) than a fault
+    harmless = fault.absorbed or (fault.tie and num_workers > 3)
+    severity = Severity.NOTE if harmless else Severity.WARNING
     factor = _FACTOR if _has_common_factor(fault, num_workers) else ""
     check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
     differ, stand = ("differs", "stands") if one else ("differ", "stand")
@@ -169,12 +172,6 @@ def _cause(fault: Fault) -> str:
     return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
 
 
-def _severity(fault: Fault, num_workers: int) -> Severity:
-    """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
-    harmless = fault.absorbed or (fault.tie and num_workers > 3)
-    return Severity.NOTE if harmless else Severity.WARNING
-
-
 def _has_common_factor(fault: Fault, num_workers: int) -> bool:
     """Return whether each worker's loss and gradient norm differ by the same large factor."""
     factors = [_factors_of_totals(traces, num_workers) for traces in fault.traces.values()]
@@ -201,7 +198,11 @@ def _what(fault: Fault, num_workers: int) -> str:
     """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``."""
     pair = num_workers == 2
     found: dict[str, str] = {}
-    for worker in sorted(fault.active or fault.ranks, key=lambda w: -_strength(fault.traces[w])):
+    strength = {
+        worker: max((trace.log_evidence for _, trace in fault.traces[worker]), default=0.0)
+        for worker in fault.active or fault.ranks
+    }
+    for worker in sorted(strength, key=lambda w: -strength[w]):
         traces = fault.traces[worker]
         of_totals = [pair for pair in traces if not pair[0].group]
         for signal, trace in of_totals or traces[:1]:
@@ -209,10 +210,6 @@ def _what(fault: Fault, num_workers: int) -> str:
             whose = f" ({name_ranks([worker])})" if fault.tie and not pair else ""
             found.setdefault(signal.name, _phrase(signal, trace, size) + whose)
     return ", ".join(found.values()) or "too little by now to tell"
-
-
-def _strength(traces: Traces) -> float:
-    return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
 def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
@@ -265,10 +262,8 @@ def _where(groups: Sequence[str], fault: Fault) -> str:
 
 def _host(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return a sentence when the workers are those of one host among several."""
-    if len(set(hosts)) < 2 or len(ranks) < 2:
-        return ""
-    mine = {hosts[rank] for rank in ranks}
-    if len(mine) > 1:
+    mine = {hosts[rank] for rank in ranks} if len(set(hosts)) > 1 and len(ranks) > 1 else set()
+    if len(mine) != 1:
         return ""
     (host,) = mine
     everyone = "all" if len(ranks) == list(hosts).count(host) else "some"

@@ -14,7 +14,7 @@ Legend of shapes: S signals, W workers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,13 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.canary import CanaryCause, judge, results_of
-from rankscope.bus.detector import (
-    Check,
-    CheckedRun,
-    Detector,
-    FaultEvidence,
-    RunFacts,
-)
+from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
 from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
@@ -52,13 +46,8 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
-from rankscope.stats.bets import (
-    AMOUNTS,
-    AT_ONCE,
-    OUTLIERS,
-    alarm_level,
-)
+from rankscope.stats.arrays import Bools, Floats, Ints
+from rankscope.stats.bets import AMOUNTS, AT_ONCE, OUTLIERS, alarm_level
 from rankscope.stats.draws import SortedMap
 from rankscope.stats.state import State, Stateful
 
@@ -112,20 +101,13 @@ class UnequalAmounts(_OfWholeSamples):
         workers = step.gathered.workers
         # The amount of a repeated batch is no new draw.
         usable_W = step.recurrence.ages_W == 0
-        values_SW, different = self._levels(workers, usable_W)
-        self._amounts.see(values_SW, usable_W, step.gathered.step, different=different)
-        return self._find(step.gathered)
-
-    def _levels(
-        self, workers: Mapping[str, NDArray[np.generic]], usable_W: Bools
-    ) -> tuple[Floats, bool]:
-        """Return the values of all signals, and whether some differ from most."""
         signals = self._amounts.signals
         values_SW = np.array([_known(workers[signal.name], signal.name) for signal in signals])
         values_SW[:, ~usable_W] = np.nan
         rows = zip(values_SW, signals, strict=True)
         differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
-        return values_SW, any(differ)
+        self._amounts.see(values_SW, usable_W, step.gathered.step, different=any(differ))
+        return self._find(step.gathered)
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
@@ -256,7 +238,9 @@ class WorkerOutliers(_OfWholeSamples):
         self._see_canary(step.gathered)
         self._tokens.see(step.gathered.workers["loss_weight"])
         found = self._find(step.gathered)
-        gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
+        z_SW = self._totals.test.z_SU.copy()
+        z_SW[:, list(self.flagged)] = 0
+        gross = self._gross.observe(z_SW, step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
 
@@ -265,9 +249,7 @@ class WorkerOutliers(_OfWholeSamples):
         fields = {**evidence.fields, "tokens": self._tokens.words(fault.ranks)}
         named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
         zeros = self._zeros.find()
-        if fault.absorbed or named.isdisjoint(
-            group for groups in zeros.values() for group in groups
-        ):
+        if fault.absorbed or named.isdisjoint(each for some in zeros.values() for each in some):
             return replace(evidence, fields=fields)
         many = self._parts_of_sequences  # which others than shards of different kinds explain
         words = {"zeros": in_words(zeros, self._zeros.steps), "check": what_to_check(zeros)}
@@ -291,14 +273,6 @@ class WorkerOutliers(_OfWholeSamples):
             if alone or (fault in ties and suspect in fault.active):
                 fault.agreed = gathered.step
                 fault.reported_count = 0  # report it again
-
-    def _z_of_unsuspected(self) -> Floats32:
-        z_SW = self._totals.test.z_SU
-        flagged = list(self.flagged)
-        if flagged:
-            z_SW = z_SW.copy()
-            z_SW[:, flagged] = 0
-        return z_SW
 
     def restore(self, state: State) -> None:
         """Continue from the state of another detector, with the groups that it compares."""
@@ -401,11 +375,8 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     run.flagged.now = lambda: outliers.flagged
     run.flagged.steadily = lambda: outliers.steadily_flagged
     run.flagged.left_out = lambda: outliers.not_compared
-    return (
-        outliers,
-        UnequalAmounts(run.num_workers, run.hosts),
-        AlikePairs(run.num_workers, run.flagged.left_out),
-    )
+    amounts = UnequalAmounts(run.num_workers, run.hosts)
+    return outliers, amounts, AlikePairs(run.num_workers, run.flagged.left_out)
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:

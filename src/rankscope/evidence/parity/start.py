@@ -20,8 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
 from rankscope.evidence.parity.figures import Part, part_of
-from rankscope.evidence.parity.held import HeldElements, is_dealt_out, is_partitioned, stored
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import (
+    HeldElements,
+    Naming,
+    is_dealt_out,
+    is_partitioned,
+    stored,
+)
 from rankscope.files import write_error
 from rankscope.gradients.names import canonical_name
 

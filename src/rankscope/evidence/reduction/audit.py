@@ -137,8 +137,7 @@ class ReductionAudit(Detector):
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
         may_be_lost_G = local_G & ~self._may_overflow(gathered)
-        reduced_W = gathered.workers.get("reduced_norm")
-        if reduced_W is None or not np.isfinite(reduced_W).all():
+        if not np.isfinite(gathered.workers["reduced_norm"]).all():
             residuals_WG = _with_lost(residuals_WG, may_be_lost_G, histories)
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -170,13 +169,9 @@ class ReductionAudit(Detector):
         Loss scaling relies on it. A sum of gradients that were far smaller did not overflow.
         """
         narrow_G = np.array([self._expected.type_of(n) == "float16" for n in gathered.groups], bool)
-        if not narrow_G.any() or "grad_max" not in gathered.workers:
-            return narrow_G
         scale = common_scale(gathered)  # recorded gradients are without it
         largest = float(gathered.workers["grad_max"].sum()) * (1.0 if np.isnan(scale) else scale)
-        if largest < _LARGEST_FLOAT16 / 2:
-            return np.zeros_like(narrow_G)
-        return narrow_G
+        return np.zeros_like(narrow_G) if largest < _LARGEST_FLOAT16 / 2 else narrow_G
 
     def _check_workers(self, now: _Step) -> Iterable[str]:
         """Find workers whose result errs though that of most others does not."""

@@ -316,14 +316,11 @@ class FrozenDiffer(Detector):
                 self._names += [name] if ranks and name not in self._names else []
                 odd.update(ranks)
         if odd:
-            self._fault.see(step.gathered.step, odd)
-            yield self._fault.evidence(
-                FROZEN_DIFFER,
-                Severity.WARNING,
-                self._fault.ranks,
-                {"names": shortened(self._names, 3)},
-                {"steps": self._fault.count, "names": self._names[:64]},
-            )
+            fault = self._fault
+            fault.see(step.gathered.step, odd)
+            fields = {"names": shortened(self._names, 3)}
+            numbers = {"steps": fault.count, "names": self._names[:64]}
+            yield fault.evidence(FROZEN_DIFFER, Severity.WARNING, fault.ranks, fields, numbers)
 
 
 MOST_AGAIN = 4

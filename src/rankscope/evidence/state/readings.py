@@ -28,6 +28,9 @@ from rankscope.gradients.kernels.bits import NUMBERS, Parts, native_sum
 from rankscope.gradients.kernels.flat import check_memory
 from rankscope.gradients.kernels.many import DeviceParts, Launched, device_reader
 
+UNREADABLE = word_of("cannot be read")
+"""Stands for the digest of a tensor that cannot be read."""
+
 _MASK = (1 << 64) - 1
 _bytes_of = attrgetter("nbytes")
 _dtype_of = attrgetter("dtype")
@@ -111,10 +114,10 @@ class PendingDigests:
         self._words.append(word)
         self._parts += (0, 0, 0)
 
-    def add_unreadable(self, word: int) -> None:
-        """Add a digest that stands for an unreadable tensor; its sum of squares is NaN."""
+    def add_unreadable(self) -> None:
+        """Add what stands for an unreadable tensor; its sum of squares is NaN."""
         self._squares.append((len(self._words), math.nan))
-        self.add_word(word)
+        self.add_word(UNREADABLE)
 
     def forget(self, length: int) -> None:
         """Drop the parts after the first ``length``; only words may be added afterwards."""
@@ -140,7 +143,7 @@ class PendingDigests:
     def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
         if of_host is None:
             of_host = list(self._words), [0.0] * len(self._words)
-        launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
+        launched = [one for parts in self._devices.values() for one in parts.launch()]
         return PendingReading(*of_host, launched, self._single, self._squares)
 
     def _add_single(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:

@@ -27,13 +27,9 @@ HEALED_AFTER = 128
 
 AVERAGES = "averages-differ"
 
-_AVERAGED = frozenset(
-    (
-        "sync.not_reduced",
-        "sync.gradients_differ",
-        "state.parameters_differ",
-        "state.optimizer_differs",
-    )
+_AVERAGED = (
+    *("sync.not_reduced", "sync.gradients_differ"),
+    *("state.parameters_differ", "state.optimizer_differs"),
 )
 """What differs from average to average of the parameters, where each worker trains alone."""
 
@@ -324,20 +320,17 @@ class _Averages(Stateful):
             apart = by_kind.get(StateKind.PARAMETER, set())
             own = by_kind.get(StateKind.REDUCED, set()) | by_kind.get(StateKind.APPLIED, set())
             if not apart and own & self._apart:
-                self._see(number)
+                before = self._last if self._count else self._first - 1
+                self._steps = max(self._steps, number - before)
+                self._last = number
+                self._count += 1
+                self.open = True
             elif apart and self._first < 0:
                 self._first = number
             self._apart = apart
         if self.open:
             self.open = number - self._last <= _PATIENCE * self._steps + HEALED_AFTER
         return self.open != was_open
-
-    def _see(self, number: int) -> None:
-        before = self._last if self._count else self._first - 1
-        self._steps = max(self._steps, number - before)
-        self._last = number
-        self._count += 1
-        self.open = True
 
     def fields(self) -> Mapping[str, object]:
         """Return what the templates of notes say of averages."""
@@ -422,11 +415,20 @@ _ALL_APART = {"apart": "differ from worker to worker", "is_apart": "differs from
 
 
 def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
-    """Return a step with the differences that count in a training whose own loop reduces."""
+    """Return a step with the differences that count in a loop that reduces by itself.
+
+    Its optimizer may reduce: that gets gradients that differ, and its state differs where it keeps
+    shares.
+    """
+    found = gathered.differences
     if places_W is not None:
-        differences = tuple(d for d in gathered.differences if d.minority_ranks(places_W))
-        gathered = replace(gathered, differences=differences)
-    return replace(gathered, differences=_where_parameters_differ(gathered))
+        found = tuple(d for d in found if d.minority_ranks(places_W))
+    names = {d.name for d in found if d.kind is StateKind.PARAMETER}
+    left_out = {StateKind.REDUCED, StateKind.APPLIED}
+    if any(d.kind in left_out and d.name not in names for d in found):  # the optimizer reduces
+        left_out.add(StateKind.OPTIMIZER)
+    kept = tuple(d for d in found if d.name in names or d.kind not in left_out)
+    return replace(gathered, differences=kept)
 
 
 def _trained_by_place(gathered: GatheredStep) -> tuple[str, ...]:
@@ -449,22 +451,6 @@ def _layouts(step: Step) -> Iterable[_Seen]:
     if odd:
         words = "names, shapes or types"
         yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
-
-
-def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
-    """Return the differences in a step of a loop that reduces by itself, or by its optimizer.
-
-    An optimizer that reduces gets gradients that differ; its state differs where it keeps shares.
-    """
-    names = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
-    gradients = (StateKind.REDUCED, StateKind.APPLIED)
-    by_optimizer = any(d.kind in gradients and d.name not in names for d in gathered.differences)
-    return tuple(
-        d
-        for d in gathered.differences
-        if d.name in names
-        or not (d.kind in gradients or (d.kind is StateKind.OPTIMIZER and by_optimizer))
-    )
 
 
 def _changed_later(

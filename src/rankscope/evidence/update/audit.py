@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
 from rankscope.evidence.canary.layout import layout_of
@@ -148,11 +149,7 @@ class UpdateAudit:
             self._num_parameters += total
             met = [one for one in chosen if self._have_met(one.parameter)]
             self._watches[id(optimizer)] = [
-                _Watch(
-                    one,
-                    copies.get(id(one.parameter)),
-                    local_of(one.parameter.detach()).clone(),
-                )
+                _Watch(one, copies.get(id(p := one.parameter)), local_of(p.detach()).clone())
                 for one in met
             ]
             if chosen and not met:
@@ -301,11 +298,11 @@ class UpdateAudit:
         return PartOfUpdate(
             name=chosen.name,
             optimizer=type(optimizer).__name__,
-            dtype=_type_of(parameter),
+            dtype=dtype_name(parameter.dtype),
             shared=is_shared(parameter),
             learning_rate=_number(group.get("lr")),
             decay=_number(group.get("weight_decay")),
-            copied_to="" if watch.copied_to is None else _type_of(watch.copied_to),
+            copied_to="" if watch.copied_to is None else dtype_name(watch.copied_to.dtype),
             random=watch.random,
             alone=tuple(watch.trials),
             numbers=numbers,
@@ -442,10 +439,6 @@ def _form(value: Any) -> list[object]:
     layout = value.placements if isinstance(value, DTensor) else None
     shape = tuple(value.shape) if layout is not None else value.numel() == 1
     return [shape, str(value.dtype), repr(layout)]
-
-
-def _type_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _number(value: object) -> float:

@@ -259,13 +259,9 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
     if wrapped.kind is FSDP2:
         groups = [
-            (
-                one[0].group.ranks,
-                [(p.name, p.tensor) for p in one],
-                one[0].group.divisor,
-                outer_axes(one),
-            )
+            (group.ranks, [(p.name, p.tensor) for p in one], group.divisor, outer_axes(one))
             for one in parameters_by_mesh(wrapped.wrapper)
+            for group in (one[0].group,)
         ]
     found = []
     for members, named, divisor, axes in groups:

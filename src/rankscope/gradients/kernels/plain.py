@@ -130,12 +130,9 @@ class _HostSums:
             self._squared_norm += float(squares.sum())  # in pairs: errs by 1e-7
             self._largest = max(self._largest, largest)  # keeps a NaN
         elif largest != 0 or chunk.any():
-            self._add_exactly(chunk)
-
-    def _add_exactly(self, chunk: Tensor) -> None:
-        self._squared_norm += float(chunk.double().square_().sum())
-        self._nonfinite += len(chunk) - int(chunk.isfinite().sum())
-        self._largest = float(chunk.abs().amax().float().clamp_min(self._largest))
+            self._squared_norm += float(chunk.double().square_().sum())
+            self._nonfinite += len(chunk) - int(chunk.isfinite().sum())
+            self._largest = float(chunk.abs().amax().float().clamp_min(self._largest))
 
     def store(self, into: GradientTotals, group: int) -> None:
         """Add the sums to one group's totals."""

@@ -162,13 +162,10 @@ def test_nothing_that_cannot_be_read_raises_and_it_is_told(monkeypatch, caplog):
     meter = StateMeter(model, stubborn, replicated=True)
     state, values = look(meter, 0)
     assert values.keys() >= {"param_digest", "optimizer_digest"}
-    monkeypatch.setattr(
-        readings, "lies_in_memory", lambda *_: (_ for _ in ()).throw(RuntimeError("no bits"))
-    )
+    monkeypatch.setattr(readings, "lies_in_memory", lambda *_: [].pop())  # it raises
     state, _ = train(model, optimizer, meter, 1)
     assert len(set(of(state, StateKind.PARAMETER).values())) == 1
-    broken = StateMeter(None, optimizer, replicated=True)
-    state, values = look(broken, 0)
+    state, values = look(StateMeter(None, optimizer, replicated=True), 0)
     assert state.names == ()
     assert values == {}
     told, about_the_model = [record.getMessage() for record in caplog.records]  # once a meter
@@ -289,8 +286,7 @@ def test_parts_have_the_digests_of_single_tensors():
         reading.add(*part)
     reading.add_word(17)
     digests, squares = reading.begin().read()
-    expected = [digest_bits(*part).known % 2**64 for part in parts]
-    assert digests == [*expected, 17]
+    assert digests == [*[digest_bits(*part).known % 2**64 for part in parts], 17]
     assert squares == [0.0] * len(digests)
 
 

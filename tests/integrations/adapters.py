@@ -1,9 +1,13 @@
-"""What the tests of all adapters share: a training's data, and what two runs recorded."""
+"""What the tests of all adapters share: data, runs, and the blocks and examples of their pages."""
 
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from documentation.framework_blocks import run_framework
+from documentation.framework_examples import assert_example_ran, examples, run_examples
+from documentation.framework_pages import assert_block_ran, python_blocks
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from support.loops import PLAN
@@ -30,7 +34,6 @@ def metrics(run, *, without=()):
 
 
 def assert_same_metrics(run, reference, *, without=(), status="complete"):
-    """Assert that two runs recorded the same, to the last digit."""
     found, expected = metrics(run, without=without), metrics(reference, without=without)
     assert (run.status, reference.status) == (status, "complete")
     assert len(expected[Table.STEPS, "step"]) > 0
@@ -47,3 +50,26 @@ def loud(run):
 def bits(module):
     state = module.state_dict().items()
     return {name: value.detach().numpy().tobytes() for name, value in state}
+
+
+def run_pages(folder, *pages, before=lambda: None):
+    results = {}
+    for page in pages:
+        results |= run_framework(page, folder) | run_examples(page, folder, before)
+    return results
+
+
+def hold_pages(*pages):
+    """Return two tests of a job whose ranks return what became of ``pages``."""
+    blocks = [block for page in pages for block in python_blocks(page)]
+    commands = [command for page in pages for command in examples(page)]
+
+    @pytest.mark.parametrize("block", blocks, ids=lambda block: f"{block.page}: {block.first}")
+    def test_a_block_of_a_page_runs(trained, block):
+        assert_block_ran(block, [rank["pages"] for rank in trained[0]])
+
+    @pytest.mark.parametrize("command", commands, ids=str)
+    def test_an_example_of_a_page_runs(trained, command):
+        assert_example_ran(command, [rank["pages"] for rank in trained[0]])
+
+    return test_a_block_of_a_page_runs, test_an_example_of_a_page_runs
