@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedLM(nn.Module):
-    """Two blocks in checkpoints: the second is used twice if "shared"; one is around "everything"."""
+    """Two blocks in checkpoints: "shared" uses the second one twice; one is around "everything"."""
 
     def __init__(self, kind):
         super().__init__()

@@ -159,7 +159,8 @@ class PairResult:
     batch) and ``evaluation`` (on held-out samples, at the result's ``evaluated``) are second minus
     first. Each of ``layers`` is ``{group, first_step, distance}``: when its bits first differed
     (None: never), and its relative distance in the end. ``growth`` is None when fewer than
-    ``MIN_POINTS`` distances are positive; ``skipped`` are the steps that the scaler of the loss left out.
+    ``MIN_POINTS`` distances are positive; ``skipped`` are the steps that the scaler of the loss
+    left out.
     """
 
     name: str
