@@ -83,13 +83,8 @@ def test_bad_input_is_said_in_one_line(command, tmp_path):
     write_training(tmp_path / "torn", Training(steps=3))
     torn = next((tmp_path / "torn" / "workers").glob("*.parquet"))
     torn.write_bytes(torn.read_bytes()[:-20])
-    for other, words in (
-        ("absent", "no run directory"),
-        ("nothing", "no run.json"),
-        ("empty", "no recorded step"),
-        ("torn", "it is damaged"),
-        ("a", "are one run"),
-    ):
+    told = {"absent": "no run directory", "nothing": "no run.json", "torn": "it is damaged"}
+    for other, words in {**told, "empty": "no recorded step", "a": "are one run"}.items():
         code, printed, errors = command(run, tmp_path / other)
         assert code == 2
         assert not printed

@@ -26,17 +26,8 @@ def one(results, name):
 
 
 def worker(**changes):
-    usual = {
-        "host": "a",
-        "launched": True,
-        "world_size": 4,
-        "device": "cpu",
-        "device_kind": "cpu",
-        "device_name": "CPU",
-        "device_id": "",
-        "devices": 0,
-        "tasks": None,
-    }
+    device = {"device": "cpu", "device_kind": "cpu", "device_name": "CPU", "device_id": ""}
+    usual = {"host": "a", "launched": True, "world_size": 4, "devices": 0, "tasks": None, **device}
     return {**usual, **changes}
 
 
@@ -263,12 +254,9 @@ def test_batches_of_all_ranks_are_compared(name, changes, status, words):
 
 
 def looked_at(batches):
-    bench = SimpleNamespace(
-        functions={"loader": lambda: batches},
-        options=SimpleNamespace(batches=100, seconds=60.0),
-        place=SimpleNamespace(num_ranks=2),
-        batch=None,
-    )
+    options, place = SimpleNamespace(batches=100, seconds=60.0), SimpleNamespace(num_ranks=2)
+    functions = {"loader": lambda: batches}
+    bench = SimpleNamespace(functions=functions, options=options, place=place, batch=None)
     return look(bench)
 
 

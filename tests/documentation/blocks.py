@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-    ]
-)
+_ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = sorted(path for path in _ALL if path.name != "CHANGELOG.md")
 PROGRAMS = ("rankscope", "torchrun", "make", "pip", "python", "python3", "duckdb")
 SHELLS = ("sh", "bash", "console", "shell")
 _ENVIRONMENT = re.compile(r"^([A-Z_]+=\S+ +)+")

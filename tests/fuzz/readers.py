@@ -60,12 +60,10 @@ def make(folder: Path) -> dict[str, Path]:
     save_bundle(folder, bundle)
     (folder / "replay" / bundle.name).rename(folder / "bundle")
     rows = [{"instruction": f"Say {i}", "input": "", "output": str(i)} for i in range(5000)]
-    for name, text in (
-        ("data", json.dumps(rows[:40])),
-        ("plan", json.dumps({"learning_rate": [0.1, 0.2], "repeats": True, "seed": 3})),
-    ):
+    plan = {"learning_rate": [0.1, 0.2], "repeats": True, "seed": 3}
+    for name, content in {"data": rows[:40], "plan": plan}.items():
         (folder / name).mkdir()
-        (folder / name / f"{name}.json").write_text(text)
+        (folder / name / f"{name}.json").write_text(json.dumps(content))
     return {name: folder / name for name in ("run", "copied", "study", "bundle", "data", "plan")}
 
 

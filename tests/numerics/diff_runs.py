@@ -122,13 +122,8 @@ def _train(training: Training, step: int, recorded: int, parameters: Tensors) ->
     norms = [_norm(gradient) for gradient in locals_]
     one = gathered(recorded, batches, loss=losses, grad_norm=norms, **columns)
     trace = _trace({StateKind.REDUCED: reduced, StateKind.PARAMETER: parameters})
-    return replace(
-        one,
-        time=1e9 + recorded,
-        observed=True,
-        differences=_differences(training, recorded),
-        trace=trace if training.traced else None,
-    )
+    told, seen = _differences(training, recorded), trace if training.traced else None
+    return replace(one, time=1e9 + recorded, observed=True, differences=told, trace=seen)
 
 
 def _differences(training: Training, step: int) -> tuple[StateDifference, ...]:

@@ -61,7 +61,7 @@ def where(comparison):
     ],
     ids=["nothing", "order", "data", "initialisation", "learning rate"],
 )
-def test_what_differs_is_told_with_its_class_and_first_step(
+def test_what_differs_is_told_with_class_and_step(
     base, tmp_path, traced, changes, kind, place, words
 ):
     found = compare(base, tmp_path, traced=traced, **changes)

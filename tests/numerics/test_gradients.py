@@ -83,11 +83,8 @@ def test_a_damaged_file_holds_no_arrays(tmp_path, damage):
 
 
 def snippet():
-    [code] = [
-        code
-        for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-        if "def save_local_gradients" in code
-    ]
+    codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    [code] = [each for each in codes if "def save_local_gradients" in each]
     names = {}
     exec(code, names)
     return names["save_local_gradients"]

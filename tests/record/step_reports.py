@@ -30,12 +30,11 @@ def filled(value, dtype):
 
 
 def local_values(step, num_workers):
-    return {
-        s.name: np.array(
-            [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
-        )
-        for s in columns_of(Table.WORKERS, Source.LOCAL)
-    }
+    ranks, columns = range(num_workers), {}
+    for s in columns_of(Table.WORKERS, Source.LOCAL):
+        values = [filled(cell(s, step, rank), s.dtype) for rank in ranks]
+        columns[s.name] = np.array(values, NUMPY[s.dtype])
+    return columns
 
 
 def make_cosines(step, num_workers):

@@ -40,15 +40,9 @@ def by_hand(path, name, width):
         known = np.isfinite(part)
         counts = np.where(known.any(axis=0), known.sum(axis=0), np.nan)
         part = np.where(known, part, np.nan)
-        rows.append(
-            (
-                steps_T[inside][0],
-                steps_T[inside][-1],
-                np.nansum(part, axis=0) / counts,
-                np.fmin.reduce(part),
-                np.fmax.reduce(part),
-            )
-        )
+        ends = steps_T[inside][[0, -1]]
+        mean = np.nansum(part, axis=0) / counts
+        rows.append((*ends, mean, np.fmin.reduce(part), np.fmax.reduce(part)))
     return [np.array(column) for column in zip(*rows, strict=True)]
 
 

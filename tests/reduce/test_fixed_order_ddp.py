@@ -98,11 +98,8 @@ def refuse_all(rank: int) -> None:
     native._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     refuse(native, "one that has a hook")
     waiting = nn.Linear(3, 3)
-    delayed = DistributedDataParallel(
-        waiting,
-        delay_all_reduce_named_params=[("bias", waiting.bias)],
-        param_to_hook_all_reduce=waiting.weight,
-    )
+    late = {"delay_all_reduce_named_params": [("bias", waiting.bias)]}
+    delayed = DistributedDataParallel(waiting, param_to_hook_all_reduce=waiting.weight, **late)
     refuse(delayed, "got delay_all_reduce_named_params")
     refuse(nn.Linear(3, 3), "got Linear")
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))

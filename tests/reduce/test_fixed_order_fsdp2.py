@@ -54,11 +54,8 @@ TWO_REPLICAS = {"HSDP": mode_named("HSDP"), "HSDP half reduced": mode_named("HSD
 
 
 def reduced_by_name(session):
-    return {
-        name: parameter.grad.full_tensor().numpy().ravel()
-        for name, parameter in session.model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = session.model.named_parameters()
+    return {n: p.grad.full_tensor().numpy().ravel() for n, p in named if p.grad is not None}
 
 
 def reduce_fsdp2(rank, mode):

@@ -29,14 +29,8 @@ def test_numbers_are_written_as_they_are_read(value, words):
 @pytest.mark.parametrize("loss_std", [0.192, 3.1e-5, 7.0])
 @pytest.mark.parametrize("ratio", [0.021, 12.7])
 def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(loss_std, ratio):
-    values = {
-        "loss_std": loss_std,
-        "dispersion_ratio": ratio,
-        "dispersion_ratio_low": 0.9 * ratio,
-        "dispersion_ratio_high": 1.1 * ratio,
-        "num_workers": 4,
-        "steps": 60,
-    }
+    values = {"loss_std": loss_std, "dispersion_ratio": ratio, "num_workers": 4, "steps": 60}
+    values |= {"dispersion_ratio_low": 0.9 * ratio, "dispersion_ratio_high": 1.1 * ratio}
     tile = next(tile for tile in tiles(values) if tile["label"] == "Loss dispersion")
     told, explained = re.findall(r"[0-9][0-9.,e-]*", tile["note"])
     observed, expected = (float(text.replace(",", "")) for text in (tile["value"], explained))

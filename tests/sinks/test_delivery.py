@@ -225,9 +225,7 @@ def test_a_command_gets_the_finding_on_its_input_and_in_its_environment(tmp_path
     assert told() == []
 
 
-def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(
-    tmp_path, told, monkeypatch
-):
+def test_one_that_reads_to_the_end_ends_while_a_fork_holds_all_files(tmp_path, told, monkeypatch):
     forks = []
 
     class Forking(subprocess.Popen):

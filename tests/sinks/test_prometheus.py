@@ -36,11 +36,8 @@ def serve(tmp_path):
 def scrape(sink):
     with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return {(one.name, *sorted(one.labels.items())): one.value for one in samples}
 
 
 def known(name, *labels):
@@ -62,9 +59,8 @@ def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
     for signal in base.WORKER_SIGNALS:
         spread = values.spread(signal.name)
         if spread is not None:
-            for which, value in zip(
-                base.SPREAD, (spread.low, spread.mean, spread.high), strict=True
-            ):
+            ends = (spread.low, spread.mean, spread.high)
+            for which, value in zip(base.SPREAD, ends, strict=True):
                 expected[known(f"workers_{signal.name}", ("over", which))] = value
         for rank, value in values.by_rank(signal.name).items():
             expected[known(f"worker_{signal.name}", ("rank", str(rank)))] = value

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -161,13 +162,8 @@ def client(tmp_path, monkeypatch):
 
 
 def metrics(client, run):
-    return {
-        name: [
-            (point.step, point.timestamp, point.value)
-            for point in client.get_metric_history(run.info.run_id, name)
-        ]
-        for name in run.data.metrics
-    }
+    history = partial(client.get_metric_history, run.info.run_id)
+    return {n: [(p.step, p.timestamp, p.value) for p in history(n)] for n in run.data.metrics}
 
 
 def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
@@ -232,12 +228,8 @@ read = {
 }
 (folder / "read.json").write_text(json.dumps(read, default=str))
 """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["TRACKIO_DIR"] = str(tmp_path / "trackio")
     command = [sys.executable, "-c", script, str(tmp_path)]
     subprocess.run(command, capture_output=True, env=environment, check=True)
     read = json.loads((tmp_path / "read.json").read_text())

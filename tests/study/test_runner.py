@@ -202,11 +202,8 @@ def test_another_number_of_ranks_than_of_workers(study, command, tmp_path, monke
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "one"}
     for name, value in {**sizes, **address}.items():
         monkeypatch.setenv(name, value)
-    assert command(*study.arguments(tmp_path / "out", {})) == (
-        2,
-        "",
-        "rankscope: torchrun started 1 ranks, the study has --workers 2; make them equal\n",
-    )
+    words = "torchrun started 1 ranks, the study has --workers 2; make them equal"
+    assert command(*study.arguments(tmp_path / "out", {})) == (2, "", f"rankscope: {words}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -207,12 +207,9 @@ def make_step(t, batches, observed):
         step_seconds=rng.normal(0.11, 0.001, width),
         lr=np.full(width, 1e-3),
     )
-    step = replace(
-        step,
-        micro_losses=tuple(micro_losses_WM),
-        micro_weights=tuple(np.full((width, MICRO), 25.0)),
-        micro_scales=tuple(np.full((width, MICRO), 1 / MICRO)),
-    )
+    weights, scales = (tuple(np.full((width, MICRO), each)) for each in (25.0, 1 / MICRO))
+    losses = tuple(micro_losses_WM)
+    step = replace(step, micro_losses=losses, micro_weights=weights, micro_scales=scales)
     if not observed:
         return step
     norms_W1 = step.workers["grad_norm"][:, None]

@@ -294,12 +294,9 @@ SERVE = [sys.executable, "-m", "rankscope", "serve"]
 
 
 def test_it_says_where_it_is_and_ends_at_once_when_asked(tmp_path: Path):
-    with subprocess.Popen(
-        [*SERVE, str(tmp_path), "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as started:
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    command = [*SERVE, str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, text=True, **pipes) as started:
         assert started.stdout is not None
         first = started.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:(\d+)/", first)
