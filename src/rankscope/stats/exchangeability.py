@@ -152,7 +152,8 @@ class ExchangeabilityTest(Stateful):
         measured_TS: Bools = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
-            end = at + _length_of_first_run(measured_TS[at:])
+            other_T = (measured_TS[at:] != measured_TS[at]).any(axis=1)
+            end = at + (int(other_T.argmax()) if other_T.any() else len(other_T))
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
             unlike = self.unlike
@@ -429,12 +430,6 @@ class ExchangeabilityTest(Stateful):
         if not typical and recent_T.any():  # amounts near the median count as equal to it
             typical = float(np.median(recent_T[recent_T != 0]))
         return typical, relative
-
-
-def _length_of_first_run(measured_TS: Bools) -> int:
-    """Return how many steps from the first one on measure the same signals as it."""
-    other_T = (measured_TS != measured_TS[0]).any(axis=1)
-    return int(other_T.argmax()) if other_T.any() else len(other_T)
 
 
 def as_slice(rows: Ints) -> Rows:

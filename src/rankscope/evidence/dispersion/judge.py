@@ -114,8 +114,10 @@ class Sampling(Detector):
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
             was_open = self._low.open
             if self._low.add(gathered.step, e_low, 0):
-                if not was_open:
-                    self._similar = self._severity_of_similar()
+                if not was_open:  # a note where nearly all samples since then are known to differ
+                    proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+                    noted = sum(proven) >= _PROVEN * len(proven)
+                    self._similar = Severity.NOTE if noted else Severity.WARNING
                 what = "losses" if low is losses else "gradient norms"
                 key, cause = "sampling.too_similar", "data.duplicate_batches"
                 yield self._evidence(key, cause, self._similar, self._low, what)
@@ -145,11 +147,6 @@ class Sampling(Detector):
             equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
-
-    def _severity_of_similar(self) -> Severity:
-        """Return a note where nearly all samples since the onset are known to differ."""
-        proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
-        return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
 
     def _evidence(
         self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str

@@ -214,8 +214,8 @@ class LossScale(Detector):
         factor = ""
         if not silent and math.isnan(self._summed):
             factor = self._tokens(gathered)
-        elif not silent:
-            factor = self._name(gathered, scale, micro)
+        elif not (silent or (micro == 1 and scale < 1 and not self._called)):
+            factor = " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
         if self._streak[1] == 1:
@@ -233,12 +233,6 @@ class LossScale(Detector):
         if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
             meant = _PART_IS_MEANT
         return (self._evidence(micro, meant),)
-
-    def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
-        """Return the name of a wrong factor; empty for a right one."""
-        if micro == 1 and scale < 1 and not self._called:
-            return ""
-        return " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
 
     def _factors(self, gathered: GatheredStep, scale: float, micro: int) -> list[str]:
         """Return the names of a number of workers or micro-batches, or of one over it."""

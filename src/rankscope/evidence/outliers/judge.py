@@ -26,7 +26,7 @@ from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, R
 from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
-from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import listed
@@ -300,13 +300,10 @@ def _signs_of_parts(gathered: GatheredStep) -> str:
     operations = held_values(rows, StateKind.EXCHANGED, EXCHANGES)
     if operations:
         return _EXCHANGES.format(operations=listed(list(operations)))
-    return _PLACES if any(map(_is_of_each, rows)) else ""
-
-
-def _is_of_each(row: StateDifference) -> bool:
-    """Return whether each worker has an input that stays the same, and is not that of all."""
-    constant = row.kind is StateKind.CONSTANT and bool((row.digests_W != MISSING_INT).all())
-    return constant and len(np.unique(row.digests_W)) > 1
+    constant = [row.digests_W for row in rows if row.kind is StateKind.CONSTANT]
+    # each worker has an input that stays the same, and is not that of all
+    of_each = ((all_W != MISSING_INT).all() and len(np.unique(all_W)) > 1 for all_W in constant)
+    return _PLACES if any(of_each) else ""
 
 
 class RecentVisits(Stateful):

@@ -273,22 +273,15 @@ def elements_among(args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, 
     Masks of booleans do not count, nor do matrices that are too large to be read at each step.
     """
     named = {**{str(number): value for number, value in enumerate(args)}, **inputs}
-    return {
-        name: _mixed(_as_integers(value.detach()))
-        for name, value in named.items()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and _is_matrix(value)
-    }
-
-
-def _is_matrix(value: Tensor) -> bool:
-    plain = value.layout is torch.strided and value.dtype in _INTEGERS_OF
-    return plain and value.dim() >= 2 and 0 < value.numel() <= _AT_ONCE
-
-
-def _as_integers(value: Tensor) -> "Ints":
-    """Return the elements as integers; of floating-point numbers, their bits."""
-    values: Ints = value.contiguous().view(_INTEGERS_OF[value.dtype]).cpu().numpy()
-    return values.reshape(-1).astype(np.int64)
+    found = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        plain = value.layout is torch.strided and value.dtype in _INTEGERS_OF
+        if plain and value.dim() >= 2 and 0 < value.numel() <= _AT_ONCE:
+            bits = value.detach().contiguous().view(_INTEGERS_OF[value.dtype]).cpu().numpy()
+            found[name] = _mixed(bits.reshape(-1).astype(np.int64))
+    return found
 
 
 def _targets_of(node: Any) -> Labels | None:

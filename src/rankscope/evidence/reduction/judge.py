@@ -412,7 +412,9 @@ class ReductionChecks(Detector):
         return None
 
     def _check_ratio(self, step: int) -> FaultEvidence | None:
-        if len(self._history) < STEPS or self._as_expected():
+        if len(self._history) < STEPS or all(
+            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
+        ):  # so close to 1 that nothing can be wrong
             return None
         history = np.array(self._history)
         usable = np.isfinite(history[:, :2]).all() and (history[:, :2] > 0).all()
@@ -442,12 +444,6 @@ class ReductionChecks(Detector):
         if wrong and spread < limited / 2:
             return self._evidence("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
-
-    def _as_expected(self) -> bool:
-        """Return whether each step's ratio is so close to 1 that nothing can be wrong."""
-        return all(
-            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
-        )
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
         """Find local norms that stop at one value: most workers', in most steps."""

@@ -84,9 +84,12 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
     ranks = ranks_of(wrapped.group) if wrapped.kind is FSDP2 else []
+    of_parameters = bool(wrapped.kind.state_by_parameter)  # and the same on replicas
+    if wrapped.kind is MEGATRON:
+        of_parameters = _updates_all(wrapped, job.optimizer)
     return StateMeter(
         wrapped.module,
-        job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,
+        job.optimizer if of_parameters else None,
         replicated=wrapped.replica is not None,
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
@@ -110,13 +113,6 @@ def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return all(id(parameter) in held for parameter in wrapped.parameters.values())
-
-
-def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer's state is stored by parameter, and is the same on replicas."""
-    if wrapped.kind is MEGATRON:
-        return _updates_all(wrapped, optimizer)
-    return bool(wrapped.kind.state_by_parameter)
 
 
 class _Chosen(NamedTuple):
