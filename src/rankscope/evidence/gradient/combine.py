@@ -275,10 +275,7 @@ make_combiner = MeasuredGradients
 
 
 def _as_reduced(found: Found, *, in_shares: bool) -> Found:
-    """Replace a loop's own reduced gradients by the mean that they are a multiple of.
-
-    A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
-    """
+    """Replace a loop's own reduced gradients by the mean; none is local after several of them."""
     norms_W = [norms_B for _, one in found for norms_B in one.found_wB]
     if reduced_between(norms_W):
         return [

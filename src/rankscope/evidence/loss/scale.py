@@ -443,10 +443,7 @@ class _DifferingWorkers(Stateful):
 
 
 def _against_most(scales_W: Floats) -> Floats | None:
-    """Return multipliers over that of most workers ``[W]``, of two over rank 0's.
-
-    None when no majority has the same.
-    """
+    """Return multipliers over that of most ``[W]``, of two over rank 0's; None: no majority."""
     reference = float(np.median(scales_W)) if len(scales_W) > 2 else float(scales_W[0])
     ratio_W: Floats = scales_W / reference
     most = 2 * int(np.sum(np.abs(ratio_W - 1) <= _CLOSE)) > len(scales_W)

@@ -59,10 +59,7 @@ DIFFERENCE = 0.25
 
 
 class _OfWholeSamples(OutlierSearch):
-    """A search whose workers are alike where each has whole samples of its own.
-
-    Where they have parts of the same sequences, a difference between them is a note.
-    """
+    """A search that only notes a difference where workers have parts of the same sequences."""
 
     SETTINGS = (*OutlierSearch.SETTINGS, "_parts_of_sequences")
 
@@ -350,8 +347,7 @@ def _thinned(samples: Ints) -> Ints:
 def _usable(steps: StepBatch) -> Bools:
     """Return which workers can be compared in each step ``[T, W]``.
 
-    A worker that repeats a batch, or has one of another size (at the end of an epoch), differs
-    without fault. And of workers with the same batch one stands for all.
+    Not those that repeat a batch or have one of another size; one stands for all with the same.
     """
     usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
     for at, step in enumerate(steps):

@@ -134,8 +134,7 @@ class ExchangeProbe(RareProbe):
 def _may_be_parts(operation: str, given: list[Any]) -> bool:
     """Return whether what is exchanged may be parts of sequences, ``[B, L, ...]``.
 
-    It is not where each sample has one row, as for a loss over the samples of all workers, and
-    where ranks get unequal numbers of rows, as where tokens are sent to their experts.
+    It is not where each sample has one row, or ranks get unequal numbers of rows, as experts do.
     """
     if operation == "send":
         return True

@@ -309,8 +309,7 @@ def is_dealt_out(parameter: Tensor) -> bool:
 def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | None:
     """Return where a name has the number of an expert among a rank's own; None: nowhere.
 
-    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``. A
-    list around the layer of the experts, such as that of all layers, has no such number.
+    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``.
     """
     at: Any = module.get_submodule(share.layer)
     count = share.own

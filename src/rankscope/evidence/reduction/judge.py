@@ -279,10 +279,7 @@ def _kind_of(scale: float) -> str:
 
 
 def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the groups whose gradient has changed on these workers; empty if those of all have.
-
-    Of a small group, a worker may hold no shard.
-    """
+    """Return the groups whose gradient has changed on these workers; empty if those of all have."""
     changes_WG = gathered.accumulator_changes_WG
     norms_WG = gathered.group_norms_WG
     if changes_WG is None or norms_WG is None:
@@ -506,8 +503,7 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does code that sums losses over
-    micro-batches, such as a pipeline schedule, most of whose stages have no loss.
+    So does a gradient scaler's ``unscale_``, and code that sums losses over micro-batches.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):

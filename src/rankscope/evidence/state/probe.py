@@ -304,10 +304,7 @@ class FrozenProbe(RareProbe):
 def _digests_by_label(
     labels: Sequence[str], devices: Sequence[Sequence[torch.device]], copies: Sequence[HostCopy]
 ) -> MessagePart:
-    """Wait for the devices; return a digest of each module by its label.
-
-    ``devices`` are those of its parameters; there is one copy for each of them, in order.
-    """
+    """Wait for the devices, of one copy each; return a digest of each module by its label."""
     different = dict.fromkeys(device for each in devices for device in each)
     numbers = {d: iter(c.numpy().tolist()) for d, c in zip(different, copies, strict=True)}
     by_label: dict[str, list[int]] = {}

@@ -237,10 +237,7 @@ class UpdateAudit:
             raise CanaryDeclined(problem or _DEPENDS)
 
     def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
-        """Check that parameters can be put together, and copied.
-
-        Raises CanaryDeclined: they cannot.
-        """
+        """Check that parameters can be put together, and copied; CanaryDeclined where not."""
         if not watches:
             raise CanaryDeclined("no parameter has a gradient")
         for watch in watches:
@@ -262,10 +259,7 @@ class UpdateAudit:
         groups: Iterable[tuple[int, ...]],
         problem: str,
     ) -> None:
-        """Agree with the ranks that hold parts of the same parameters to gather these now.
-
-        Raises CanaryDeclined: they do not all come, or one of them cannot.
-        """
+        """Agree to gather parameters with the ranks that hold parts of them; else CanaryDeclined."""
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
