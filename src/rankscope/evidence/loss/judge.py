@@ -193,7 +193,7 @@ def _was_skipped(gathered: GatheredStep) -> bool | None:
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
-    """Return whether these ranks' losses are not finite; without any, tokens or gradient show it."""
+    """Return whether these ranks' losses are not finite; without any, tokens or gradient show."""
     workers = gathered.workers
     losses_W = workers["loss"]
     measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()

@@ -259,7 +259,7 @@ class UpdateAudit:
         groups: Iterable[tuple[int, ...]],
         problem: str,
     ) -> None:
-        """Agree to gather parameters with the ranks that hold parts of them; else CanaryDeclined."""
+        """Agree to gather parameters with the ranks that hold parts; else CanaryDeclined."""
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
