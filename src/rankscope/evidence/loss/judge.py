@@ -76,7 +76,8 @@ class NonFinite(Detector):
         dropped = bool(np.isfinite(gathered.workers["reduced_norm"]).all())
         if not gathered.observed and not self._applied:
             dropped |= self._dropped  # NaN in the parameters would show in the next observed step
-        skipped = _was_skipped(gathered)
+        calls_W = gathered.workers["optimizer_steps"]
+        skipped = None if (calls_W == MISSING_INT).any() else not calls_W.any()
         self._dropped |= dropped and not skipped
         skipped = dropped or skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
@@ -182,14 +183,6 @@ class PartsWithoutGradient(Detector):
         return self._span.evidence(
             "loss.no_gradient", severity, (), fields, named(names), key=PARTS
         )
-
-
-def _was_skipped(gathered: GatheredStep) -> bool | None:
-    """Return whether no worker called the optimizer in this step; None if unknown."""
-    calls_W = gathered.workers["optimizer_steps"]
-    if (calls_W == MISSING_INT).any():
-        return None
-    return not calls_W.any()
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:

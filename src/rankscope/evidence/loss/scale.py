@@ -269,19 +269,12 @@ class LossScale(Detector):
                 return name
         return ""
 
-    def _advice(self, micro: int) -> str:
-        if self._later:
-            return _OF_WEIGHTS
-        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
-        return advice + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else "")
-
-    @property
-    def _where(self) -> str:
-        if self._later:
-            return _AND_LATER
-        return _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
-
     def _evidence(self, micro: int, meant: str) -> FaultEvidence:
+        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
+        advice += _OF_WINDOWS if round(self._value, 2) == micro > 1 else ""
+        where = _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
+        if self._later:
+            advice, where = _OF_WEIGHTS, _AND_LATER
         return self._span.evidence(
             "loss.scale",
             Severity.NOTE if meant else Severity.WARNING,
@@ -290,10 +283,10 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
-                "advice": self._advice(micro),
+                "advice": advice,
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
-                "where": self._where,
+                "where": where,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
