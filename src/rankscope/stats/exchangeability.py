@@ -289,7 +289,7 @@ class ExchangeabilityTest(Stateful):
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         if unlike is not None:
             return unlike.log_BS, unlike.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
@@ -348,9 +348,6 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
-    def _unlike(self, unit: int) -> FollowedUnit | None:
-        return self._flagged.get(unit) or self._followed.get(unit)
-
     def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         self._flagged[unit] = self._from_now_on(unit)
@@ -366,7 +363,7 @@ class ExchangeabilityTest(Stateful):
 
     def certainty(self, unit: int) -> float:
         """Return the certainty that a unit is still unlike the others, 1 to 0; 0 if not known."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         return 0.0 if unlike is None else unlike.certainty
 
     def start_anew(self) -> None:

@@ -55,11 +55,12 @@ def part_of(tensor: Tensor | Part) -> Part:
     view = torch.empty(shape, device="meta")
     terms = []
     # A strided shard is cut from the shard of the axes behind it: FSDP2 of tensor parallelism.
-    axes = sorted(enumerate(tensor.placements), key=lambda at: _is_strided(at[1]))
+    strided = [getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements]
+    axes = sorted(enumerate(tensor.placements), key=lambda at: strided[at[0]])
     for axis, placement in axes:
         if placement.is_partial():
             terms.append(f"{axis}:{mesh.get_local_rank(axis)}")
-        elif placement.is_shard() or _is_strided(placement):
+        elif placement.is_shard() or strided[axis]:
             dim = placement.dim  # type: ignore[attr-defined]
             parts = view.chunk(mesh.size(axis), dim)
             index = mesh.get_local_rank(axis)
@@ -70,10 +71,6 @@ def part_of(tensor: Tensor | Part) -> Part:
     if local.shape != view.shape:
         raise ValueError(f"expected a part of shape {tuple(view.shape)}, got {tuple(local.shape)}")
     return Part(local, shape, _first(view, shape), " ".join(terms))
-
-
-def _is_strided(placement: object) -> bool:
-    return getattr(placement, "split_factor", 1) > 1
 
 
 def _first(view: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
