@@ -40,10 +40,7 @@ class Part(NamedTuple):
 
 
 def part_of(tensor: Tensor | Part) -> Part:
-    """Return this rank's part of a tensor; all of a plain one.
-
-    Raises ValueError: it is laid out in another way than by parts, copies or terms of a sum.
-    """
+    """Return this rank's part of a tensor; all of a plain one; ValueError for other layouts."""
     if isinstance(tensor, Part):
         return tensor
     tensor = tensor.detach()

@@ -209,10 +209,7 @@ class UpdateAudit:
         watches: Sequence[_Watch],
         groups: Iterable[tuple[int, ...]],
     ) -> None:
-        """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
-
-        Raises CanaryDeclined: it cannot be computed.
-        """
+        """Compute the chosen updates again, or CanaryDeclined; ``groups`` of ranks hold parts."""
         of_training = _storages(self._optimizers)
         problem = ""
         try:
@@ -325,9 +322,7 @@ def _compute(
     """Compute a parameter's update again; return whether it depends on other parameters.
 
     ``held``: what it holds of the whole parameter. ``own``: what it holds of this rank's part.
-    ``alone``: whether to find out if it depends on others.
-
-    Raises CanaryDeclined: the update cannot be computed.
+    ``alone``: whether to find out if it depends on others. CanaryDeclined: it cannot be computed.
     """
     cuts = Cuts(watch.chosen.parameter, held.value)
     expected = lone.update(held)
