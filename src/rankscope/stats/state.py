@@ -67,7 +67,7 @@ class Stateful:
     def restore(self, state: State) -> None:
         """Continue from the state of an object of the same build, the result of its ``state``.
 
-        StateError: it has other attributes, or values of another kind; the object is of no use then.
+        StateError: it has other attributes, or values of another kind; the object is of no use.
         """
         names = self._attributes()
         if set(state) != set(names):

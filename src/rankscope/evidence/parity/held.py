@@ -327,8 +327,8 @@ class MegatronBuffers:
     """What this rank holds of the gradient once it is reduced, which no parameter does.
 
     It is a shard with ZeRO's reduce-scatter. ``gradients`` are views of the wrapper's buffers, and
-    ``firsts`` the first element of each shard, by the parameters' names; ``firsts`` is empty without
-    shards. An UnsupportedError: the wrapper works in a way that is not known.
+    ``firsts`` the first element of each shard, by the parameters' names; empty without shards. An
+    UnsupportedError: the wrapper works in a way that is not known.
     """
 
     def __init__(self, ddp: Any, names: Mapping[int, str]) -> None:
