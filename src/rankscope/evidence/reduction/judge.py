@@ -285,7 +285,7 @@ def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, 
     if changes_WG is None or norms_WG is None:
         return ()
     changed_G = np.asarray((changes_WG[ranks] > CHANGED).any(0))
-    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)
+    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)  # without a shard, say
     if (changed_G | empty_WG.all(0)).all():
         return ()
     return tuple(name for name, changed in zip(gathered.groups, changed_G, strict=True) if changed)
