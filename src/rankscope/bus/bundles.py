@@ -299,10 +299,7 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where an archive's arrays are larger than a batch, or smaller than stated.
-
-    NumPy reserves the memory for the shape in an array's header before it reads more.
-    """
+    """Raise ValueError for arrays larger than a batch: NumPy reserves what their headers say."""
     with zipfile.ZipFile(BytesIO(content)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > MAX_BYTES:

@@ -204,9 +204,6 @@ class PersistentFault(Stateful):
 
     It opens after ``needed`` steps that show it on the same worker, if ``in_a_row`` one after the
     other.
-
-    Attributes:
-        ranks: All workers that showed it at some time, as far as they were named.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
@@ -220,7 +217,7 @@ class PersistentFault(Stateful):
         self.first = -1  # the first step that showed it; -1 before
         self.last = -1  # the last step that showed it; -1 before
         self.count = 0  # number of steps that showed it
-        self.ranks: set[int] = set()
+        self.ranks: set[int] = set()  # all workers that showed it, as far as they were named
 
     def see(
         self, step: int, ranks: Iterable[int] = (), *, first: int | None = None, before: int = 0

@@ -54,13 +54,10 @@ class HostCopy:
 class OnHost:
     """Numbers that are on the host already, to stand where a :class:`HostCopy` may."""
 
+    ready = True
+
     def __init__(self, array: NDArray[np.generic]) -> None:
         self._array = array
-
-    @property
-    def ready(self) -> bool:
-        """True."""
-        return True
 
     def numpy(self) -> NDArray[np.generic]:
         """Return them."""
@@ -111,26 +108,18 @@ class Share:
         return self._shared.begin().numpy()[self._first : self._first + self._words]
 
 
-class FewNumbers:
-    """A few real numbers on their way to the host, copied with all else that a step measures there.
-
-    They arrive as float64 or int64. It stands where a :class:`HostCopy` may.
-    """
+class FewNumbers(Share):
+    """A few real numbers, copied with all else that a step measures, as float64 or int64."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._share = Share(tensor.device)
+        super().__init__(tensor.device)
         self._shape = tuple(tensor.shape)
         self._kind = np.float64 if dtype is torch.float64 else np.int64
-        self._share.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self._share.ready
+        self.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
 
     def numpy(self) -> NDArray[np.generic]:
         """Wait for the copy and return the numbers."""
-        return self._share.numpy().view(self._kind).reshape(self._shape)
+        return super().numpy().view(self._kind).reshape(self._shape)
 
 
 def copy_numbers(

@@ -325,7 +325,9 @@ class Sketcher:
     def _source(self, name: str, start: int, *, sketching: bool) -> TensorSource:
         """Return where the elements of a gradient belong that begins at ``start``."""
         if name == _HEAD:
-            return TensorSource(_head_cuts, None)
+            return TensorSource(
+                lambda at, count: [] if at else _whole_cuts(0, min(count, _LOOKED_AT)), None
+            )
         if not sketching:  # all of a parameter counts to its first section
             row = 0 if name == _WHOLE else self._ranges[name][0].section
             return TensorSource(lambda _, count: _whole_cuts(row, count), None)
@@ -358,10 +360,6 @@ def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterat
 
 def _whole_cuts(row: int, count: int) -> list[Cut]:
     return [Cut(row, 0, count, 0)] if count else []
-
-
-def _head_cuts(start: int, count: int) -> list[Cut]:
-    return _whole_cuts(0, min(count, _LOOKED_AT)) if start == 0 else []
 
 
 def _head(gradient: Tensor) -> Tensor:

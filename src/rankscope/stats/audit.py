@@ -162,10 +162,7 @@ def _distances(
 
 
 def _relative(distances: Floats, squares: Floats, least: float) -> Floats:
-    """Return roots of ratios; 0 for zero over zero, 1 where a gradient became zero.
-
-    Squares below ``least`` are not exact: NaN where the distance is as small and not zero.
-    """
+    """Return roots of ratios; 0 for 0/0, 1 for x/0, NaN where squares are too small to be exact."""
     lost = (squares < least) & (distances > 0) & (distances < least)
     known = np.isfinite(distances) & np.isfinite(squares) & ~lost
     below = np.where(squares > 0, squares, np.where(distances > 0, distances, 1.0))

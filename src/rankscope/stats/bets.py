@@ -293,10 +293,7 @@ class Betting:
 
 @lru_cache(maxsize=1024)
 def _stakes(count: int, strengths: tuple[float, ...]) -> Floats32:
-    """Return, for each strength ``[B, D + 1]``, f of every rank over its mean without ties.
-
-    The last column is that of a missing unit: 1.
-    """
+    """Return f of every rank over its mean without ties, and 1 for missing units ``[B, D + 1]``."""
     stakes = np.ones((len(strengths), 2 * count), np.float32)
     for strength, stakes_D in zip(strengths, stakes, strict=True):
         f = np.exp(strength * normal_scores(count))

@@ -152,7 +152,8 @@ class ExchangeabilityTest(Stateful):
         measured_TS: Bools = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
-            end = at + _length_of_first_run(measured_TS[at:])
+            other_T = (measured_TS[at:] != measured_TS[at]).any(axis=1)
+            end = at + (int(other_T.argmax()) if other_T.any() else len(other_T))
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
             unlike = self.unlike
@@ -288,7 +289,7 @@ class ExchangeabilityTest(Stateful):
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         if unlike is not None:
             return unlike.log_BS, unlike.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
@@ -347,9 +348,6 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
-    def _unlike(self, unit: int) -> FollowedUnit | None:
-        return self._flagged.get(unit) or self._followed.get(unit)
-
     def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         self._flagged[unit] = self._from_now_on(unit)
@@ -365,7 +363,7 @@ class ExchangeabilityTest(Stateful):
 
     def certainty(self, unit: int) -> float:
         """Return the certainty that a unit is still unlike the others, 1 to 0; 0 if not known."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         return 0.0 if unlike is None else unlike.certainty
 
     def start_anew(self) -> None:
@@ -429,12 +427,6 @@ class ExchangeabilityTest(Stateful):
         if not typical and recent_T.any():  # amounts near the median count as equal to it
             typical = float(np.median(recent_T[recent_T != 0]))
         return typical, relative
-
-
-def _length_of_first_run(measured_TS: Bools) -> int:
-    """Return how many steps from the first one on measure the same signals as it."""
-    other_T = (measured_TS != measured_TS[0]).any(axis=1)
-    return int(other_T.argmax()) if other_T.any() else len(other_T)
 
 
 def as_slice(rows: Ints) -> Rows:

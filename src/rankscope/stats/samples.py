@@ -139,8 +139,7 @@ class SampleLedger(Stateful):
     def _cross(self, pairs: Draws, cross_P: Bools, owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
-        ``cross_P``: which of them draw a sample that only others drew before. ``owners_P``: the
-        first to draw each; negative where the sample has crossed already.
+        ``owners_P``: the first to draw each; negative where the sample has crossed already.
         """
         crossing_SW = np.zeros(pairs.shape, np.int64)
         at_C = cross_P.nonzero()[0]
@@ -159,8 +158,7 @@ class SampleLedger(Stateful):
     ) -> tuple[Bools, Bools]:
         """Return which draws repeat the worker's own samples, and which only those of others.
 
-        ``ranks_P``: the workers that draw them. ``owners_P``: the first to draw each; -1 minus its
-        rank where it has crossed already.
+        ``owners_P``: the first to draw each; -1 minus its rank where it has crossed already.
         """
         if not self._pairs_complete:
             return seen_P, np.zeros_like(seen_P)

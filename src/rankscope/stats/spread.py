@@ -311,13 +311,11 @@ def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
 def _rotations(
     groups_U: Ints, rng: np.random.Generator
 ) -> tuple[Ints, NDArray[np.int32], NDArray[np.int32]]:
-    """Deal the units anew.
+    """Deal the units anew: random circles, one for each group, turn by random numbers of places.
 
-    The units of each group stand in a random circle, which turns by a random number of places.
-    A single circle of few units is turned to each of its places once.
-
-    Returns the circles, written down twice each ``[2U]``; where in there the unit of each place
-    stands ``[U]``; and how far each circle turns ``[B, G]``. Rotation 0 leaves all where they are.
+    A single circle of few units is turned to each of its places once. Returns the circles, written
+    down twice each ``[2U]``; where in there the unit of each place stands ``[U]``; and how far each
+    circle turns ``[B, G]``. Rotation 0 leaves all where they are.
     """
     size = len(groups_U)
     sizes_G = np.bincount(groups_U)

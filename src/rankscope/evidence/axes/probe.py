@@ -164,10 +164,7 @@ def _make(job: Job) -> AxesProbe | None:
 
 
 class _SquareMeter:
-    """Sums up the squares of a rank's gradients, with one read of its shards.
-
-    Over ``axes`` FSDP2 does not average.
-    """
+    """Sums up the squares of a rank's gradients; over ``axes`` FSDP2 does not average."""
 
     def __init__(
         self, parameters: Sequence[ManagedParameter], axes: Sequence[str], ranks: Sequence[int]

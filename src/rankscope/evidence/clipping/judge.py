@@ -197,8 +197,7 @@ class NormLaw(Detector):
     def _is_nearly_constant(self, clipped: "_Clipped") -> bool:
         """Return whether the norm varies much less than before clipping, and more than rounding.
 
-        A limit that follows the norms of earlier steps varies as little; but it moves from step to
-        step by less than it moves in all, while an error of the norm is new in each step.
+        A limit that follows the norms of earlier steps moves from step to step by less than in all.
         """
         if len(self._recent) < STEPS or self._spread(0, STEPS) <= 4 * clipped.bound:
             return False

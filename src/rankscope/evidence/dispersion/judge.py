@@ -114,8 +114,10 @@ class Sampling(Detector):
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
             was_open = self._low.open
             if self._low.add(gathered.step, e_low, 0):
-                if not was_open:
-                    self._similar = self._severity_of_similar()
+                if not was_open:  # a note where nearly all samples since then are known to differ
+                    proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+                    noted = sum(proven) >= _PROVEN * len(proven)
+                    self._similar = Severity.NOTE if noted else Severity.WARNING
                 what = "losses" if low is losses else "gradient norms"
                 key, cause = "sampling.too_similar", "data.duplicate_batches"
                 yield self._evidence(key, cause, self._similar, self._low, what)
@@ -131,11 +133,9 @@ class Sampling(Detector):
             yield self._evidence(key, cause, Severity.NOTE, self._high, what)
 
     def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
-        """Return the units that may move to any other place.
+        """Return the units that may move to any other place: losses, unless these are averages.
 
-        Losses may. All but the first gradient norm of a worker are estimates, so the later ones
-        may among themselves. Losses that the training averages over workers are equal to the last
-        bit while gradients differ, and are of no use.
+        All but the first gradient norm of a worker are estimates, which may move among themselves.
         """
         if losses is None:
             return pool_units(gathered.micro_norms, from_index=1)
@@ -145,11 +145,6 @@ class Sampling(Detector):
             equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
-
-    def _severity_of_similar(self) -> Severity:
-        """Return a note where nearly all samples since the onset are known to differ."""
-        proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
-        return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
 
     def _evidence(
         self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
@@ -181,10 +176,7 @@ class Sampling(Detector):
 
 
 class _Alarm(PersistentFault):
-    """E-detectors with equal weights that alarm together, one for each source and bet.
-
-    Once they have, the strongest one is followed until it has lost its evidence.
-    """
+    """E-detectors, one for each source and bet, that alarm together; then the strongest counts."""
 
     SETTINGS = (*PersistentFault.SETTINGS, "_level")
 
@@ -315,8 +307,7 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without sketches, the norms of local and reduced gradients still give the weighted mean cosine,
-    exactly, and each worker's product with the reduced one gives its own cosine.
+    Without sketches, norms and each worker's product with the reduced gradient give the first two.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan

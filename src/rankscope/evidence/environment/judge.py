@@ -228,10 +228,14 @@ class ComparedNames(Combiner):
                 code = int(columns["precision"][rank])
                 self._precisions[code] = named[PRECISION]
         found: list[StateDifference] = []
+        every = range(len(messages))
         if _differs(columns["modes"]):
             found += self._different_modes(len(messages))
         if new_settings and _differs(columns["settings_digest"]):
-            found += self._different_settings(len(messages))
+            found += [
+                _name_difference(StateKind.OPTION, f"{name} is {name_values(values_W)}", numbers_W)
+                for name, values_W, numbers_W in _differing(list(map(self._settings.get, every)))
+            ]
         if self._precisions and _differs(columns["precision"]):
             found += self._different_precisions(tuple(columns["precision"].tolist()))
         return {"differences": tuple(found)} if found else {}
@@ -252,13 +256,6 @@ class ComparedNames(Combiner):
                 flags_W,
             )
             for flags_W, names in alike.items()
-        ]
-
-    def _different_settings(self, num_workers: int) -> list[StateDifference]:
-        settings_W = [self._settings.get(rank) for rank in range(num_workers)]
-        return [
-            _name_difference(StateKind.OPTION, f"{name} is {name_values(values_W)}", numbers_W)
-            for name, values_W, numbers_W in _differing(settings_W)
         ]
 
     def _different_precisions(self, codes_W: tuple[int, ...]) -> list[StateDifference]:

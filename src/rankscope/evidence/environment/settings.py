@@ -187,8 +187,7 @@ class DifferentSettings(Detector):
     def _anchor(self, rates: Floats, calls: int) -> None:
         """Count on after a restart: from its end, or from an earlier checkpoint.
 
-        The learning rate of the first step decides: the latest call of the plan that has it, and
-        is not after the last one before the restart.
+        That is the latest call of the plan, no later than the last, with this learning rate.
         """
         self._anchored = True
         last = self._num_calls + calls - 1

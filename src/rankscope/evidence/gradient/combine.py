@@ -148,14 +148,6 @@ def _by_place(given_WSK: Floats) -> Bools:
     return placed_S
 
 
-def _are_own(parts_W: Sequence[AuditPart]) -> bool:
-    """Return whether a reduction has left every worker with its own gradient, and they differ."""
-    first = parts_W[0].local_SK
-    return not all(np.array_equal(part.local_SK, first) for part in parts_W) and all(
-        np.array_equal(part.local_SK, part.reduced_SK) for part in parts_W
-    )
-
-
 def _sections(part: AuditPart, chosen_S: Bools) -> AuditPart:
     return replace(
         part,
@@ -271,7 +263,9 @@ class MeasuredGradients(Combiner):
 
     def _residuals(self, parts_W: Sequence[AuditPart]) -> Floats:
         firsts = np.cumsum((0, *self._layout.section_counts[:-1])).astype(np.int64)
-        if _are_own(parts_W):
+        first = parts_W[0].local_SK
+        own = all(np.array_equal(part.local_SK, part.reduced_SK) for part in parts_W)
+        if own and not all(np.array_equal(part.local_SK, first) for part in parts_W):
             nothing = np.full_like(parts_W[0].reduced_SK, np.nan)
             parts_W = [replace(part, reduced_SK=nothing) for part in parts_W]
         return residuals_of_all(parts_W, firsts, self._layout.reduced_copies)
@@ -281,10 +275,7 @@ make_combiner = MeasuredGradients
 
 
 def _as_reduced(found: Found, *, in_shares: bool) -> Found:
-    """Replace a loop's own reduced gradients by the mean that they are a multiple of.
-
-    A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
-    """
+    """Replace a loop's own reduced gradients by the mean; none is local after several of them."""
     norms_W = [norms_B for _, one in found for norms_B in one.found_wB]
     if reduced_between(norms_W):
         return [

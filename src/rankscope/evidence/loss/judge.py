@@ -76,7 +76,8 @@ class NonFinite(Detector):
         dropped = bool(np.isfinite(gathered.workers["reduced_norm"]).all())
         if not gathered.observed and not self._applied:
             dropped |= self._dropped  # NaN in the parameters would show in the next observed step
-        skipped = _was_skipped(gathered)
+        calls_W = gathered.workers["optimizer_steps"]
+        skipped = None if (calls_W == MISSING_INT).any() else not calls_W.any()
         self._dropped |= dropped and not skipped
         skipped = dropped or skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
@@ -184,19 +185,8 @@ class PartsWithoutGradient(Detector):
         )
 
 
-def _was_skipped(gathered: GatheredStep) -> bool | None:
-    """Return whether no worker called the optimizer in this step; None if unknown."""
-    calls_W = gathered.workers["optimizer_steps"]
-    if (calls_W == MISSING_INT).any():
-        return None
-    return not calls_W.any()
-
-
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
-    """Return whether these ranks' losses are not finite, in a run that measures losses.
-
-    Where no loss is, the gradient or the number of label tokens shows it.
-    """
+    """Return whether these ranks' losses are not finite; without any, tokens or gradient show."""
     workers = gathered.workers
     losses_W = workers["loss"]
     measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()

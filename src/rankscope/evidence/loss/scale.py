@@ -232,8 +232,8 @@ class LossScale(Detector):
         factor = ""
         if not silent and math.isnan(self._summed):
             factor = self._tokens(gathered)
-        elif not silent:
-            factor = self._name(gathered, scale, micro)
+        elif not (silent or (micro == 1 and scale < 1 and not self._called)):
+            factor = " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
         if self._streak[1] == 1:
@@ -251,12 +251,6 @@ class LossScale(Detector):
         if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
             meant = _PART_IS_MEANT
         return (self._evidence(micro, meant),)
-
-    def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
-        """Return the name of a wrong factor; empty for a right one."""
-        if micro == 1 and scale < 1 and not self._called:
-            return ""
-        return " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
 
     def _factors(self, gathered: GatheredStep, scale: float, micro: int) -> list[str]:
         """Return the names of a number of workers or micro-batches, or of one over it."""
@@ -293,19 +287,12 @@ class LossScale(Detector):
                 return name
         return ""
 
-    def _advice(self, micro: int) -> str:
-        if self._later:
-            return _OF_WEIGHTS
-        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
-        return advice + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else "")
-
-    @property
-    def _where(self) -> str:
-        if self._later:
-            return _AND_LATER
-        return _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
-
     def _evidence(self, micro: int, meant: str) -> FaultEvidence:
+        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
+        advice += _OF_WINDOWS if round(self._value, 2) == micro > 1 else ""
+        where = _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
+        if self._later:
+            advice, where = _OF_WEIGHTS, _AND_LATER
         return self._span.evidence(
             "loss.scale",
             Severity.NOTE if meant else Severity.WARNING,
@@ -314,10 +301,10 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
-                "advice": self._advice(micro),
+                "advice": advice,
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
-                "where": self._where,
+                "where": where,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
@@ -467,10 +454,7 @@ class _DifferingWorkers(Stateful):
 
 
 def _against_most(scales_W: Floats) -> Floats | None:
-    """Return multipliers over that of most workers ``[W]``, of two over rank 0's.
-
-    None when no majority has the same.
-    """
+    """Return multipliers over that of most ``[W]``, of two over rank 0's; None: no majority."""
     reference = float(np.median(scales_W)) if len(scales_W) > 2 else float(scales_W[0])
     ratio_W: Floats = scales_W / reference
     most = 2 * int(np.sum(np.abs(ratio_W - 1) <= _CLOSE)) > len(scales_W)

@@ -332,13 +332,13 @@ class AxisVerdict(_Verdict):
         """
         met = self._met[found[0].ranks]
         begun = [one for one in found if one.name not in met and one.parameter_differs]
-        if any(not _is_meant(one) for one in begun):
+        if any(not (one.placed or one.cuts) for one in begun):
             self._own.add(found[0].ranks)
         self._see_gradients(step, found, begins=not met)
         for one in found:
             if one.parameter_differs and self._partial is None:
                 self._differ = self._differ or _Fault(step, Severity.WARNING)
-                if _is_meant(one) or one.name in met:
+                if one.placed or one.cuts or one.name in met:  # has to be equal along the axis
                     self._differ.severity = Severity.ERROR
                 _add_first(self._differ, step, one, one.parameter, 0)
         met |= {one.name for one in found}
@@ -371,11 +371,6 @@ class AxisVerdict(_Verdict):
                 fields = {"apart": by if math.isfinite(apart) else "since some have none"}
                 severity = fault.severity
                 yield self._finding(cause, severity, fault, workers, fields, everywhere=everywhere)
-
-
-def _is_meant(one: Replicated) -> bool:
-    """Return whether a parameter has to be equal along the axis."""
-    return one.placed or one.cuts
 
 
 def _add_first(fault: _Fault, step: int, one: Replicated, apart: float, wait: int) -> None:

@@ -159,10 +159,7 @@ class PendingHoldings:
 
 
 def _chosen(names: list[str]) -> dict[int, str]:
-    """Return the parameters that are measured, by number, each with a name of its own.
-
-    They are the same in later sessions, also where parameters were added.
-    """
+    """Return the parameters that all sessions measure, by number, each with a name of its own."""
     alike = Counter(names)
     own = {n: name if alike[name] == 1 else f"{name} (number {n})" for n, name in enumerate(names)}
     chosen = heapq.nsmallest(_MOST_MEASURED, own, key=lambda n: zlib.crc32(own[n].encode()))
@@ -344,11 +341,7 @@ class RestMeter:
 
 
 def _update_of(held: OptimizedParameter) -> Tensor | None:
-    """Return the size of the last update of each element; None where the rule is not known.
-
-    That of Adam and its relatives, and of SGD with momentum. An optimizer that keeps a finer copy
-    of the parameter has more moments than these.
-    """
+    """Return elements' last update by Adam's relatives or SGD with momentum; None: unknown."""
     moments = held.moments
     group = held.group
     rate = group.get("lr")
@@ -369,8 +362,7 @@ def _update_of(held: OptimizedParameter) -> Tensor | None:
 def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
     """Return the largest share of an update in what moves its value, with both: float32 ``[3]``.
 
-    What moves a value is half of the distance to the next one towards zero: where it is a power of
-    two, that is half of the distance away from zero.
+    What moves a value is half of the distance to the next one towards zero.
     """
     value = parameter.abs().float().flatten()
     mantissa, exponent = torch.frexp(value)

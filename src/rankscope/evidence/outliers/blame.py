@@ -480,10 +480,7 @@ class OutlierSearch(Detector):
             part.test.release(worker)
 
     def _measure(self, fault: Fault) -> None:
-        """Measure how its workers differ in the steps that show it.
-
-        Once the evidence fades, the signals are those that had it.
-        """
+        """Measure how its workers differ in the steps that show it, in signals with evidence."""
         since = fault.last_step - fault.first_step + 1
         for worker in fault.active[:NAMED_WORKERS]:
             fading = self._certainty(worker) < _FADING

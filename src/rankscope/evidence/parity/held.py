@@ -252,13 +252,8 @@ class DealtExperts:
 
     Megatron-core and DeepSpeed mark the parameters of such experts by ``allreduce = False``. A
     rank's experts are numbered from 0, or lie in one tensor, one after the other. The layer around
-    them holds the ranks over which all experts are dealt out in order (``ep_group``).
-
-    Attributes:
-        pieces: What the parameters of this rank's experts are among those of all experts, by name.
-
-    Raises:
-        UnsupportedError: It is not known over which ranks the experts are dealt out.
+    them holds the ranks over which all experts are dealt out in order (``ep_group``); an
+    UnsupportedError where it does not. ``pieces`` says what the rank's are among those of all.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -309,8 +304,7 @@ def is_dealt_out(parameter: Tensor) -> bool:
 def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | None:
     """Return where a name has the number of an expert among a rank's own; None: nowhere.
 
-    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``. A
-    list around the layer of the experts, such as that of all layers, has no such number.
+    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``.
     """
     at: Any = module.get_submodule(share.layer)
     count = share.own
@@ -332,14 +326,9 @@ def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | N
 class MegatronBuffers:
     """What this rank holds of the gradient once it is reduced, which no parameter does.
 
-    It is a shard with ZeRO's reduce-scatter.
-
-    Attributes:
-        gradients: Views of the wrapper's buffers, by the parameters' names.
-        firsts: The first element of each shard; empty without shards.
-
-    Raises:
-        UnsupportedError: The wrapper works in a way that is not known.
+    It is a shard with ZeRO's reduce-scatter. ``gradients`` are views of the wrapper's buffers, and
+    ``firsts`` the first element of each shard, by the parameters' names; empty without shards. An
+    UnsupportedError: the wrapper works in a way that is not known.
     """
 
     def __init__(self, ddp: Any, names: Mapping[int, str]) -> None:

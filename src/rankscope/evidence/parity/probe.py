@@ -117,10 +117,7 @@ class _Step:
 
 
 def _recorded(work: Callable[..., None]) -> Callable[..., None]:
-    """Call a method outside of the training's surroundings, while the recorder is active.
-
-    A failure ends the record, never the training.
-    """
+    """Call a method outside of the training's surroundings; a failure ends the record alone."""
 
     @functools.wraps(work)
     def call(self: "ParityRecorder", *args: Any, **more: Any) -> None:
@@ -539,10 +536,7 @@ def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float:
-    """Return how far torch's norm of gradients is off, over the norm: clipping divides by it.
-
-    On a CPU it adds up the squares of a tensor one after the other, in the gradient's type.
-    """
+    """Return how far torch's norm is off, which adds up on a CPU in the gradient's type."""
     norms = [torch.linalg.vector_norm(part_of(g).tensor).cpu().double() for _, g in gradients]
     square = float(exact.squares_PQ.sum())
     if not norms or not 0 < square < math.inf:

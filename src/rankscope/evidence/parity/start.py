@@ -199,10 +199,7 @@ class Start:
 
 
 def set_up(start: Start, module: nn.Module, rank: int, naming: Naming, held: HeldElements) -> None:
-    """Make the changes that the record of the start is to show.
-
-    Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
-    """
+    """Make the changes that the record of the start is to show; RunError: a file does not fit."""
     if start.no_dropout:
         switch_off_dropout(module)
     if start.load_from is not None:

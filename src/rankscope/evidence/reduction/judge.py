@@ -279,16 +279,13 @@ def _kind_of(scale: float) -> str:
 
 
 def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the groups whose gradient has changed on these workers; empty if those of all have.
-
-    Of a small group, a worker may hold no shard.
-    """
+    """Return the groups whose gradient has changed on these workers; empty if those of all have."""
     changes_WG = gathered.accumulator_changes_WG
     norms_WG = gathered.group_norms_WG
     if changes_WG is None or norms_WG is None:
         return ()
     changed_G = np.asarray((changes_WG[ranks] > CHANGED).any(0))
-    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)
+    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)  # without a shard, say
     if (changed_G | empty_WG.all(0)).all():
         return ()
     return tuple(name for name, changed in zip(gathered.groups, changed_G, strict=True) if changed)
@@ -412,7 +409,9 @@ class ReductionChecks(Detector):
         return None
 
     def _check_ratio(self, step: int) -> FaultEvidence | None:
-        if len(self._history) < STEPS or self._as_expected():
+        if len(self._history) < STEPS or all(
+            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
+        ):  # so close to 1 that nothing can be wrong
             return None
         history = np.array(self._history)
         usable = np.isfinite(history[:, :2]).all() and (history[:, :2] > 0).all()
@@ -442,12 +441,6 @@ class ReductionChecks(Detector):
         if wrong and spread < limited / 2:
             return self._evidence("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
-
-    def _as_expected(self) -> bool:
-        """Return whether each step's ratio is so close to 1 that nothing can be wrong."""
-        return all(
-            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
-        )
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
         """Find local norms that stop at one value: most workers', in most steps."""
@@ -510,8 +503,7 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does code that sums losses over
-    micro-batches, such as a pipeline schedule, most of whose stages have no loss.
+    So does a gradient scaler's ``unscale_``, and code that sums losses over micro-batches.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):

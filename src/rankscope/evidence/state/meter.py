@@ -342,10 +342,7 @@ class StateMeter(Probe):
         return pending
 
     def _resting(self, slot: DigestSlot) -> set[str]:
-        """Return names of a slot's parameters whose optimizer the step has not called.
-
-        The other network of a GAN keeps the gradient of its own step.
-        """
+        """Return names of a slot's parameters whose optimizer the step did not call, as in GANs."""
         others = [each for each in all_of(self._optimizer) if each not in self._called]
         if not others or not self._called:
             return set()

@@ -229,17 +229,15 @@ def _copy(buffer: Tensor) -> HostCopy:
 def make_counts_probe(module: nn.Module, first_step: int) -> CountsProbe | None:
     """Return the probe of a model's counts; None where it has no buffers of 16 bits."""
     buffers = {
-        _name_of(f"{prefix}.{key}" if prefix else key, buffer): (part, key)
+        f"{canonical_name(f'{prefix}.{key}'.lstrip('.'))} in {dtype_name(buffer.dtype)}": (
+            part,
+            key,
+        )
         for prefix, part in module.named_modules()
         for key, buffer in part._buffers.items()
         if type(buffer) is Tensor and buffer.dtype in _TYPES and buffer.numel() <= _MOST_ELEMENTS
     }
     return CountsProbe(buffers, first_step) if buffers else None
-
-
-def _name_of(path: str, buffer: Tensor) -> str:
-    """Return the name of a count in the record, with its type: ``counts in bfloat16``."""
-    return f"{canonical_name(path)} in {dtype_name(buffer.dtype)}"
 
 
 class RecomputedProbe(RareProbe):

@@ -242,10 +242,20 @@ class PendingReading:
         self._digests = digests
         self._squares = squares
         self._launched = launched
-        self._terms: dict[torch.device, list[tuple[int, int | None]]] = {}
-        self._arrived: dict[torch.device, HostCopy] = {}
-        if single or single_squares:
-            self._begin_to_copy(single, single_squares)
+        tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
+        terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
+        for number, digest in single:
+            for factor, tensor in digest.pending:
+                tensors[tensor.device].append(tensor)
+                terms[tensor.device].append((number, factor))
+        for number, square in single_squares:
+            if isinstance(square, Tensor):
+                tensors[square.device].append(square.double().view(torch.int64))
+                terms[square.device].append((number, None))
+            else:
+                squares[number] += square
+        self._terms = dict(terms)
+        self._arrived = {d: HostCopy(torch.stack(each), own=True) for d, each in tensors.items()}
 
     @property
     def ready(self) -> bool:
@@ -255,11 +265,6 @@ class PendingReading:
 
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for the devices; return N digests below 2^64, and N sums of squares."""
-        if self._launched or self._terms:
-            self._add_up()
-        return self._digests, self._squares
-
-    def _add_up(self) -> None:
         digests = self._digests
         squares = self._squares
         for each in self._launched:
@@ -273,26 +278,7 @@ class PendingReading:
                     digests[i] = digests[i] + factor * int(value) & _MASK
         self._launched = ()
         self._terms = {}
-
-    def _begin_to_copy(
-        self,
-        single: Sequence[tuple[int, PendingDigest]],
-        squares: Sequence[tuple[int, float | Tensor]],
-    ) -> None:
-        tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
-        terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
-        for number, digest in single:
-            for factor, tensor in digest.pending:
-                tensors[tensor.device].append(tensor)
-                terms[tensor.device].append((number, factor))
-        for number, square in squares:
-            if isinstance(square, Tensor):
-                tensors[square.device].append(square.double().view(torch.int64))
-                terms[square.device].append((number, None))
-            else:
-                self._squares[number] += square
-        self._terms = dict(terms)
-        self._arrived = {d: HostCopy(torch.stack(each), own=True) for d, each in tensors.items()}
+        return digests, squares
 
 
 def prepare(device: torch.device) -> None:

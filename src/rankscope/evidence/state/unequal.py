@@ -181,8 +181,7 @@ class UnequalState(Detector):
     def _by_cause(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
         """Yield the differences of parameters, buffers and optimizer state.
 
-        Where the parameter is equal all the same, an optimizer keeps a part of the state, or does
-        not use it.
+        Where the parameter is equal, an optimizer keeps a part of the state, or does not use it.
         """
         differ = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
         for kind, cause in _CAUSES.items():
@@ -240,10 +239,7 @@ class UnequalState(Detector):
             yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
 
     def _reduced_elsewhere(self, step: Step) -> bool:
-        """Return whether all optimizers get the same bits: then the training itself reduces.
-
-        That is known in some steps; until the next one of them, it may have ended.
-        """
+        """Return whether all optimizers lately got the same bits: the training itself reduces."""
         applied_W = step.gathered.workers["applied_digest"]
         known_W = applied_W != MISSING_INT
         if known_W.any():
@@ -292,11 +288,7 @@ class UnequalState(Detector):
 
 
 class _Averages(Stateful):
-    """Averages of the parameters that no plan declares: local SGD, DiLoCo.
-
-    Each worker trains alone, and parameters that differed in the step before are equal, though the
-    workers' gradients of them were not.
-    """
+    """Averages of the parameters that no plan declares, between steps of each worker alone."""
 
     def __init__(self) -> None:
         self.open = False  # whether the training averages, as far as is known
@@ -415,11 +407,7 @@ _ALL_APART = {"apart": "differ from worker to worker", "is_apart": "differs from
 
 
 def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
-    """Return a step with the differences that count in a loop that reduces by itself.
-
-    Its optimizer may reduce: that gets gradients that differ, and its state differs where it keeps
-    shares.
-    """
+    """Return a step with the differences that count where a loop's optimizer may reduce."""
     found = gathered.differences
     if places_W is not None:
         found = tuple(d for d in found if d.minority_ranks(places_W))
@@ -488,8 +476,7 @@ def _names(found: Sequence[StateDifference]) -> list[str]:
 def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
     """Return the workers whose reduced gradient has another norm, and whether it is the local one.
 
-    None when the norms agree, or are not those of the same gradient, as of ZeRO's shards, of
-    which there is no digest.
+    None when the norms agree, or are of parts without a digest, as of ZeRO's shards.
     """
     norms_W = gathered.workers["reduced_norm"]
     local_W = gathered.workers["grad_norm"]

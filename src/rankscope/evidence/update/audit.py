@@ -209,10 +209,7 @@ class UpdateAudit:
         watches: Sequence[_Watch],
         groups: Iterable[tuple[int, ...]],
     ) -> None:
-        """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
-
-        Raises CanaryDeclined: it cannot be computed.
-        """
+        """Compute the chosen updates again, or CanaryDeclined; ``groups`` of ranks hold parts."""
         of_training = _storages(self._optimizers)
         problem = ""
         try:
@@ -237,10 +234,7 @@ class UpdateAudit:
             raise CanaryDeclined(problem or _DEPENDS)
 
     def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
-        """Check that parameters can be put together, and copied.
-
-        Raises CanaryDeclined: they cannot.
-        """
+        """Check that parameters can be put together, and copied; CanaryDeclined where not."""
         if not watches:
             raise CanaryDeclined("no parameter has a gradient")
         for watch in watches:
@@ -262,10 +256,7 @@ class UpdateAudit:
         groups: Iterable[tuple[int, ...]],
         problem: str,
     ) -> None:
-        """Agree with the ranks that hold parts of the same parameters to gather these now.
-
-        Raises CanaryDeclined: they do not all come, or one of them cannot.
-        """
+        """Agree to gather parameters with the ranks that hold parts; else CanaryDeclined."""
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
@@ -331,9 +322,7 @@ def _compute(
     """Compute a parameter's update again; return whether it depends on other parameters.
 
     ``held``: what it holds of the whole parameter. ``own``: what it holds of this rank's part.
-    ``alone``: whether to find out if it depends on others.
-
-    Raises CanaryDeclined: the update cannot be computed.
+    ``alone``: whether to find out if it depends on others. CanaryDeclined: it cannot be computed.
     """
     cuts = Cuts(watch.chosen.parameter, held.value)
     expected = lone.update(held)

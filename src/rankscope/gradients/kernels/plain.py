@@ -42,7 +42,10 @@ class PlainKernel(Kernel):
 
     def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
         """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
-        self._reserve()
+        if not len(self._scratch):  # not before: a faster kernel may do all the work
+            device = self._scratch.device
+            self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
+            self._period = extend(self._one_period, PERIOD + self._size).to(device)
         sums = self._sums()
         signs = piece.signs
         for position, chunk in self._chunks(flat, piece.start if signs else 0):
@@ -52,13 +55,6 @@ class PlainKernel(Kernel):
                 values = self._sketch(chunk, signs, position, into.sketches[piece.row])
             sums.add(values, chunk)
         sums.store(into, piece.row)
-
-    def _reserve(self) -> None:
-        """Make scratch space when it is first needed: a faster kernel may do all the work."""
-        if not len(self._scratch):
-            device = self._scratch.device
-            self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
-            self._period = extend(self._one_period, PERIOD + self._size).to(device)
 
     def _sketch(
         self, chunk: Tensor, signs: ParameterSigns, position: int, sketch: Tensor
