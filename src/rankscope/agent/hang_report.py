@@ -551,7 +551,11 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     if not report.recovered and (ahead := _ahead(report, known)):
         waiting = tuple(one.rank for one in report.suspects)
         return replace(report, suspects=ahead, waiting=waiting, phase="")
-    if known and not report.suspects and all(map(_compiles, known.values())):
+    compiling = all(
+        any(place in frame for frame in stack["frames"] for place in _COMPILERS)
+        for stack in known.values()
+    )
+    if known and not report.suspects and compiling:
         return replace(report, phase="")
     phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
     if report.recovered or not report.is_pause or not phases:
@@ -658,11 +662,6 @@ def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) 
 
 def _depth(place: CodePlace) -> tuple[int, int]:
     return place.step, place.passes
-
-
-def _compiles(stack: Stack) -> bool:
-    """Return whether a rank compiles code, as torch.compile does in its first passes."""
-    return any(place in frame for frame in stack["frames"] for place in _COMPILERS)
 
 
 def _waits_in_step(stack: Stack) -> str:

@@ -133,17 +133,14 @@ class LocalServer:
                 connection.outgoing.append(memoryview(content))
                 connection.waiting += len(content)
         if full:
-            self._note_unread(rank)
+            self.unread[rank] += 1
+            if self.unread[rank] == 1:
+                _log.warning(
+                    "rank %d has read nothing for so long that some results are not sent to it: "
+                    "its training hangs, or its on_finding does not return",
+                    rank,
+                )
         self._wake()
-
-    def _note_unread(self, rank: int) -> None:
-        self.unread[rank] += 1
-        if self.unread[rank] == 1:
-            _log.warning(
-                "rank %d has read nothing for so long that some results are not sent to it: its "
-                "training hangs, or its on_finding does not return",
-                rank,
-            )
 
     @property
     def ranks(self) -> tuple[int, ...]:

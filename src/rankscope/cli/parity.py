@@ -155,7 +155,8 @@ class _Pair:
 
     def compare(self) -> Answer:
         """Run both and compare them."""
-        return decide(*self.run(self.steps), self._again, repeats_a=self._repeats_a)
+        sides = self.run(self.steps)
+        return decide(*sides, self._again, repeats_a=_recorded_run(self.a) is None)
 
     def resume(self, at: int, resumed: str) -> Answer:
         """Run A on end, B up to a step and on from there; compare all of them."""
@@ -167,7 +168,8 @@ class _Pair:
             return later
 
         sides = self.run(at)
-        return decide_resumed(*sides, resume, self._again, repeats_a=self._repeats_a)
+        repeats_a = _recorded_run(self.a) is None
+        return decide_resumed(*sides, resume, self._again, repeats_a=repeats_a)
 
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""
@@ -184,16 +186,12 @@ class _Pair:
         _check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    @property
-    def _repeats_a(self) -> bool:
-        return _recorded_run(self.a) is None
 
     def _again(self, side: Recording, eps: float) -> Recording:
         """Record a side once more, moved by ``eps``."""
         of_b = side.name == "B"
-        job = self._job(
-            max(side.steps) + 1, eps=eps, load_start=self._start(), rules=self.rules[of_b]
-        )
+        steps = max(side.steps) + 1
+        job = self._job(steps, eps=eps, load_start=self._start(), rules=self.rules[of_b])
         name = f"{side.name}, run once more,"
         return self._recorded("moved", self.b if of_b else self.a, job, name=name)
 
@@ -205,8 +203,7 @@ class _Pair:
     def _recorded(self, place: str, command: str, job: ParityJob, *, name: str) -> Recording:
 
         folder = self.folder / place
-        commands = [Command(name, command, folder, job)]
-        run_commands(commands, self.timeout, together=False)
+        run_commands([Command(name, command, folder, job)], self.timeout, together=False)
         return read_side(folder, name)
 
     def _job(self, steps: int, **more: Any) -> ParityJob:

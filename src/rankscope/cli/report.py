@@ -174,8 +174,8 @@ class Listing:
         grid = table(*heads, right=("Workers", "Steps"), fold=True)
         grid.add_column("First finding", ratio=1)
         for each in self._glances:
-            look = ("?", "red") if each.severity == UNREADABLE else LOOKS[each.severity][:2]
-            sign, colour = look
+            unread = each.severity == UNREADABLE
+            sign, colour = ("?", "red") if unread else LOOKS[each.severity][:2]
             since = "" if each.since_step is None else f", since step {each.since_step:,}"
             numbers = (each.state(self._now), f"{each.num_workers:,}", f"{each.num_steps:,}")
             grid.add_row(
@@ -273,7 +273,8 @@ class _Wanted:
                 try:
                     written[one] = write(one, path)
                 except RankscopeError as error:  # the other formats are written
-                    if self._needs(error):
+                    missing = isinstance(error, MissingExtraError)
+                    if self.explicit if missing else self.asked:
                         raise
                     terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
         except RankscopeError:
@@ -282,9 +283,6 @@ class _Wanted:
             raise
         self._show(written, result, show)
 
-    def _needs(self, error: RankscopeError) -> bool:
-        """Return whether a file that cannot be made for this reason was asked for."""
-        return self.explicit if isinstance(error, MissingExtraError) else self.asked
 
     def _writable(self) -> Mapping[Format, Path]:
         """Return the place of each format, without one that was not asked for and is read-only."""

@@ -163,10 +163,6 @@ class Catch:
         own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
         self._hooks += [CallHook(kind, self._before_call) for kind in own]
 
-    def _forget_optimizers(self) -> None:
-        if self._after_step is not None:
-            self._after_step.remove()
-            self._after_step = None
 
     def _patch_destroy(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
@@ -192,7 +188,9 @@ class Catch:
         if any(each is model for each in self._bare):
             self._called = self._called or model
             return
-        self._forget_optimizers()
+        if self._after_step is not None:
+            self._after_step.remove()
+            self._after_step = None
         self._watch(model)
 
     def _watch(self, model: Any) -> None:
@@ -201,10 +199,9 @@ class Catch:
             self._done = True
             self._bare, self._called = [], None
             self._imports.remove()
-            self._stop_waiting()
-            for hook in self._hooks:
+            for hook in (*self._waiting, *self._hooks):
                 hook.remove()
-            self._hooks = []
+            self._waiting, self._hooks = [], []
             self._begin(model)
         except Exception as error:
             self._fail(error)
@@ -231,10 +228,6 @@ class Catch:
     def _note_trained(self, parameter: Any) -> None:
         self._trained = True
 
-    def _stop_waiting(self) -> None:
-        for hook in self._waiting:
-            hook.remove()
-        self._waiting.clear()
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import Earlier, begin
@@ -392,12 +385,12 @@ class Ending:
         self._watching = watching
         self._pid = os.getpid()
 
-    def end_run(self) -> None:
-        """Close the present run: another begins."""
+    def end_run(self, error: BaseException | None = None) -> None:
+        """Close the present run; it is incomplete if an error has ended it."""
         watching, self._watching = self._watching, None
         if watching is not None and self._pid == os.getpid():
             with contextlib.suppress(Exception):
-                watching.close(None)
+                watching.close(error)
 
     def notice_exit_codes(self) -> None:
         """Remember the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
@@ -442,14 +435,10 @@ class Ending:
                 self._watching.close(_error_of_script())
 
     def _finish(self) -> None:
-        """Close the run."""
-        watching, self._watching = self._watching, None
-        if watching is None or self._pid != os.getpid():
-            return
-        with contextlib.suppress(Exception):
-            watching.close(_error_of_script())
-        for patch in self._patches:
-            patch.remove()
+        if self._watching is not None and self._pid == os.getpid():
+            self.end_run(_error_of_script())
+            for patch in self._patches:
+                patch.remove()
 
 
 def _error_of_script() -> BaseException | None:

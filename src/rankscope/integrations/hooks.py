@@ -39,11 +39,9 @@ class AfterImport:
         act = self._wanted.pop(name, None)
         if act is None:
             return None
-        for finder in list(sys.meta_path):
-            find: Any = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = (
-                find(name, path, target) if find and finder is not self else None
-            )
+        others = [each for each in sys.meta_path if each is not self]
+        for finder in [each for each in others if hasattr(each, "find_spec")]:
+            spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     _act_after(spec.loader, act)

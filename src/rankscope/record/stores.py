@@ -42,11 +42,7 @@ _FOLLOW_SECONDS = 10.0  # between two looks of a reader for changed files
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store
 _KEPT_SECONDS = 7 * 86400.0  # that a copy stays after its last use
-_LAST_FILES = (
-    "steps",
-    "findings.jsonl",
-    INFO_FILE,
-)  # sent last, so that readers find all files they name
+_LAST_FILES = ("steps", "findings.jsonl", INFO_FILE)  # that name others, which are sent before
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,9 +79,7 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
             "as it is"
         ) from error
     except (OSError, *_DAMAGES) as error:
-        if (
-            isinstance(error, OSError) and error.errno is not None
-        ):  # Arrow's own errors have no number
+        if isinstance(error, OSError) and error.errno is not None:  # not Arrow's own
             raise unreadable(file, error) from error
         raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
 
@@ -271,14 +269,14 @@ def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
 
 def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
     """Return rows of evenly chosen row groups, at least one of each file: about ``max_rows``."""
-    chosen = _evenly(len(files), MAX_FILES)
+    chosen = evenly(len(files), MAX_FILES)
     share = max_rows // max(len(chosen), 1)
 
     def choose(footer: Any) -> Sequence[int]:
         sizes_G = _sizes(footer)
         if sizes_G.sum() <= share or not len(sizes_G):
             return range(len(sizes_G))
-        return list(_evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
+        return list(evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
 
     parts = [_even_part(files[index], schema, choose, share) for index in chosen.tolist()]
     return pa.concat_tables([schema.empty_table(), *parts])
@@ -334,7 +332,7 @@ def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> 
 def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
     """Return ``max_rows`` even rows of a table of one large row per step, first and last too."""
     ends = np.cumsum([0, *map(_num_rows, files)])
-    wanted = _evenly(int(ends[-1]), max_rows)
+    wanted = evenly(int(ends[-1]), max_rows)
     parts = []
     for file, start, end in zip(files, ends[:-1], ends[1:], strict=True):
         rows_R = wanted[(wanted >= start) & (wanted < end)] - start
@@ -370,7 +368,7 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
     return pa.concat_tables(found)
 
 
-def _evenly(length: int, count: int) -> Ints:
+def evenly(length: int, count: int) -> Ints:
     """Return up to ``count`` indices below ``length``, evenly spaced, first and last included."""
     number = min(length, count)
     return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))

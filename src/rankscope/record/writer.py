@@ -365,11 +365,9 @@ class _PartWriter:
 
     def __init__(self, run: Path, folder: Path, columns: Sequence[Column]) -> None:
         self._folder = folder
+        # Not the run's own directory: it may have been moved.
         above = takewhile(lambda path: path != run, folder.parents)
-        self._folders = [
-            *reversed([*above]),
-            folder,
-        ]  # not the run's own directory: it may have been moved
+        self._folders = [*reversed([*above]), folder]
         self._signals = columns
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []

@@ -222,19 +222,11 @@ def _group_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spe
     found = series.last_groups(source.run)
     if found is None or source.num_workers < 2:
         return {}
+    powers = "powers of 2 from the median"
+    far = float(figures.FAR)
     shapes = {
-        "group-norm": (
-            series.norm_rows(found),
-            "gradient norm",
-            "powers of 2 from the median",
-            1.0,
-        ),
-        "group-cosine": (
-            series.direction_rows(found),
-            "cosine",
-            figures.UNITS,
-            float(figures.FAR),
-        ),
+        "group-norm": (series.norm_rows(found), "gradient norm", powers, 1.0),
+        "group-cosine": (series.direction_rows(found), "cosine", figures.UNITS, far),
     }
     if not source.compares("cosine_rest"):
         del shapes["group-cosine"]

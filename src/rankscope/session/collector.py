@@ -64,29 +64,11 @@ class Event(Enum):
 
 
 MOVES: Mapping[Event, Mapping[Phase, Phase]] = {
-    Event.REDUCTION: {
-        Phase.OPEN: Phase.REDUCED,
-        Phase.UPDATED: Phase.APPLIED,
-    },
-    Event.OPTIMIZER_BEGINS: {
-        Phase.UPDATED: Phase.OPEN,
-        Phase.APPLIED: Phase.REDUCED,
-    },
-    Event.OPTIMIZER_ENDS: {
-        Phase.OPEN: Phase.UPDATED,
-        Phase.REDUCED: Phase.APPLIED,
-    },
-    Event.FORGET: {
-        Phase.REDUCED: Phase.OPEN,
-        Phase.UPDATED: Phase.OPEN,
-        Phase.APPLIED: Phase.OPEN,
-    },
-    Event.HAND_OVER: {
-        Phase.OPEN: Phase.LEAVING,
-        Phase.REDUCED: Phase.LEAVING,
-        Phase.UPDATED: Phase.LEAVING,
-        Phase.APPLIED: Phase.LEAVING,
-    },
+    Event.REDUCTION: {Phase.OPEN: Phase.REDUCED, Phase.UPDATED: Phase.APPLIED},
+    Event.OPTIMIZER_BEGINS: {Phase.UPDATED: Phase.OPEN, Phase.APPLIED: Phase.REDUCED},
+    Event.OPTIMIZER_ENDS: {Phase.OPEN: Phase.UPDATED, Phase.REDUCED: Phase.APPLIED},
+    Event.FORGET: dict.fromkeys((Phase.REDUCED, Phase.UPDATED, Phase.APPLIED), Phase.OPEN),
+    Event.HAND_OVER: dict.fromkeys(set(Phase) - {Phase.LEAVING}, Phase.LEAVING),
 }
 """The life of a step: where an event moves it; it has no effect in a phase that is not listed."""
 
@@ -142,9 +124,7 @@ class StepCollector:
         self._take_read_seconds = instruments.sketcher.take_seconds
         self._module = instruments.wrapped.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
-        job = instruments.make_job(
-            optimizer, first_step, guard, channel if channel is not None else Channel()
-        )
+        job = instruments.make_job(optimizer, first_step, guard, channel or Channel())
         made = {each.name: each.make_probes(job) for each in EVIDENCE}
         self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
         probes: list[Probe] = [one for some in made.values() for one in some]
@@ -290,9 +270,7 @@ class StepCollector:
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Watch for a backward pass after a forward pass in evaluation mode."""
-        inputs = {
-            id(tensor) for tensor in tensors_in([args, kwargs])
-        }  # a hook on an input would stay
+        inputs = {id(t) for t in tensors_in([args, kwargs])}  # a hook on an input would stay
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
         if not outputs:
             return
@@ -323,12 +301,8 @@ class StepCollector:
 
     def _end_evaluation(self) -> None:
         """Drop passes in evaluation mode that no update followed, as of an adversarial attack."""
-        if (
-            self._evaluating
-            and self._tap.complete
-            and self._accumulation is not None
-            and not self._so_far.updated
-        ):
+        passed = self._evaluating and self._tap.complete and not self._so_far.updated
+        if passed and self._accumulation is not None:
             self._forget()
         self._evaluating = False
 

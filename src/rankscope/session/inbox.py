@@ -152,7 +152,10 @@ class Inbox:
     def read(self) -> None:
         """Handle the frames that have arrived."""
         if self._awaits_invitation:
-            self._look_for_invitation()
+            invitation = self._handle.meeting.look("invitation")
+            if invitation is not None:  # is published, by the root
+                self._awaits_invitation = False
+                self._link.send(FrameKind.INVITATION, invitation, rank=self._handle.rank)
         self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
@@ -267,10 +270,3 @@ class Inbox:
         self.recorded = frame.step == 1
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
-
-    def _look_for_invitation(self) -> None:
-        """Send the root's invitation to the agent of this host, once it is published."""
-        invitation = self._handle.meeting.look("invitation")
-        if invitation is not None:
-            self._awaits_invitation = False
-            self._link.send(FrameKind.INVITATION, invitation, rank=self._handle.rank)

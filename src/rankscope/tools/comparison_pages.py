@@ -1,11 +1,12 @@
 """The pages of ``rankscope diff`` and ``rankscope parity``: two trainings compared."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from rankscope.record.tables import evenly
 from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import (
     DOT,
@@ -131,15 +132,9 @@ def _rows(comparison: Comparison) -> list[Row]:
                 "value": float(f"{curve.values[at]:.4g}"),
                 "curve": curve.name,
             }
-            for at in known[_chosen(len(known))]
+            for at in known[evenly(len(known), MAX_POINTS)]
         ]
     return rows
-
-
-def _chosen(count: int) -> Sequence[int]:
-    if count <= MAX_POINTS:
-        return list(range(count))
-    return [int(at) for at in np.unique(np.linspace(0, count - 1, MAX_POINTS).astype(int))]
 
 
 _FAR = 100.0

@@ -270,7 +270,8 @@ def _load_checkpoint(model: nn.Module, file: Path) -> None:
     try:
         open_file(file).close()  # a pipe would be waited for
         if file.suffix == ".safetensors":
-            state = _read_safetensors(file)
+            load: Callable[[Path], Any] = importlib.import_module("safetensors.torch").load_file
+            state = load(file)
         else:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -287,8 +288,3 @@ def _load_checkpoint(model: nn.Module, file: Path) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"the checkpoint {file} does not fit the model ({error})") from error
-
-
-def _read_safetensors(file: Path) -> Any:
-    load: Callable[[Path], Any] = importlib.import_module("safetensors.torch").load_file
-    return load(file)

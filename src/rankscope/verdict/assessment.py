@@ -225,8 +225,7 @@ def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None
     if own > fault.severity:
         return verdict
     if own == fault.severity:
-        about = verdict.about
-        if about is None or about.first_step <= fault.first_step:
+        if verdict.about is None or verdict.about.first_step <= fault.first_step:
             return verdict
         return replace(verdict, recommendation=f"{worst.sentence} {seen} {verdict.recommendation}")
     advice = f"{next_check_of(fault, worst.findings)} {seen}"
@@ -245,18 +244,14 @@ def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
     continues = "continues" in run.info and all(f.id != BEGUN_ANEW for f in run.findings())
-    earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
     agent = run.info.get("agent")
-    agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
-    last_step = -1 if steps is None else steps[1]
-    endings = read_endings(run.info)
     unwritten = run.info.get("unwritten")
     return RunProgress(
         "interrupted" if _is_left(run) else run.status,
-        last_step,
-        earlier,
-        endings=endings,
-        agent_ended=agent_ended,
+        -1 if steps is None else steps[1],
+        read_number(run.path / START_FILE, "num_steps") if continues else 0,
+        endings=read_endings(run.info),
+        agent_ended=str(agent.get("ended") or "") if isinstance(agent, Mapping) else "",
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
         lost=_lost_parts(run),
     )

@@ -321,9 +321,8 @@ def state_after(
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()
-        Diagnosis(RunFacts(num_workers, hosts)).restore(
-            unpack_state(pack_state(state))
-        )  # as all ranks will
+        restored = unpack_state(pack_state(state))  # as all ranks will
+        Diagnosis(RunFacts(num_workers, hosts)).restore(restored)
         return state
     except (StateError, RunError) as error:
         reason = str(error)

@@ -313,23 +313,20 @@ class VerdictWords:
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
     """Return a run's verdict in words; ``key`` begins the ids of its findings."""
-    with ranks_of_job(run.info):
-        return _verdict_of(run, assessment, key)
-
-
-def _verdict_of(run: Run, assessment: Assessment, key: str) -> VerdictWords:
     found = ranked(run.findings())
     causes = explanations(found)
+    with ranks_of_job(run.info):
+        findings = [
+            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
+            for one, anchor in zip(found, anchors(found, key), strict=True)
+        ]
     return VerdictWords(
         title=title_of(run.info, run.path),
         severity=assessment.word,
         line=run_line(run, assessment),
         assessment=assessment,
         tiles=tiles(assessment.values),
-        findings=[
-            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
-            for one, anchor in zip(found, anchors(found, key), strict=True)
-        ],
+        findings=findings,
     )
 
 

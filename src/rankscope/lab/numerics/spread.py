@@ -35,7 +35,6 @@ from rankscope.lab.numerics.summation import (
     Scheme,
     num_buckets,
     reduce_buffers,
-    sums_in_float64,
     to_buffers,
     worst_factor,
     worst_underflow,
@@ -162,7 +161,7 @@ class Case:
         self._sample = sample
         self._options = options
         self._buffers_WN = to_buffers(values_WN, arithmetic)
-        self._truth_N = sums_in_float64(values_WN) / self._num_workers
+        self._truth_N = values_WN.sum(axis=0, dtype=np.float64) / self._num_workers
         self._sizes_N = np.abs(values_WN).mean(axis=0, dtype=np.float64)
         self._results: dict[Scheme, NDArray[np.float32]] = {}
 

@@ -157,11 +157,6 @@ def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
     return 2 * (num_workers + 2) * least
 
 
-def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the sums over workers ``[N]``, added one after the other in float64."""
-    return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
-
-
 def _add_chain(terms: Iterator[Array], dtype: str) -> Array:
     total = next(terms)
     for term in terms:

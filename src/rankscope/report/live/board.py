@@ -140,11 +140,8 @@ class Board:
         for place in self._scan(0).values():
             try:
                 at = self._stamp(place)
-                rows.append(
-                    unreadable(place, "not there any more")
-                    if at is None
-                    else self._glance(place, at)
-                )
+                gone = "not there any more"
+                rows.append(unreadable(place, gone) if at is None else self._glance(place, at))
             except RunError as error:
                 rows.append(unreadable(place, _without(self.root, error)))
         return in_order(rows)
@@ -180,12 +177,11 @@ class Board:
         runs = list(self._scan().values())
         chosen = [self._find(run_id) for run_id in (first, second)]
         ids = (first, second)
-        if chosen[0] is None or chosen[1] is None:
+        one, other = chosen
+        if one is None or other is None:
             missing = any(run_id and not place for run_id, place in zip(ids, chosen, strict=True))
             words = "One of these runs is not here (any more): choose another." if missing else ""
             return compared_sheet(None, runs, ids, words)
-        one = chosen[0]
-        other = chosen[1]
         try:
             stamps = [self._stamp(place) for place in (one, other)]
             if stamps[0] is None or stamps[1] is None:
@@ -227,7 +223,9 @@ class Board:
             kept = self._contents.get(topic)
             failed = self._failed.get(topic)
             began = time.monotonic()
-            if kept is not None and (kept.token == token or self._is_young(kept, began)):
+            pause = 0.0 if kept is None else max(self._refresh_seconds, REFRESH_COST * kept.cost)
+            is_young = self._refresh_seconds > 0 and kept is not None and began - kept.made < pause
+            if kept is not None and (kept.token == token or is_young):
                 latest = kept
             elif kept is None and failed is not None and failed[0] == token:
                 raise failed[1]
@@ -241,10 +239,6 @@ class Board:
                 while len(self._contents) > MAX_CONTENTS:
                     self._contents.popitem(last=False)
             return latest.content
-
-    def _is_young(self, kept: _Kept, now: float) -> bool:
-        pause = max(self._refresh_seconds, REFRESH_COST * kept.cost)
-        return self._refresh_seconds > 0 and now - kept.made < pause
 
     def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
         """Return content made now, or the content made before while that fails."""

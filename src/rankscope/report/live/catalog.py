@@ -278,10 +278,6 @@ def unreadable(place: ListedPlace, why: str, changed: float = 0.0) -> Glance:
     )
 
 
-def _is_worse(one: str, other: str) -> bool:
-    return ORDER.index(one) < ORDER.index(other)
-
-
 def in_order(glances: list[Glance]) -> list[Glance]:
     """Return the rows with the worst first, among equals the youngest."""
     return sorted(glances, key=lambda g: (ORDER.index(g.severity), -g.changed, g.place.id))
@@ -316,7 +312,8 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         severity = "early"
     elsewhere = worst_of(siblings_of(run))
     fault = None if elsewhere is None else elsewhere.worst
-    if elsewhere is not None and fault is not None and _is_worse(str(fault.severity), severity):
+    is_worse = fault is not None and ORDER.index(str(fault.severity)) < ORDER.index(severity)
+    if elsewhere is not None and fault is not None and is_worse:
         severity = str(fault.severity)
         headline = f"Among {elsewhere.ranks} of this job: {title_of_finding(fault)}"
         worst = fault

@@ -673,6 +673,11 @@ def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]
     """Return possible causes, most probable first."""
     kind = judgement.kind
     found = [named(change) for change in judgement.settings]
+    continued = [
+        f"run {name} continues {side.info['continues']}"
+        for name, side in (("A", pair.a), ("B", pair.b))
+        if "continues" in side.info
+    ]
     if kind is DiffClass.ROUNDING:
         if not pair.alignment.same_width:
             one, other = pair.alignment.num_workers
@@ -682,21 +687,14 @@ def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]
             found.append(f"number of micro-batches: {own} in A, {more} in B")
         found += [named(c) for c in case.of_kind("reduction", "environment")]
         found += _order_of_samples(pair, case)
-        found += [
-            f"run {name} continues {side.info['continues']}: in the first step after a restart, "
-            "DDP adds up in other buckets"
-            for name, side in (("A", pair.a), ("B", pair.b))
-            if "continues" in side.info and case.at == 0
-        ]
+        if case.at == 0:
+            why = "in the first step after a restart, DDP adds up in other buckets"
+            found += [f"{each}: {why}" for each in continued]
     elif kind is DiffClass.DATA:
         found += [named(c) for c in case.of_kind("seed", "loader", "config")]
     elif kind is DiffClass.STATE:
         found += [named(c) for c in case.of_kind("seed", "config", "environment")]
-        found += [
-            f"run {name} continues {side.info['continues']}: not all state was restored"
-            for name, side in (("A", pair.a), ("B", pair.b))
-            if "continues" in side.info
-        ]
+        found += [f"{each}: not all state was restored" for each in continued]
     elif kind is DiffClass.CONFIGURATION:
         found += [named(c) for c in case.of_kind("training", "dtype", "config")]
         if not found and not math.isnan(case.parting.value_a):

@@ -108,11 +108,6 @@ def _random(pair: StepPair) -> Answer | None:
     return None
 
 
-def copies_of_start(pair: StepPair) -> Answer | None:
-    """Compare the ranks' copies of the parameters."""
-    return unequal_copies(pair, START)
-
-
 def not_updated(pair: StepPair) -> Answer | None:
     """Compare at a later start what no optimizer was seen to update.
 
@@ -309,7 +304,7 @@ STAGES: tuple[Callable[[StepPair], Answer | None], ...] = (
     start,
     held_before,
     restored,
-    copies_of_start,
+    lambda pair: unequal_copies(pair, START),
     not_updated,
     data,
     loss_and_gradient,
