@@ -220,8 +220,7 @@ _UNEVEN = {
 _SHOWN_SHAPES = 3
 _SHOWN_CALLS = 4
 
-Call = tuple[str, str]
-"""An operation, and its shapes and types in words."""
+Call = tuple[str, str]  # an operation, and its shapes and types in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,13 +382,10 @@ _COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
 class ProcessState(StrEnum):
     """The state of a rank's process, seen from outside."""
 
-    RUNNING = "running"
-    """It runs, sleeps or waits; the system gives it time."""
-    STOPPED = "stopped"
-    """By SIGSTOP or a debugger."""
+    RUNNING = "running"  # it runs, sleeps or waits; the system gives it time
+    STOPPED = "stopped"  # by SIGSTOP or a debugger
     ENDED = "ended"
-    UNKNOWN = "unknown"
-    """No agent has seen the process."""
+    UNKNOWN = "unknown"  # no agent has seen the process
 
 
 class Fate(StrEnum):
@@ -397,18 +393,12 @@ class Fate(StrEnum):
 
     ENDED = "ended"
     STOPPED = "stopped"
-    LEFT = "left"
-    """It closed its scope at an earlier step than the others."""
-    MISSING = "missing"
-    """It never connected."""
-    STUCK = "stuck"
-    """Its process is alive, and it is behind the others."""
-    AHEAD = "ahead"
-    """It skipped a collective in which others wait."""
-    OTHER = "other"
-    """It is in another collective than most others."""
-    SILENT = "silent"
-    """It is behind, and its host is out of reach."""
+    LEFT = "left"  # it closed its scope at an earlier step than the others
+    MISSING = "missing"  # it never connected
+    STUCK = "stuck"  # its process is alive, and it is behind the others
+    AHEAD = "ahead"  # it skipped a collective in which others wait
+    OTHER = "other"  # it is in another collective than most others
+    SILENT = "silent"  # it is behind, and its host is out of reach
 
 
 class CodePlace(NamedTuple):

@@ -48,16 +48,14 @@ from rankscope.verdict.rules import first_sentence
 
 _log = logging.getLogger("rankscope")
 
-MOST_AT_ONCE = 64
-"""Most steps that are judged together."""
+MOST_AT_ONCE = 64  # most steps that are judged together
 
 _SENT_SECONDS = 5.0  # that ranks wait for the last files to be sent
 _SENT_SECONDS_AFTER_ERROR = 1.5  # the same after an error
 _SIBLING_SECONDS = 1.0  # that the verdict waits for the job's other runs, which end together
 _LINGER_SECONDS = 300.0  # that the agent's process goes on sending them
 
-Send = Callable[[int, bytes], None]
-"""Sends a frame to a rank, or to all of them."""
+Send = Callable[[int, bytes], None]  # sends a frame to a rank, or to all of them
 
 
 class Root:

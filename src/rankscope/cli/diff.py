@@ -28,8 +28,7 @@ from rankscope.report import needs_extra
 if TYPE_CHECKING:
     from rankscope.tools.diff import Comparison
 
-MAX_TENSORS = 5
-"""Tensors that the terminal shows."""
+MAX_TENSORS = 5  # tensors that the terminal shows
 
 _LOOK = {
     "identical": ("=", "green"),

@@ -36,11 +36,9 @@ INTERRUPTED = 130
 
 NAME = "rankscope"
 
-ON_ALL_RANKS = ("study", "run", "doctor", "replay")
-"""Commands that a launcher starts on every rank."""
+ON_ALL_RANKS = ("study", "run", "doctor", "replay")  # that a launcher starts on every rank
 
-PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 to show an error in the command line."""
+PATIENCE = 5.0  # seconds that the other ranks leave rank 0 to show an error in the command line
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 """Variables that torchrun sets for each process, and launchers like it; ``RANK`` alone is none."""

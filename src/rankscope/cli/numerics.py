@@ -23,13 +23,11 @@ from rankscope.lab.numerics.summation import TYPES
 from rankscope.report import needs_extra
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
-DEFAULT_TRAINING_STEPS = 10
-"""Default steps of the trainings that a run on the built-in model compares."""
+DEFAULT_TRAINING_STEPS = 10  # of the trainings that a run on the built-in model compares
 
 RESULT_FILE = "numerics.json"
 
-MAX_LAYERS = 12
-"""Layers that are shown; those with the largest errors."""
+MAX_LAYERS = 12  # layers that are shown; those with the largest errors
 
 Values = dict[str, Any]
 

@@ -52,11 +52,9 @@ def function_option(words: str) -> Any:
     return typer.Option(metavar="MODULE:FUNCTION", help=words)
 
 
-LEAST_COLUMNS = 20
-"""Least columns of a terminal, whatever the value of ``COLUMNS``: fewer hold no table."""
+LEAST_COLUMNS = 20  # of a terminal, whatever the value of ``COLUMNS``: fewer hold no table
 
-LONGEST = 112
-"""Columns of the longest line."""
+LONGEST = 112  # columns of the longest line
 MARGIN = 2
 
 _STANDARD_FILES = 3
@@ -67,8 +65,7 @@ _IN_ASCII = {
     "≥": ">=",
 }
 """Replacements of the signs that rankscope itself prints."""
-_REPLACE = "rankscope.nearest"
-"""Name of the handler of ``str.encode`` for signs that an encoding lacks."""
+_REPLACE = "rankscope.nearest"  # the handler of ``str.encode`` for signs that an encoding lacks
 
 
 class GuardedStream:

@@ -47,8 +47,7 @@ from rankscope.tools.parity.reading import (
 from rankscope.tools.parity.result import Answer, Kind
 
 Rules = tuple[tuple[str, Sequence[str]], ...]
-MAX_TENSORS = 3
-"""Tensors that the terminal shows."""
+MAX_TENSORS = 3  # tensors that the terminal shows
 
 _LOOK = {
     "the same within rounding": ("≈", "green"),
@@ -185,7 +184,6 @@ class _Pair:
         _check(side_a, self.steps, "A")
         _check(side_b, steps_of_b, "B")
         return side_a, side_b
-
 
     def _again(self, side: Recording, eps: float) -> Recording:
         """Record a side once more, moved by ``eps``."""
@@ -338,8 +336,7 @@ def render_answer(answer: Answer, console: Console) -> None:
             show(console, plain(note, "dim"))
 
 
-GRACE_SECONDS = 10.0
-"""How long processes may take to end after a signal."""
+GRACE_SECONDS = 10.0  # how long processes may take to end after a signal
 
 FIRST_LINE_SECONDS = 15.0
 """Seconds until a line says how far a training is; each further one comes after twice as many."""

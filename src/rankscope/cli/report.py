@@ -283,7 +283,6 @@ class _Wanted:
             raise
         self._show(written, result, show)
 
-
     def _writable(self) -> Mapping[Format, Path]:
         """Return the place of each format, without one that was not asked for and is read-only."""
         if self.asked or all(os.access(path.parent, os.W_OK) for path in self.where.values()):

@@ -52,8 +52,7 @@ from rankscope.verdict.words import (
     verdict_of,
 )
 
-NARROW = 76
-"""Columns below which notes go on lines of their own."""
+NARROW = 76  # columns below which notes go on lines of their own
 _LEAST_WIDTHS = {
     "Norm std": NARROW,
     "Averaged loss": 104,
@@ -190,8 +189,7 @@ def show_command(command: str, console: Console) -> None:
         console.print(labelled("  Run", command), soft_wrap=True)
 
 
-SUMMARY_LINES = 12
-"""Lines on a terminal of 80 columns at most, with the two that point to more."""
+SUMMARY_LINES = 12  # lines on a terminal of 80 columns at most, with the two that point to more
 
 _ACTION = "What to do"
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,8 +45,7 @@ from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
-_PATIENCE_ALONE = 30.0
-"""Seconds to wait for all ranks of a model without a wrapper: some may train none."""
+_PATIENCE_ALONE = 30.0  # for all ranks of a model without a wrapper: some may train none
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
@@ -73,8 +72,7 @@ class Earlier:
     optimizers: Sequence[Optimizer]  # its own
 
 
-_begun: Counter[str] = Counter()
-"""How often the ranks of a group have agreed to begin."""
+_begun: Counter[str] = Counter()  # how often the ranks of a group have agreed to begin
 
 
 def _end_with_lightning(scope: Scope) -> None:

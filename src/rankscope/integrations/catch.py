@@ -58,8 +58,7 @@ _AUTOGRAD = "torch.autograd"
 _OPTIMIZER = "torch.optim.optimizer"
 
 _DDP = "torch.nn.parallel.distributed"
-_ALONE_FROM = 3
-"""Forward passes of a later model, none of the watched one between, that take its place."""
+_ALONE_FROM = 3  # passes of a later model, none of the watched one between, that take its place
 _MOST_RUNS = 32
 
 NOTHING = (
@@ -163,7 +162,6 @@ class Catch:
         own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
         self._hooks += [CallHook(kind, self._before_call) for kind in own]
 
-
     def _patch_destroy(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
 
@@ -227,7 +225,6 @@ class Catch:
 
     def _note_trained(self, parameter: Any) -> None:
         self._trained = True
-
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import Earlier, begin

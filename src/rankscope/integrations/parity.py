@@ -40,8 +40,7 @@ _WRAPPERS = frozenset(
 )
 _MEET_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
-_STILL = 10
-"""Looks in a row that must find a rank waiting, before it is ended."""
+_STILL = 10  # looks in a row that must find a rank waiting, before it is ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,9 @@ from rankscope.files import (
 from rankscope.record.states import START_FILE
 from rankscope.version import __version__
 
-SCHEMA_VERSION = 1
-"""Raised when an older reader would misread a run; a new column alone does not raise it."""
+SCHEMA_VERSION = 1  # raised when an older reader would misread a run; not for a new column alone
 
-INFO_FILE = "run.json"
-"""Describes a run; the job that created it owns the directory."""
+INFO_FILE = "run.json"  # describes a run; the job that created it owns the directory
 
 
 def is_run(path: Path) -> bool:
@@ -104,8 +102,7 @@ def now() -> str:
 
 
 FINDINGS_FILE = "findings.jsonl"
-LOCK_FILE = ".writer"
-"""Locked as long as the run is written; removed when it is closed."""
+LOCK_FILE = ".writer"  # locked as long as the run is written; removed when it is closed
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOST_BYTES = 1000

@@ -19,8 +19,7 @@ from rankscope.bus.pace import PACE
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats, Ints
 
-LEVELS = PACE.rolled_up
-"""Steps in a bin of each level, each a multiple of the one before."""
+LEVELS = PACE.rolled_up  # steps in a bin of each level, each a multiple of the one before
 
 
 @cache

@@ -29,17 +29,11 @@ from rankscope.stats.arrays import Ints
 
 Columns = dict[str, Array]
 
-MAX_FILES = 32
-"""Most files for an even choice of rows."""
+MAX_FILES = 32  # most files for an even choice of rows
+LARGE_ROWS = 2**16  # most rows of a file's share in an even choice that are read whole
+PIECE_VALUES = 2**18  # values of a column in memory at a time, for a table that is read in pieces
 
-LARGE_ROWS = 2**16
-"""Most rows of a file's share in an even choice that are read whole."""
-
-PIECE_VALUES = 2**18
-"""Values of a column in memory at a time, for a table that is read in pieces."""
-
-_MOST_ROWS = 2**20
-"""Most rows of the last row groups that are read whole, as after a flush of many workers."""
+_MOST_ROWS = 2**20  # of the last row groups that are read whole, as after a flush of many workers
 _BUFFER_BYTES = 2**20
 
 
@@ -58,11 +52,9 @@ def parts_in(folder: Path) -> list[Path]:
 _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError)
 """Arrow's errors for a damaged file, or one with other columns than a table's."""
 
-_FIRST_ROWS = 64
-"""Rows from which the length of lists is estimated."""
+_FIRST_ROWS = 64  # rows from which the length of lists is estimated
 
-Choice = Callable[[Any], Sequence[int]]
-"""Returns the row groups to read, from the footer of a file."""
+Choice = Callable[[Any], Sequence[int]]  # from a file's footer, the row groups to read
 
 
 @contextmanager

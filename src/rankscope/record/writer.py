@@ -42,23 +42,18 @@ from rankscope.record.states import STATE_FILE, pack_state
 from rankscope.stats.state import State
 
 _MAGIC = b"PAR1"
-_MERGE = 4
-"""Row groups of one level that merge into one of the next."""
-_LARGE_GROUP_BYTES = 512 * 2**10
-"""Arrow bytes from which a row group is not merged."""
+_MERGE = 4  # row groups of one level that merge into one of the next
+_LARGE_GROUP_BYTES = 512 * 2**10  # Arrow bytes from which a row group is not merged
 _SKIP = bytes(2**20)
-_KEYS = ("step", "rank")
-"""Columns of few values: they and texts have dictionaries, which slow down numbers."""
+_KEYS = ("step", "rank")  # of few values: they and texts have dictionaries, which slow down numbers
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    rows: pa.Table | None
-    """The rows; None once the group will not be merged."""
+    rows: pa.Table | None  # the rows; None once the group will not be merged
     num_bytes: int
     level: int
-    footer: Any
-    """Metadata of a file with this row group only."""
+    footer: Any  # metadata of a file with this row group only
 
 
 class GrowingPart:
@@ -193,12 +188,10 @@ def _footer_file(footer: Any) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-PART_BYTES = PACE.part_bytes
-"""Bytes after which a part is finished and the next one begins."""
+PART_BYTES = PACE.part_bytes  # bytes after which a part is finished and the next one begins
 STATE_BYTES_PER_FLUSH = 4 * 2**20
 """Bytes of the detectors' state per flush on average: after a larger one, flushes leave it out."""
-PENDING_BYTES = 32 * 2**20
-"""Bytes of traces that may wait in memory: with more, a flush is due at once."""
+PENDING_BYTES = 32 * 2**20  # of traces that may wait in memory: with more, a flush is due at once
 _TRACE_BYTES = 8 * TRACE_WIDTH  # of a row: its sketch, and as much again around it
 
 _WRITE_ORDER = (

@@ -200,8 +200,7 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-VEGALITE = "6.1"
-"""The version of Vega-Lite that figures are written for, as vl-convert names it."""
+VEGALITE = "6.1"  # the version of Vega-Lite that figures are written for, as vl-convert names it
 
 
 def png_of(spec: Spec, tables: Tables, *, scale: float = 2.0) -> bytes:

@@ -162,8 +162,7 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
     return layered([*layers, *names], COST_HEIGHT)
 
 
-_AWAY = 10
-"""Pixels from a curve to the middle of its label."""
+_AWAY = 10  # pixels from a curve to the middle of its label
 
 
 def _values_at_end(rows: Sequence[Row]) -> list[float]:
@@ -233,26 +232,19 @@ def _members(ranks: Sequence[int]) -> Spec:
     return {"filter": {"field": "rank", "oneOf": list(ranks)}}
 
 
-FAR = 6
-"""Robust units at which the colours end."""
-ROW = 14
-"""Pixels of a worker's row, where there is room."""
+FAR = 6  # robust units at which the colours end
+ROW = 14  # pixels of a worker's row, where there is room
 GROUP_ROW = 17
-ARROW = 12
-"""Pixels between two arrows."""
+ARROW = 12  # pixels between two arrows
 
 MATRIX = 400
-LARGEST_CELL = 100
-"""Pixels of a heatmap, and of a cell of few workers."""
-MIN_CELL = 30
-"""Pixels of a heatmap's cell that can hold its value in print."""
-FINDING_ROW = 34
-"""Pixels of a row; the page's list of names beside the timeline has lines of that height."""
+LARGEST_CELL = 100  # pixels of a heatmap, and of a cell of few workers
+MIN_CELL = 30  # pixels of a heatmap's cell that can hold its value in print
+FINDING_ROW = 34  # pixels; the page's list of names beside the timeline has lines as high
 MAX_FINDINGS = 40
 SHAPES = {"note": "circle", "warning": "triangle-up", "error": "diamond"}
 
-UNITS = "robust units from the median"
-"""Legend of a map's colours: the distance from the workers' median, in robust deviations."""
+UNITS = "robust units from the median"  # legend of a map's colours: distance from the median
 
 
 def worker_map(

@@ -42,18 +42,14 @@ WORKER_FIGURES = (
     ("rollout_gap", "gap to the rollouts"),
 )
 """Signals that are drawn worker by worker: column, and its name where the pointer is."""
-MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))
-"""Signals that are drawn as a map of workers and steps."""
+MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))  # drawn as a map of workers and steps
 
-OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)
-"""Columns of the workers that figures are made from."""
+OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)  # columns of the figures
 
-_GRADIENTS = ("grad_norm", "cosine_rest")
-"""Signals of observed steps only."""
+_GRADIENTS = ("grad_norm", "cosine_rest")  # signals of observed steps only
 
 MAX_HEATMAP_WORKERS = 64
-MAX_FRAMES = 400
-"""Steps whose cosines are read, evenly chosen."""
+MAX_FRAMES = 400  # steps whose cosines are read, evenly chosen
 
 _STEPS = (
     "step", "observed", "loss_mean", "loss_std", "loss_std_expected", "grad_norm_std",
@@ -317,8 +313,7 @@ def _known(rows: Sequence[Row]) -> bool:
 
 MAX_CHIPS = 64
 
-WIDTH = 1090
-"""Pixels of a figure as wide as its sheet; files have twice as many."""
+WIDTH = 1090  # pixels of a figure as wide as its sheet; files have twice as many
 
 SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
     "overview": (("timeline",), ("loss",), ("loss_std", "grad_norm_std", "cosine_mean")),
@@ -332,8 +327,7 @@ SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
 }
 """The figures of each file, row by row."""
 _GAP = 64
-_NAMED_ROW = 42
-"""Pixels of a finding's row with its name above it."""
+_NAMED_ROW = 42  # pixels of a finding's row with its name above it
 OWN_COLOURS = {"scale": {"color": "independent", "strokeDash": "independent"}}
 
 

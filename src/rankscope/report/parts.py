@@ -12,11 +12,8 @@ from typing import Any
 
 from rankscope.report.series import Row
 
-Spec = dict[str, Any]
-"""A Vega-Lite specification, or a part of one."""
-
-DOT = {"filled": True, "opacity": 1}
-"""Options of a point that is a filled dot."""
+Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
+DOT = {"filled": True, "opacity": 1}  # options of a point that is a filled dot
 _RANK_TICKS = 8
 _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 

@@ -19,8 +19,7 @@ SETTING_WORDS = {
     "s1-2": "rank 0 has its own seed",
     "s1-3": "every rank has its own seed",
 }
-MEANS = "Loss std, norm std and cosine are means over the steps of a run."
-"""What the numbers of the table are."""
+MEANS = "Loss std, norm std and cosine are means over the steps of a run."  # of the table
 RATIO = "The ratio to sampling is one of root mean squares over the steps."
 """What the column of that name holds, where it is shown."""
 

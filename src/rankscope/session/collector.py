@@ -39,8 +39,7 @@ from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
-_MOST_PASSES = 8192
-"""Most forward passes of one step; the data of more would only fill the memory."""
+_MOST_PASSES = 8192  # most forward passes of one step; the data of more would only fill the memory
 
 
 class Phase(Enum):

@@ -92,11 +92,8 @@ def crash_line(place: str) -> str:
 
 OnFinding = Callable[[Finding], None]
 
-SLOW_SECONDS = 1.0
-"""Seconds in ``on_finding`` after which a warning is logged."""
-
-REPORT_SECONDS = 10.0
-"""Seconds that :meth:`Inbox.await_report` waits: a rank may have ended."""
+SLOW_SECONDS = 1.0  # seconds in ``on_finding`` after which a warning is logged
+REPORT_SECONDS = 10.0  # seconds that ``Inbox.await_report`` waits: a rank may have ended
 
 
 class Inbox:

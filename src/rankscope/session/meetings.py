@@ -39,11 +39,9 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
 
-LATER_SECONDS = 10.0
-"""Seconds that a rank waits for the other pipeline stages at its first update."""
+LATER_SECONDS = 10.0  # seconds that a rank waits for the other pipeline stages at its first update
 
-PATIENCE_SECONDS = 30.0
-"""Seconds that a rank waits for the mesh's other runs, which begin at about the same time."""
+PATIENCE_SECONDS = 30.0  # for the mesh's other runs, which begin at about the same time
 
 
 class JoinedMesh:

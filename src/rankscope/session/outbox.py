@@ -59,8 +59,7 @@ class LocalStep:
 
 _log = logging.getLogger("rankscope")
 
-MOST_PENDING = 8
-"""Steps that may wait for their device; with more, ``send`` waits for the oldest."""
+MOST_PENDING = 8  # steps that may wait for their device; with more, ``send`` waits for the oldest
 
 
 class Outbox:

@@ -62,11 +62,8 @@ from rankscope.wrappers.surroundings import traced
 
 _log = logging.getLogger("rankscope")
 
-CLOSE_SECONDS = 10.0
-"""Seconds that ``close`` waits for the last step of the other workers."""
-
-CLOSE_SECONDS_AFTER_ERROR = 3.0
-"""The same when the training raised: the others may never come."""
+CLOSE_SECONDS = 10.0  # seconds that ``close`` waits for the last step of the other workers
+CLOSE_SECONDS_AFTER_ERROR = 3.0  # the same when the training raised: the others may never come
 
 _BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes
 _BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits takes less

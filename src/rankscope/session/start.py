@@ -64,8 +64,7 @@ from rankscope.wrappers.optimizers import (
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 
-ALERTS = "RANKSCOPE_ALERTS"
-"""Environment variable with the alerts of a ``watch`` that names none, spaces between them."""
+ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
 _log = logging.getLogger("rankscope")
 

@@ -10,15 +10,12 @@ from rankscope.sinks.base import NewsSink, sentence
 
 _log = logging.getLogger("rankscope")
 
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further try."""
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each further try
 
 USER = "RANKSCOPE_SMTP_USER"
-PASSWORD = "RANKSCOPE_SMTP_PASSWORD"
-"""Environment variables with the login of the mail server, if it needs one."""
+PASSWORD = "RANKSCOPE_SMTP_PASSWORD"  # environment variables: the mail server's login
 
-MOST_ALERTS = 20
-"""Alerts of one run; with more, nobody reads them."""
+MOST_ALERTS = 20  # alerts of one run; with more, nobody reads them
 
 
 class DeliverySink(NewsSink):

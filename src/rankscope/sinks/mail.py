@@ -12,11 +12,8 @@ from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import SinkError
 from rankscope.sinks.delivery import PASSWORD, USER, DeliverySink
 
-SECONDS = 10.0
-"""Seconds that each answer of the server may take."""
-
-TLS_PORT = 465
-"""The port on which a connection begins with TLS."""
+SECONDS = 10.0  # seconds that each answer of the server may take
+TLS_PORT = 465  # the port on which a connection begins with TLS
 
 
 class MailSink(DeliverySink):

@@ -12,11 +12,8 @@ from mlflow.exceptions import MlflowException
 from rankscope.bus.finding import Finding, FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
-BATCH = 900
-"""Most values in a request; MLflow takes 1,000."""
-
-SECONDS = 5.0
-"""Seconds after which the next step sends the kept values."""
+BATCH = 900  # most values in a request; MLflow takes 1,000
+SECONDS = 5.0  # seconds after which the next step sends the kept values
 
 MAX_TAG = 4000
 

@@ -14,12 +14,10 @@ from rankscope.sinks.delivery import DeliverySink
 
 REQUEST_SECONDS = 10.0
 
-_LATER = (408, 425, 429)
-"""Answers below 500 that ask to try again."""
+_LATER = (408, 425, 429)  # answers below 500 that ask to try again
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-_WITH_BODY = (307, 308)
-"""Redirects that keep the request; others would send an empty one."""
+_WITH_BODY = (307, 308)  # redirects that keep the request; others would send an empty one
 
 
 class _SameHostRedirects(urllib.request.HTTPRedirectHandler):

@@ -29,11 +29,9 @@ from rankscope.tools.diff import Comparison
 from rankscope.tools.diff.classes import named
 from rankscope.tools.parity.result import Answer, Kind
 
-MAX_POINTS = 2000
-"""Steps of a curve that are drawn; of longer ones an even choice, with the first and the last."""
+MAX_POINTS = 2000  # of a curve that are drawn, evenly chosen, the first and the last among them
 
-MAX_BARS = 20
-"""Tensors that are drawn, those farthest apart."""
+MAX_BARS = 20  # tensors that are drawn, those farthest apart
 
 _NAMES: Spec = {"title": None, "labelLimit": {"expr": "min(280, 0.45 * containerSize()[0])"}}
 """The axis of tensors' names, which leaves a narrow page room for the picture."""

@@ -37,8 +37,7 @@ from rankscope.evidence.canary.replay import (
 from rankscope.files import open_file
 from rankscope.tools.functions import find_function
 
-WORST = 5
-"""Samples that are listed, those whose loss is NaN and then those with the largest."""
+WORST = 5  # samples that are listed, those whose loss is NaN and then those with the largest
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,14 +135,11 @@ _MEANS = (
     "loss_std_expected",
 )
 _ENDS = 5
-MAX_SAMPLES = 2**23
-"""Most samples that are counted exactly: 64 MB of ids."""
+MAX_SAMPLES = 2**23  # most samples that are counted exactly: 64 MB of ids
 
-LEFT_SECONDS = 3600.0
-"""Seconds without a step after which a run on another machine is taken for interrupted."""
+LEFT_SECONDS = 3600.0  # without a step, until a run elsewhere is taken for interrupted
 
-MAX_COSTS = 2**16
-"""Rows for the median cost of a step."""
+MAX_COSTS = 2**16  # rows for the median cost of a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,7 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     return tuple(f"{label}{'; '.join(items)}." for label, items in parts if items)
 
 
-COLUMNS = ("step", "loss_mean", "observed", "interval")
-"""The columns of the steps table from which the coverage follows."""
+COLUMNS = ("step", "loss_mean", "observed", "interval")  # that the coverage follows from
 
 _NAMES = 3
 

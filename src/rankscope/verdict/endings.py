@@ -6,8 +6,7 @@ from typing import Any
 
 from rankscope.bus.words import name_ranks
 
-_TOGETHER_SECONDS = 0.5
-"""Ranks that end in the same way within this time have no first one among them."""
+_TOGETHER_SECONDS = 0.5  # ranks that end alike within this time have no first one among them
 _MOST_GROUPS = 4
 
 

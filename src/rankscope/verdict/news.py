@@ -10,8 +10,7 @@ from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
 from rankscope.verdict.words import consequence_of, title_of_finding
 
-MOST_LINES = 20
-"""Lines about single findings in one run: a log that scrolls is not read."""
+MOST_LINES = 20  # lines about single findings in one run: a log that scrolls is not read
 
 
 class Announcer:

@@ -109,8 +109,7 @@ def _first_step_known(finding: Finding, known: Iterable[Finding]) -> int:
     return min([finding.first_step, *earlier])
 
 
-_LONGEST_LIST = 40
-"""Characters of a list of names that a headline may have."""
+_LONGEST_LIST = 40  # characters of a list of names that a headline may have
 _OTHERS = r"(?P<others>\d[\d,]*) (?:more|others|other(?: (?:group|difference|moment)s?)?)"
 _DOTTED = r"[A-Za-z_]\w*(?:\.\w+)+"
 

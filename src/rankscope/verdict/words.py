@@ -44,8 +44,7 @@ Values = Mapping[str, Any]
 
 TOKENS = "nats per token"
 
-METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
-"""Columns of the three metrics."""
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")  # columns of the three metrics
 
 TITLES: dict[str, tuple[str, str]] = {
     "timeline": ("Findings over the steps", ""),

@@ -43,13 +43,9 @@ from rankscope.stats.rounding import predicted_error, ulp_distance
 
 MAX_WORKERS = 1024
 MAX_ORDERS = 1000
-MAX_ELEMENTS = 8192
-"""Elements that take part, at most; more are sampled by layer."""
-
-ALL_ORDERS_UP_TO = 5
-"""Workers up to which all orders are tried."""
-LEAST_PER_LAYER = 256
-"""A layer has at least so many elements in the sample, or all of its own."""
+MAX_ELEMENTS = 8192  # elements that take part, at most; more are sampled by layer
+ALL_ORDERS_UP_TO = 5  # workers up to which all orders are tried
+LEAST_PER_LAYER = 256  # a layer has at least so many elements in the sample, or all of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +82,7 @@ class SumOptions:
                 yield Arithmetic(inputs, sums)
 
 
-Values = dict[str, Any]
-"""A part of the JSON form of measured sums."""
+Values = dict[str, Any]  # a part of the JSON form of measured sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +315,7 @@ def _ulps(distances: NDArray[np.float64]) -> Values:
     return dict(zip(("median", "p99", "largest"), found, strict=True))
 
 
-FAR_BEYOND = 3
-"""An error so many times what rounding predicts has another reason."""
+FAR_BEYOND = 3  # an error so many times what rounding predicts has another reason
 
 
 def measure(
@@ -408,8 +402,7 @@ def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Ite
         )
 
 
-USUAL_WORKERS = 8
-"""World size that sentences are about, when it was measured."""
+USUAL_WORKERS = 8  # world size that sentences are about, when it was measured
 
 
 def usual_workers(sums: Mapping[str, Any]) -> int:

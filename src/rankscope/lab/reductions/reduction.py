@@ -157,8 +157,7 @@ class OrderedMean(Reduction):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.divisor = float(self._num_workers)
-        """Divisor of the sums."""
+        self.divisor = float(self._num_workers)  # of the sums
 
     def start(self, buffer: Tensor) -> OrderedExchange:
         """Begin to average a contiguous buffer of floating-point numbers; returns at once.

@@ -142,8 +142,7 @@ MAX_LENGTH = 96
 NUM_RECORDS = 2048
 NUM_EVALUATED = 64
 _EVALUATED_AT_ONCE = 16
-BUCKET_ELEMENTS = 1 << 15
-"""A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
+BUCKET_ELEMENTS = 1 << 15  # about a fifth of these small models, as 25 MB of a model of 30 M
 
 
 @dataclass(frozen=True, slots=True)

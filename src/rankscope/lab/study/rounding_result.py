@@ -12,17 +12,13 @@ from rankscope.bus.words import count
 from rankscope.files import to_plain
 from rankscope.lab.study.config import StudyConfig
 
-MIN_POINTS = 4
-"""A law of growth is fitted to at least so many steps."""
+MIN_POINTS = 4  # a law of growth is fitted to at least so many steps
 
-MIN_FACTOR = 3.0
-"""Least growth for a law: below it, the first step's difference hides the growth of the rest."""
+MIN_FACTOR = 3.0  # below it, the first step's difference hides the growth of the rest
 
-PREFERENCE = 0.75
-"""A power law is preferred unless an exponential misses by less than this part of its misses."""
+PREFERENCE = 0.75  # a power law unless an exponential's misses are less than this part of its own
 
-MAX_RESIDUAL = 0.2
-"""A law that misses by more decades on average does not describe the growth."""
+MAX_RESIDUAL = 0.2  # a law that misses by more decades on average does not describe the growth
 
 CONTROL = "control"
 ORDER = "order"

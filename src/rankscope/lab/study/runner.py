@@ -31,8 +31,7 @@ PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md
 """The other files of a study in its directory."""
 
 T = TypeVar("T")
-Entry = dict[str, Any]
-"""The part of ``summary.json`` on a training."""
+Entry = dict[str, Any]  # the part of ``summary.json`` on a training
 
 
 def run_study(

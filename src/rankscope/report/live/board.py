@@ -37,18 +37,12 @@ from rankscope.report.live.sheets import (
     words_sheet,
 )
 
-REFRESH_SECONDS = 3.0
-"""Seconds between two readings of a changed run, at least."""
-REFRESH_COST = 4.0
-"""The same as a multiple of the time of the last reading."""
-SCAN_SECONDS = 5.0
-"""Seconds after which the directory is looked through again for pages that only offer runs."""
-READ_AHEAD = 4
-"""Runs that are read when the server starts, before any request."""
-MAX_CONTENTS = 24
-"""Pages whose content is kept, the latest used."""
-MAX_VERSIONS = 200
-"""Versions of pages for which it is known which figures they showed."""
+REFRESH_SECONDS = 3.0  # seconds between two readings of a changed run, at least
+REFRESH_COST = 4.0  # the same as a multiple of the time of the last reading
+SCAN_SECONDS = 5.0  # until the directory is looked through again for pages that only offer runs
+READ_AHEAD = 4  # runs that are read when the server starts, before any request
+MAX_CONTENTS = 24  # pages whose content is kept, the latest used
+MAX_VERSIONS = 200  # versions of pages for which it is known which figures they showed
 
 RUNS = "runs"
 """Topic of the page of all runs; others are ``run:ID``, ``compare:ID:ID``, ``overlay:ID:…``."""

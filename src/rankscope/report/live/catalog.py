@@ -36,30 +36,22 @@ from rankscope.verdict.rules import ranked
 from rankscope.verdict.verdicts import without_parts, without_steps
 from rankscope.verdict.words import title_of, title_of_finding
 
-MAX_DEPTH = 6
-"""Levels below the served directory at which runs are looked for."""
-MAX_DIRECTORIES = 20_000
-"""Directories that one look lists at most."""
-
-SPARK_POINTS = 48
-"""Points of the small curve of the averaged loss."""
-MIN_PATIENCE = 60.0
-"""Seconds without a new step after which a run may be called stalled."""
-START_PATIENCE = 600.0
-"""The same before the first step, which includes reading data and compiling."""
+MAX_DEPTH = 6  # levels below the served directory at which runs are looked for
+MAX_DIRECTORIES = 20_000  # directories that one look lists at most
+SPARK_POINTS = 48  # points of the small curve of the averaged loss
+MIN_PATIENCE = 60.0  # seconds without a new step after which a run may be called stalled
+START_PATIENCE = 600.0  # the same before the first step, which includes reading data and compiling
 _STEPS_OF_PATIENCE = 8
 _FLUSH_SECONDS = 10.0
 _RECENT = 50
 
-MOST_SETTINGS = 40
-"""Settings that the list of runs offers as columns."""
+MOST_SETTINGS = 40  # settings that the list of runs offers as columns
 _MOST_READ = 400
 _LONGEST = 40
 _LONGEST_NAME = 80  # of a setting, with those around it
 
 UNREADABLE = "unreadable"
-ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
-"""Severities, worst first."""
+ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")  # severities, worst first
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")

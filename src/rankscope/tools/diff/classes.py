@@ -31,14 +31,12 @@ from rankscope.tools.diff.result import (
 )
 from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
-REDUCTION_ALLOWANCE = 30.0
-"""How many times the predicted distance a reduced gradient may have: parts of it may cancel."""
+REDUCTION_ALLOWANCE = 30.0  # times the predicted distance, of a gradient whose parts may cancel
 
 COMPUTE_ALLOWANCE = {"float32": 1024.0, "float64": 1024.0, "float16": 64.0, "bfloat16": 32.0}
 """Unit roundoffs that a forward and backward pass in another order may differ by."""
 
-OTHER_UPDATE = 0.1
-"""Share of an update by which two may differ whose gradients differ by rounding."""
+OTHER_UPDATE = 0.1  # share of an update by which two may differ whose gradients differ by rounding
 
 LATER = {stage: CLASS_OF[stage] for stage in (Stage.SAMPLES, Stage.SETTINGS)}
 """Classes that rounding does not explain, when they follow a parting by rounding."""
@@ -447,10 +445,8 @@ def _sizes(size: float, allowed: float) -> list[str]:
     return [f"The relative distance is {size:.2g}, {word} what rounding explains ({allowed:.2g})."]
 
 
-MAX_NAMED = 4
-"""Settings or workers that a sentence names."""
-MAX_TENSORS = 100
-"""Tensors that a comparison lists, those farthest apart first."""
+MAX_NAMED = 4  # settings or workers that a sentence names
+MAX_TENSORS = 100  # tensors that a comparison lists, those farthest apart first
 
 
 def _compared(pair: Pair) -> str:

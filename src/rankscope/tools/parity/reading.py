@@ -329,11 +329,9 @@ def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Re
     return replace(whole, steps={**whole.steps, at: held}), resumed
 
 
-_TIMES = 4.0
-"""The most by which rounding of another layout exceeds the change that the perturbation made."""
+_TIMES = 4.0  # most by which another layout's rounding exceeds the perturbation's change
 
-_SKETCH = 2e-6
-"""Relative rounding of the sketch of a small tensor, which adds in float32."""
+_SKETCH = 2e-6  # relative rounding of the sketch of a small tensor, which adds in float32
 
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0

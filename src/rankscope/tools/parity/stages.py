@@ -30,8 +30,7 @@ from rankscope.tools.parity.reading import SideStep, Whole, distance, factor, is
 from rankscope.tools.parity.result import Answer, Difference, describe, ratio_of
 from rankscope.tools.stages import DiffClass, Stage
 
-_SETTING = 1e-6
-"""Relative error of a setting that one side holds in float32."""
+_SETTING = 1e-6  # relative error of a setting that one side holds in float32
 
 
 def start(pair: StepPair) -> Answer | None:
