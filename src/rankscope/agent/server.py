@@ -129,13 +129,14 @@ class LocalServer:
             if not full:
                 connection.outgoing.append(memoryview(content))
                 connection.waiting += len(content)
-        self.unread[rank] += full
-        if full and self.unread[rank] == 1:
-            _log.warning(
-                "rank %d has read nothing for so long that some results are not sent to it: its "
-                "training hangs, or its on_finding does not return",
-                rank,
-            )
+        if full:
+            self.unread[rank] += 1
+            if self.unread[rank] == 1:
+                _log.warning(
+                    "rank %d has read nothing for so long that some results are not sent to it: "
+                    "its training hangs, or its on_finding does not return",
+                    rank,
+                )
         self._wake()
 
     @property

@@ -187,8 +187,8 @@ class CallerContext:
         if self._earlier is None:
             return found
         new = [each for each in found if not any(each is old for old in self._earlier.optimizers)]
-        held, whole = ({id(p) for p in _held_by(each)} & place.keys() for each in (new, found))
-        return new if held == whole else found
+        by_new, by_all = ({id(p) for p in _held_by(each)} & place.keys() for each in (new, found))
+        return new if by_new == by_all else found
 
     def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
         """Return the optimizer of tensors that have the shapes of all trained parameters of models.
