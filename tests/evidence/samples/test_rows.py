@@ -24,7 +24,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.samples.judge import Samples
 from rankscope.evidence.samples.probe import SampleProbe
 from rankscope.stats.arrays import Ragged
-from rankscope.wrappers.datasets import rows_digest
+from rankscope.wrappers.datasets import digests_by_field, rows_digest
 from support.findings import told
 from support.loops import watch
 from support.ranks import run_ranks
@@ -109,6 +109,21 @@ def test_other_rows_another_order_and_fewer_rows_have_others():
     digests = {rows_digest(each) for each in [data, Named(PATHS), Named(PATHS[::-1]), *found]}
     assert len(digests) == 7
     assert None not in digests
+
+
+def test_ranks_that_share_one_field_have_the_same_rows():
+    def with_more(data, **values):
+        vars(data).update(values, noise=torch.randn(ROWS))
+        return data
+
+    mixed = PATHS[::-1]
+    of_rank = with_more(Named([f"/local/1/{path}" for path in PATHS]))
+    shared = [of_rank, with_more(Made(), inner=Named(PATHS)), Named(PATHS)]
+    others = [Named(mixed), with_more(Made(), inner=Named(mixed))]
+    known = [set(digests_by_field(each)) for each in shared]
+    assert set.intersection(*known)
+    assert all(set.union(*known).isdisjoint(digests_by_field(each)) for each in others)
+    assert not any(map(digests_by_field, [Made(), Subset(Pictures(), range(9)), None]))
 
 
 @pytest.mark.parametrize(
