@@ -368,7 +368,7 @@ def _facts(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "sampler_seed": sampler_seed(splitting),
-        "with_replacement": draws_with_replacement(loader),
+        "with_replacement": draws_with_replacement(splitting),
         "data_splits": splits_of(splitting),
         "data_order": order_of(splitting),
         "data_length": length_of(loader),

@@ -47,6 +47,13 @@ def digests_by_field(data: Any) -> list[int]:
     return []
 
 
+def repeats_rows(sampler: Any) -> bool:
+    """Return whether a sampler gives a row several times, to be augmented each time."""
+    with contextlib.suppress(Exception):  # a sampler may do anything
+        return any(getattr(sampler, name, 1) != 1 for name in ("num_repeats", "repetitions"))
+    return False
+
+
 def _without_folder(rows: Sequence[Any]) -> Sequence[Any]:
     """Return rows with the folder that all of their paths share left out."""
     paths = [row[0] if isinstance(row, list) and row else row for row in rows]

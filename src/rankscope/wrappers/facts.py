@@ -38,7 +38,7 @@ from rankscope.errors import UsageError
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.datasets import digests_by_field
+from rankscope.wrappers.datasets import digests_by_field, repeats_rows
 from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import all_of, held_bits, held_names
@@ -551,8 +551,8 @@ def plain_value(value: object) -> object:
 def draws_with_replacement(loader: Any) -> bool:
     """Return whether a data loader declares that it draws samples, or shards, with replacement.
 
-    That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
-    (``WebDataset(resampled=True)``) or a class of that name.
+    That is torch's samplers with ``replacement=True``, those of repeated augmentation, and
+    webdataset's ``ResampledShards`` (``WebDataset(resampled=True)``) or a class of that name.
     """
     return any(map(_replaces, _inside(loader)))
 
@@ -681,6 +681,8 @@ def _inside(loader: Any) -> Iterator[Any]:
 
 def _replaces(part: Any) -> bool:
     if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    if isinstance(part, Sampler) and repeats_rows(part):
         return True
     return _quietly_of(part, "replacement") is True
 
