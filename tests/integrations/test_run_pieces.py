@@ -105,6 +105,9 @@ def test_a_factor_that_undoes_the_mean_over_gathered_rows_is_part_of_the_loss(
 ):
     own = torch.ones(4, 3, requires_grad=True) * 2
     assert unscaled(joined(own, others, factor), {own.grad_fn: None}).factor == found
+    if found is None:  # the mean of a sum of two, as in CLIP
+        both = joined(own, torch.ones(4, 3), 1) + joined(own, torch.ones(4, 3), 1)
+        assert unscaled(both / 2 * 2, {own.grad_fn: None}).factor is None
 
 
 def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():

@@ -41,7 +41,8 @@ SAYS = {
     "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
     "sharded, mixed": ("verify.agrees", "note", "ulp of bfloat16"),
     "sharded, sums": ("verify.agrees", "note", "is what one process would compute (within"),
-    "sharded, penalised": ("verify.declined", "note", "by itself, past the model's outputs, and"),
+    "sharded, penalised": ("verify.agrees", "note", "each with 1 micro-batch"),
+    "sharded, penalised in shares": ("verify.declined", "note", "past the model's outputs, and"),
     "sharded, passes an object": ("verify.declined", "note", "tuples and dicts of these can."),
     "sharded, asks on one": ("verify.declined", "note", "1 of 2 ranks had come"),
     "ZeRO 1 bf16 accumulate 2": ("verify.agrees", "note", "ulp of bfloat16"),
@@ -176,8 +177,11 @@ class Loop:
     def _penalty(self):
         if self.kind == "penalised inside":
             return self.inner.square().mean()
-        whole = self.model.head.weight.square().sum()
-        return getattr(whole, "full_tensor", lambda: whole)()  # in shares under FSDP2
+        if self.sharded:
+            layer = self.model.hidden  # of which this rank holds a part by now
+            shares = layer.weight.square().sum()
+            return shares.full_tensor() if "shares" in self.kind else layer(torch.ones(1, 24)).sum()
+        return self.model.head.weight.square().sum()
 
     def _change(self):
         if self.kind == "clips by value":

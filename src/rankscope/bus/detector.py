@@ -45,8 +45,10 @@ class RunFacts:
     with_replacement: bool = False
     # what splits the data in the loader of the first rank, and into how many parts
     data_splits: Sequence[tuple[str, int]] = ()
-    # of which rows each rank's data set has; empty unless known on all
-    data_digests: Sequence[int] = ()
+    # what decides the order of the first rank's data: "nothing", "set_epoch", "generator"; or ""
+    data_order: str = ""
+    # whether the ranks' data sets are known to have other rows, or another order of them
+    other_rows: bool = False
     data_length: int | None = None  # how many samples the data set has; None if unknown
     # rows of the data sets of the loaders; None if unknown
     data_rows: int | None = None

@@ -251,7 +251,6 @@ def diagnosis_of(run: Run) -> Diagnosis:
     reduced_in = _at(info, "options", "reduced_in")
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
-    digests = by_rank(info, "data_digest")
     lengths = [one for one in by_rank(info, "data_length") if isinstance(one, int)]
     rows = [one for one in by_rank(info, "data_rows") if isinstance(one, int)]
     unsaved = _at(info, "training", "model", "unsaved_buffers")
@@ -266,7 +265,8 @@ def diagnosis_of(run: Run) -> Diagnosis:
             sampler_seeds=tuple(by_rank(info, "sampler_seed")),
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],
-            data_digests=digests if all(isinstance(one, int) for one in digests) else (),
+            data_order=str((by_rank(info, "data_order") or [""])[0] or ""),
+            other_rows=are_other_rows(info),
             data_length=plan.samples or max(lengths, default=None),
             data_rows=max(rows, default=None),
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
@@ -275,6 +275,18 @@ def diagnosis_of(run: Run) -> Diagnosis:
             unheld=_holds_fewer(info),
         )
     )
+
+
+def are_other_rows(info: Mapping[str, Any]) -> bool:
+    """Return whether the ranks' data sets are known to have other rows, or another order of them.
+
+    Ranks may hold other values beside equal rows.
+    """
+    digests = by_rank(info, "data_digest")
+    if digests and all(isinstance(one, int) for one in digests):
+        return len(set(digests)) > 1
+    fields = [set(each) for each in by_rank(info, "data_fields") if isinstance(each, list)]
+    return len(fields) == len(digests) and all(fields) and not set.intersection(*fields)
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:

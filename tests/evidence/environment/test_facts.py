@@ -231,6 +231,10 @@ class Pipeline(IterableDataset):
         return (shard * SHARD + sample for shard in self.pipeline[0] for sample in range(SHARD))
 
 
+class RepeatedAugmentation(DistributedSampler):
+    num_repeats = 3
+
+
 def test_loaders_that_draw_with_replacement_are_recognised():
     again = RandomSampler(DATA, replacement=True)
     resampled = Pipeline(ResampledShards(0), str)
@@ -242,6 +246,7 @@ def test_loaders_that_draw_with_replacement_are_recognised():
         DataLoader(resampled, batch_size=BATCH),
         Pipeline(DataLoader(resampled, batch_size=None)),
         DataLoader(ChainDataset([resampled])),
+        DataLoader(DATA, sampler=RepeatedAugmentation(DATA, 2, 0)),
     ):
         assert draws_with_replacement(loader)
 

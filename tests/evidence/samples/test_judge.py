@@ -214,8 +214,23 @@ def test_the_same_order_names_period_and_first_step():
     assert found[0].numbers == {"period": 32, "repeated_steps": 8}
     assert (found[0].first_step, found[0].last_step) == (32, 39)
     assert (found[-1].last_step, found[-1].count) == (95, 64)
-    words, _ = describe(found[-1])
+    words, advice = describe(found[-1])
     assert "an epoch has 32 steps, and the next one repeats it" in words
+    assert "Where something shuffles, call its set_epoch(epoch)" in advice
+
+
+@pytest.mark.parametrize(
+    ("order", "advice"),
+    [
+        ("nothing", "does not shuffle"),
+        ("set_epoch", "Call set_epoch"),
+        ("generator", "no set_epoch"),
+    ],
+)
+def test_the_same_order_has_advice_that_fits_the_sampler(order, advice):
+    detector = RepeatedOrder(order=order)
+    found = watch_order(detector, sharded(512, 4, 4, reshuffle=False), 48)
+    assert advice in describe(found[-1])[1]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.samples.judge import Samples
 from rankscope.evidence.samples.probe import SampleProbe
 from rankscope.stats.arrays import Ragged
-from rankscope.wrappers.datasets import rows_digest
+from rankscope.wrappers.datasets import digests_by_field, rows_digest
 from rankscope.wrappers.samples import digest_inputs
 from support.findings import told
 from support.loops import watch
@@ -237,6 +237,21 @@ def frame():
     data = Made()
     data.frame = pandas.DataFrame({"path": PATHS, "label": [0] * ROWS})
     return data
+
+
+def test_ranks_that_share_one_field_have_the_same_rows():
+    def with_more(data, **values):
+        vars(data).update(values, noise=torch.randn(ROWS))
+        return data
+
+    mixed = PATHS[::-1]
+    of_rank = with_more(Named([f"/local/1/{path}" for path in PATHS]))
+    shared = [of_rank, with_more(Made(), inner=Named(PATHS)), Named(PATHS)]
+    others = [Named(mixed), with_more(Made(), inner=Named(mixed))]
+    known = [set(digests_by_field(each)) for each in shared]
+    assert set.intersection(*known)
+    assert all(set.union(*known).isdisjoint(digests_by_field(each)) for each in others)
+    assert not any(map(digests_by_field, [Made(), Subset(Pictures(), range(9)), None]))
 
 
 @pytest.mark.parametrize(

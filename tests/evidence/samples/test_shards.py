@@ -13,7 +13,8 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.overlap import OverlappingShards, _chance, _ShareTest
-from rankscope.wrappers.facts import data_digest_of, length_of, rows_of, splits_of
+from rankscope.verdict.diagnosis import are_other_rows
+from rankscope.wrappers.facts import data_digest_of, length_of, order_of, rows_of, splits_of
 from support.stepping import describe, evidence_of
 from support.streams import gathered, replicated, reports, shard, sharded, with_replacement
 
@@ -232,6 +233,10 @@ def test_a_loader_shows_its_splits_and_its_length():
     assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
     sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
     assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
+    kept = DistributedSampler(range(8), 4, 1, shuffle=False)
+    loaders = [DataLoader(range(8)), DataLoader(range(8), sampler=kept), sampled]
+    orders = ["nothing", "nothing", "set_epoch", "generator", ""]
+    assert [*map(order_of, [*loaders, DataLoader(range(8), shuffle=True), None])] == orders
 
 
 def test_a_digest_shows_which_rows_a_data_set_has():
@@ -251,17 +256,21 @@ def test_a_digest_shows_which_rows_a_data_set_has():
 
 
 @pytest.mark.parametrize(
-    ("parts", "digests", "key"),
+    ("parts", "ranks", "key"),
     [
-        (2, (1, 2), "data-sharded-first"),
-        (2, (1, 1), None),
-        (2, (), None),
-        (1, (1, 2), None),  # inside of each node
-        (4, (1, 2), "data-split-twice"),
+        (2, [{"data_digest": 1}, {"data_digest": 2}], "data-sharded-first"),
+        (2, [{"data_digest": 1}, {"data_digest": 1}], None),
+        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 3]}], None),
+        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 4]}], "data-sharded-first"),
+        (2, [{"data_fields": [1]}, {"data_fields": []}], None),
+        (2, [{}, {}], None),
+        (1, [{"data_digest": 1}, {"data_digest": 2}], None),  # inside of each node
+        (4, [{"data_digest": 1}, {"data_digest": 2}], "data-split-twice"),
     ],
 )
-def test_data_sets_that_differ_by_rank_and_are_split_again(parts, digests, key):
-    detector = SplitTwice([("BatchSamplerShard", parts)], 2, digests)
+def test_data_sets_that_differ_by_rank_and_are_split_again(parts, ranks, key):
+    info = {"ranks": [{"rank": rank, **facts} for rank, facts in enumerate(ranks)]}
+    detector = SplitTwice([("BatchSamplerShard", parts)], 2, other_rows=are_other_rows(info))
     found = evidence_of(detector, StepReport(gathered(0, [[1], [2]]), {}))
     assert [one.key for one in found] == ([key] if key else [])
     assert all("one part in 2" in describe(one)[0] for one in found if key == "data-sharded-first")

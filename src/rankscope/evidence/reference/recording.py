@@ -20,7 +20,9 @@ from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.loss_tape import LossTape, may_record
 from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
+from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP, VALUE
+from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import outside
 
@@ -161,8 +163,7 @@ class StepRecording:
         self._unwatch_direct()  # the last one was interrupted
         if self._micro_batches:
             outputs = {edge for micro in self._micro_batches for edge in micro.edges}
-            parameters = set(map(id, self._module.parameters()))
-            self._direct = DirectGradients(tensors, outputs, parameters)
+            self._direct = DirectGradients(tensors, outputs, _leaves(self._module))
 
     def _after_backward(self) -> None:
         """Give the root to the micro-batch that it trained, if it was one."""
@@ -181,10 +182,10 @@ class StepRecording:
             raise CanaryDeclined(LOST.format(direct.lost))
         if direct.takes_inner:
             raise CanaryDeclined(_INNER)
-        if direct.by_parameter:
+        if direct.by_name:
             if len(trained) != 1:
                 raise CanaryDeclined(_BY_ITSELF)
-            trained[0].direct = direct.by_parameter
+            trained[0].direct = direct.by_name
 
     def attempt(self, work: Callable[..., None], *args: Any) -> None:
         """Call a function; if it fails, the step is not computed again."""
@@ -223,6 +224,18 @@ class StepRecording:
         if self._roots is not None:
             self._roots.remove()
             self._roots = None
+
+
+def _leaves(module: nn.Module) -> dict[int, str]:
+    """Return names of parameters by the ids of the tensors that a loss may take of them.
+
+    Under FSDP2 these are whole ones where they are gathered, and shards elsewhere.
+    """
+    names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+    if is_fsdp2(module):
+        whole = ((managed.name, managed.unsharded) for managed in every_parameter(module))
+        names |= {id(parameter): name for name, parameter in whole if parameter is not None}
+    return names
 
 
 def in_words(reason: CanaryDeclined) -> str:
