@@ -27,6 +27,7 @@ from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
+from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.rendezvous import agree, default_store
 
 AGREE_SECONDS = 30.0
@@ -127,6 +128,23 @@ class ReferenceProbe(Probe):
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note the beginning of a forward pass of the training."""
+        self._record(step)
+        if self._recording is not None:
+            self._recording.begin_pass()
+
+    def before_part(self, call: PartCall, args: Any, kwargs: Any, step: int) -> None:
+        """Save the inputs of a part that is called by itself."""
+        self._record(step)
+        if self._recording is not None:
+            self._recording.begin_part(call, args, kwargs)
+
+    def after_part(self, call: PartCall, output: Any) -> None:
+        """Note what it has returned."""
+        if self._recording is not None:
+            self._recording.see_output(output)
+
+    def _record(self, step: int) -> None:
+        """Begin to record a step that is to be computed again."""
         if step != self._step:
             self._step = step
             if self._requested or step in self._at:
@@ -140,8 +158,6 @@ class ReferenceProbe(Probe):
                     with_loss=self._derivative is not None,
                     declined=self._why_not or ("" if self._derivative else self._why_no_copy),
                 )
-        if self._recording is not None:
-            self._recording.begin_pass()
 
     def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save the inputs of a forward pass that has begun."""
@@ -157,7 +173,7 @@ class ReferenceProbe(Probe):
         """Measure the reduced gradient, in a step that is computed again."""
         recording = self._recording
         if recording is not None and not recording.declined and self._reference is not None:
-            recording.attempt(self._reference.see_reduced, len(recording.trained))
+            recording.attempt(self._reference.see_reduced, recording.num_trained)
 
     def after_schedule(self) -> None:
         """Measure it once more: what the schedule divides by belongs to the reduction."""
@@ -169,6 +185,7 @@ class ReferenceProbe(Probe):
         recording = self._recording
         assert recording is not None
         recording.stop()
+        recording.attempt(recording.check_parts)
         part, declined = _attempt(self._compute, recording)
         if dist.get_world_size() > 1 or part is None:
             alone = part is not None
@@ -199,7 +216,7 @@ class ReferenceProbe(Probe):
         if self._reference is None:
             return self._why_no_copy
         try:
-            self._reference.check(len(recording.trained))
+            self._reference.check(recording.num_trained)
         except CanaryDeclined as reason:
             return in_words(reason)
         return ""
@@ -265,8 +282,8 @@ class ReferenceProbe(Probe):
 
     def collect(self, end: StepEnd) -> None:
         """End a step whose gradient was computed again, or was to be."""
-        if self._recording is not None:
-            recording = self._recording
+        recording = self._recording
+        if recording is not None and recording.step <= end.step:
             self._finish(recording, ReferenceShare(declined=recording.declined or _NO_CALL))
         if self._done:
             end.busy_seconds = math.nan

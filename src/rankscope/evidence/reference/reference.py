@@ -71,7 +71,7 @@ class ReferenceStep:
         The last one is computed twice, to measure operations that add in any order. Collective
         operations come first.
         """
-        sketcher = self._prepare(len(micro_batches))
+        sketcher = self._prepare(sum(not micro.joins for micro in micro_batches))
         given = self._measure_grad(sketcher)
         none = given.sketches.new_zeros(0, sketcher.width)
         shared = self._model.tensor_parallel
@@ -83,16 +83,19 @@ class ReferenceStep:
         with self._model.plain() as (module, parameters):
             last = micro_batches[-1]
             rounds_in = self._type_in(module.parameters(), last)
-            terms = [
-                self._gradient_of(micro, module, parameters, sketcher, rounds_in)
-                for micro in micro_batches
-            ]
+            terms: list[GradientTotals] = []
+            for micro in micro_batches:
+                term = self._gradient_of(micro, module, parameters, sketcher, rounds_in)
+                if micro.joins:
+                    terms[-1].add(term)
+                else:
+                    terms.append(term)
             if shared is not None and rounds_in is not None:
                 shared.disturb(module.parameters(), rounds_in)
             again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
-        again.subtract(terms[-1])
+        again.subtract(term)
         reduced = none if self._reduced is None else self._reduced.sketches
-        roots = [micro.root for micro in micro_batches]
+        roots = [micro.root for micro in micro_batches if not micro.joins]
         return ReferenceShare(
             digests=self._model.digests(),
             roots_M=() if None in roots else tuple(map(float, roots)),  # type: ignore[arg-type]
