@@ -25,10 +25,12 @@ from rankscope.evidence.reference.models import GatheredModel, reference_model, 
 from rankscope.evidence.reference.recording import StepRecording, in_words
 from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.rendezvous import agree, default_store
+from rankscope.wrappers.surroundings import outside
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
@@ -76,6 +78,8 @@ class ReferenceProbe(Probe):
             self._why_no_copy = _NO_MESH
         self._reference: ReferenceStep | None = None
         self._derivative: DirectionalDerivative | None = None
+        self._clipped = False  # a loop that reduces has called torch to clip, in this step
+        self._stop_listening: Callable[[], object] = lambda: None
         if not self._why_not:
             self._prepare(wrapped, job.seed)
 
@@ -99,6 +103,8 @@ class ReferenceProbe(Probe):
         except CanaryDeclined as reason:
             self._why_no_copy = in_words(reason)
         else:
+            if wrapped.kind is LOOP and CLIP.exists:
+                self._stop_listening = CLIP.subscribe(before=self._before_clipping)
             self._reference = ReferenceStep(model, wrapped.device, wrapped.group.size(), seed)
 
     def ask(self) -> None:
@@ -172,8 +178,18 @@ class ReferenceProbe(Probe):
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
         recording = self._recording
-        if recording is not None and not recording.declined and self._reference is not None:
+        if recording is None or recording.declined or self._reference is None:
+            return
+        if not (self._clipped and self._reference.is_scaled):
             recording.attempt(self._reference.see_reduced, recording.num_trained)
+
+    def _before_clipping(self, *_: Any, **__: Any) -> None:
+        """Measure what a loop has reduced before it clips; that it has is seen later."""
+        recording = self._recording
+        if recording is None or recording.declined or self._reference is None or self._clipped:
+            return
+        self._clipped = True
+        recording.attempt(outside, self._reference.see_reduced, recording.num_trained)
 
     def after_schedule(self) -> None:
         """Measure it once more: what the schedule divides by belongs to the reduction."""
@@ -298,6 +314,7 @@ class ReferenceProbe(Probe):
 
     def close(self) -> None:
         """Leave autograd's engine alone."""
+        self._stop_listening()
         if self._recording is not None:
             self._recording.stop()
 
@@ -312,6 +329,7 @@ class ReferenceProbe(Probe):
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
+        self._clipped = False
         if self._reference is not None:
             self._reference.end()
 

@@ -33,7 +33,10 @@ _BY_ITSELF = (
     "a backward pass of its own reaches parameters, as for a penalty on weights, and which "
     "micro-batch it belongs to is not known"
 )
-_UNSEEN = "the training calls parts of the model, and none of these calls has used {}"
+_UNSEEN = (
+    "the training calls parts of the model, and no such call has given {} its gradient: it is left "
+    "from an earlier step, or came in another way, as by checkpoints that are reentrant"
+)
 _PAST = "a forward pass of the step went past what was watched"
 
 

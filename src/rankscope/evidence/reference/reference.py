@@ -114,6 +114,11 @@ class ReferenceStep:
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient is a multiple of the reduced one that was measured last."""
+        return self._reduced is not None and math.isfinite(self.changed_since_reduction())
+
     def changed_since_reduction(self) -> float:
         """Return the factor of all gradients since the reduction; NaN if it is not one."""
         if self._reduced is None or self._sketcher is None:
