@@ -29,8 +29,8 @@ class DirectGradients:
         self,
         roots: Iterable[Tensor],  # on which backward is called
         outputs: Collection[Edge],  # of the model, in all forward passes of the step
-        inputs: Collection[Edge],  # likewise, as far as they have a graph
         parameters: Collection[int],  # ids of those that count
+        inputs: Collection[Edge] = (),  # of the model, as far as they have a graph
     ) -> None:
         self.by_parameter: dict[int, Tensor] = {}
         """By the parameter's id."""

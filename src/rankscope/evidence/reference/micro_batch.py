@@ -103,8 +103,8 @@ class MicroBatch:
         """What its backward pass was called on; NaN if that was more than one, None before it."""
         self.tape: LossTape | None = None
         """What the script computes from its outputs; None if nothing was recorded."""
-        self.joins = False
-        """Whether its backward pass is that of the one before: both are calls of parts."""
+        self.joins: MicroBatch | None = None
+        """The first one of the same backward pass, where both are calls of parts; None of others."""
         self.direct: Mapping[int, Tensor] = {}
         """Gradients of its backward pass past the model's outputs, by the parameter's id."""
 

@@ -117,7 +117,7 @@ class StepRecording:
     @property
     def num_trained(self) -> int:
         """The number of micro-batches that were trained on, where parts make up one."""
-        return sum(not micro.joins for micro in self.trained)
+        return sum(micro.joins is None for micro in self.trained)
 
     def begin_part(self, call: PartCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save the inputs of a part of the model that the training calls."""
@@ -195,14 +195,14 @@ class StepRecording:
             outputs = {edge for micro in self._micro_batches for edge in micro.edges}
             inputs = {edge for micro in self._micro_batches for edge in micro.entries}
             parameters = set(map(id, self._module.parameters()))
-            self._direct = DirectGradients(tensors, outputs, inputs, parameters)
+            self._direct = DirectGradients(tensors, outputs, parameters, inputs)
 
     def _after_backward(self) -> None:
         """Give the root to the micro-batch that it trained, if it was one."""
-        new = [micro for micro in self.trained if micro.root is None]
+        new = [micro for micro in self.trained if micro.root is None and micro.joins is None]
         if self._by_parts:
             for micro in new[1:]:
-                micro.joins = True
+                micro.joins = new[0]
             self._parts = False
         for micro in new[:1] if self._by_parts else new:
             known = self._root is not None and (len(new) == 1 or self._by_parts)
