@@ -104,7 +104,7 @@ class MicroBatch:
         self.tape: LossTape | None = None
         """What the script computes from its outputs; None if nothing was recorded."""
         self.joins: MicroBatch | None = None
-        """The first one of the same backward pass, where both are calls of parts; None of others."""
+        """The first of the same backward pass, where both are calls of parts; None of others."""
         self.direct: Mapping[int, Tensor] = {}
         """Gradients of its backward pass past the model's outputs, by the parameter's id."""
 
