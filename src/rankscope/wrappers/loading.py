@@ -213,6 +213,7 @@ class LoaderRows:
         self._first = True  # no forward pass has taken a batch
         self._places = _Places()
         self._taken: LoaderBatch | None = None  # by the last pass
+        self._num_plain = 0  # passes without inputs of floating point, in a row
         self._num_unchanged = 0
         relays = ((YIELDS, self._see), (PLACES, self._see_places))
         self._stops = [relay.subscribe(after=see) for relay, see in relays if relay.exists]
@@ -285,7 +286,10 @@ class LoaderRows:
             return None
         inputs, _ = find_batch(args, kwargs)
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-            self._wanted = self._placed = False
+            self._num_plain += 1
+            self._wanted &= self._num_plain < _ENOUGH
+            self._placed &= self._num_plain < _ENOUGH
+            self._taken = self._next_waiting()
             return None
         first, self._first = self._first, False
         if not self._streams:
@@ -305,6 +309,7 @@ class LoaderRows:
         It is the next one of a stream that was asked since the last pass, or the one that this has
         taken and could not use.
         """
+        self._num_plain = 0
         taken, self._taken = self._taken, None
         if taken is not None:
             return taken

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -17,7 +18,7 @@ from support.ranks import on_ranks
 pytestmark = pytest.mark.ranks
 
 NUM_STEPS = 12
-WAYS = ("armed", "armed, all draw the same", "armed, named")
+WAYS = ("armed", "armed, all draw the same", "armed, named", "loaded", "loaded, the same rows")
 
 
 class Scores(nn.Module):
@@ -47,7 +48,11 @@ def train(rank: int, way: str, run_dir: str | None) -> list[float]:
     scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
     shard = 0 if "same" in way else rank
     draws = torch.Generator().manual_seed(1 + shard)
+    rows = range(8 * NUM_STEPS * shard, 8 * NUM_STEPS * (shard + 1))
+    batches = iter(DataLoader(list(range(16 * NUM_STEPS)), 8, sampler=rows))
     for step in range(NUM_STEPS):
+        if "loaded" in way:
+            next(batches)
         pairs = torch.randint(32, (8, 2), generator=draws)
         if scope is not None and "named" in way:
             scope.batch([100 * step + 10 * rank + n for n in range(8)])
@@ -73,6 +78,8 @@ trained = on_ranks(train_all, 2)
         ("armed", set(), 0),
         ("armed, all draw the same", {"data.duplicate_batches"}, 0),
         ("armed, named", set(), 16 * NUM_STEPS),
+        ("loaded", set(), 16 * NUM_STEPS),
+        ("loaded, the same rows", {"data.duplicate_batches"}, 16 * NUM_STEPS),
     ],
 )
 def test_what_only_arms_the_hooks_is_no_sample(trained, way, causes, num_samples):
