@@ -210,6 +210,10 @@ class Probe:
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """A forward pass in training begins with these inputs; it has this number in its step."""
 
+    def wants_all_parts(self, step: int) -> bool:
+        """Whether calls of parts matter in a step, where others have computed their inputs."""
+        return False
+
     def before_part(self, call: Any, args: Any, kwargs: Any, step: int) -> None:
         """A part of the model is called by the training itself, with these inputs.
 

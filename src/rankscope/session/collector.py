@@ -423,9 +423,19 @@ class StepCollector:
         self.unseen = True
         self.call("begin_unseen", forward)
 
+    @property
+    def wants_all_parts(self) -> bool:
+        """Whether calls of parts matter whose inputs other parts have computed."""
+        return any(wants(self._step_of_parts) for wants in self._calls["wants_all_parts"])
+
+    @property
+    def _step_of_parts(self) -> int:
+        """The step of the next backward pass."""
+        return self.step + self._so_far.over
+
     def begin_part(self, call: PartCall, args: Any, kwargs: Any) -> None:
         """Handle the inputs of a part that the training calls by itself."""
-        self.call("before_part", call, args, kwargs, self.step + self._so_far.over)
+        self.call("before_part", call, args, kwargs, self._step_of_parts)
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""

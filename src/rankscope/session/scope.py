@@ -568,6 +568,7 @@ class Scope:
         self._parts = PartCalls(
             self._inner,
             lambda: self._forward is _Forward.NONE and not (collector.repeating or in_backward()),
+            lambda: collector.wants_all_parts,
             partial(guard, collector.begin_part),
             partial(guard, collector.call, "after_part"),
         )

@@ -19,11 +19,12 @@ from rankscope.wrappers.untraced import untraced
 class PartCall:
     """A call of a part, with a graph."""
 
-    __slots__ = ("name", "part", "trained")
+    __slots__ = ("counts", "name", "part", "trained")
 
     def __init__(self, name: str, part: nn.Module) -> None:
         self.name = name  # of the part in the model, as ``get_submodule`` takes it
         self.part = part
+        self.counts = True
         self.trained = False  # a gradient has arrived at what it returned
 
     @untraced
@@ -35,18 +36,20 @@ class PartCall:
 class PartCalls:
     """Sees the outermost calls of a model's parts.
 
-    ``wanted`` says whether a call counts now; ``began`` takes it and its inputs, ``ended`` it and
-    its output.
+    ``wanted`` says whether calls count now, and ``wants_all`` whether those do whose input others
+    have computed; ``began`` takes a call and its inputs, ``ended`` it and its output.
     """
 
     def __init__(
         self,
         model: nn.Module,
         wanted: Callable[[], bool],
+        wants_all: Callable[[], bool],
         began: Callable[[PartCall, Any, Any], None],
         ended: Callable[[PartCall, Any], None],
     ) -> None:
         self._wanted = wanted
+        self._wants_all = wants_all
         self._began = began
         self._ended = ended
         self._thread = threading.get_ident()
@@ -63,14 +66,18 @@ class PartCalls:
             return
         if threading.get_ident() == self._thread and self._wanted():
             self._called.add(name)
-            self._running = PartCall(name, self._part(part))
-            self._began(self._running, args, kwargs)
+            call = self._running = PartCall(name, self._part(part))
+            computed = bool(args) and getattr(args[0], "grad_fn", None) is not None
+            call.counts = not computed or self._wants_all()
+            if call.counts:
+                self._began(call, args, kwargs)
 
     def _after(self, part: Any, args: Any, kwargs: Any, output: Any) -> None:
         call = self._running
         if call is not None and call.part is self._part(part):
             self._running = None
-            self._ended(call, output)
+            if call.counts:
+                self._ended(call, output)
 
     @staticmethod
     def _part(called: Any) -> nn.Module:

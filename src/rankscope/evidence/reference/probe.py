@@ -138,6 +138,10 @@ class ReferenceProbe(Probe):
         if self._recording is not None:
             self._recording.begin_pass()
 
+    def wants_all_parts(self, step: int) -> bool:
+        """Whether the step is computed again."""
+        return self._recording is not None or self._requested or step in self._at
+
     def before_part(self, call: PartCall, args: Any, kwargs: Any, step: int) -> None:
         """Save the inputs of a part that is called by itself."""
         self._record(step)
