@@ -95,7 +95,7 @@ class Root:
         self.finished = False
         run = Run.open(self._run_dir)
         self._diagnosis = diagnosis_of(run)
-        self._coverage = CoverageCount(run.info.get("training"))
+        self._coverage = CoverageCount(run.info.get("training"), run.num_workers)
         start = read_state(self._run_dir / START_FILE) if "continues" in run.info else None
         if start is not None:
             self._diagnosis.restore(start)

@@ -210,6 +210,26 @@ class Probe:
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """A forward pass in training begins with these inputs; it has this number in its step."""
 
+    def wants_all_parts(self, step: int) -> bool:
+        """Whether calls of parts matter in a step, where others have computed their inputs."""
+        return False
+
+    def before_part(self, call: Any, args: Any, kwargs: Any, step: int) -> None:
+        """A part of the model is called by the training itself, with these inputs.
+
+        ``call`` is a :class:`~rankscope.wrappers.part_calls.PartCall`; the step is that of the next
+        backward pass.
+        """
+
+    def after_part(self, call: Any, output: Any) -> None:
+        """The part has returned this."""
+
+    def begin_unseen(self, forward: int) -> None:
+        """A backward pass begins a micro-batch, of which no forward pass of the model was seen.
+
+        It has this number in its step; -1 where the number stands for a pass without a graph.
+        """
+
     def before_forward(self, step: int, *, first: bool) -> None:
         """The forward pass begins; ``first`` in its step."""
 

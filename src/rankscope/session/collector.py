@@ -30,6 +30,7 @@ from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.living import one_walk
+from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
@@ -113,6 +114,7 @@ class StepCollector:
         self.step = first_step
         self.paused = False  # gradients are not measured
         self.by_backward = False  # a backward pass has begun the last micro-batch
+        self.unseen = False  # the training has trained on what no forward pass had returned
         self._evaluating = False  # the training runs in evaluation mode
         self._evaluated = False  # a pass in evaluation mode may prove to be trained on
         self._runs_model = False  # a probe runs the model
@@ -362,6 +364,8 @@ class StepCollector:
         in between belong together.
         """
         if self._tap.awaits_backward:
+            if self._passes.current in self._passes.graphless:
+                self._begin_unseen(-1)
             return
         give_later: list[Callable[[int], None]] = []
         if self._so_far.over:
@@ -374,6 +378,25 @@ class StepCollector:
         self._passes.begin(reached=True)
         for give in give_later:
             give(self._passes.current)
+        self._begin_unseen(self._passes.current)
+
+    def _begin_unseen(self, forward: int) -> None:
+        self.unseen = True
+        self.call("begin_unseen", forward)
+
+    @property
+    def wants_all_parts(self) -> bool:
+        """Whether calls of parts matter whose inputs other parts have computed."""
+        return any(wants(self._step_of_parts) for wants in self._calls["wants_all_parts"])
+
+    @property
+    def _step_of_parts(self) -> int:
+        """The step of the next backward pass."""
+        return self.step + self._so_far.over
+
+    def begin_part(self, call: PartCall, args: Any, kwargs: Any) -> None:
+        """Handle the inputs of a part that the training calls by itself."""
+        self.call("before_part", call, args, kwargs, self._step_of_parts)
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""

@@ -53,10 +53,11 @@ from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
-from rankscope.wrappers.find import is_compiled, is_training, log_if_rewrapped
+from rankscope.wrappers.find import DDP, LOOP, is_compiled, is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
 from rankscope.wrappers.labels import problem_of
 from rankscope.wrappers.optimizers import all_of, has_closure
+from rankscope.wrappers.part_calls import PartCalls
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
 
@@ -154,6 +155,9 @@ class Scope:
         self._losses = BackwardLoss(self, models, self._take_seen_loss)
         self._hooks.append(self._losses)
         self._losses.install()
+        self._parts: PartCalls | None = None  # once the training has done without forward passes
+        whole = instruments.wrapped.parts is None and instruments.wrapped.replicated is None
+        self._may_see_parts = whole and instruments.wrapped.kind in (DDP, LOOP)
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -540,11 +544,28 @@ class Scope:
         if has_closure(args, kwargs):
             self._guard(self._collector.begin_optimizer_step)
         self._guard(self._collector.count_optimizer_step, optimizer)
+        if self._collector.unseen and self._may_see_parts:
+            self._guard(self._see_parts)
         self._beat("step")
         if self._collector.by_backward:  # no forward pass comes in which the inbox is read
             self._guard(self._inbox.read)
             if self._monitor is _Monitor.RUNNING:
                 self._inbox.notify(self._collector.step)
+
+    def _see_parts(self) -> None:
+        """See the calls of the model's parts from now on, or let go of those that do not matter."""
+        if self._parts is not None:
+            self._parts.end_step()
+            return
+        guard, collector = self._guard, self._collector
+        self._parts = PartCalls(
+            self._inner,
+            lambda: self._forward is _Forward.NONE and not (collector.repeating or in_backward()),
+            lambda: collector.wants_all_parts,
+            partial(guard, collector.begin_part),
+            partial(guard, collector.call, "after_part"),
+        )
+        self._hooks.append(self._parts)
 
     def _before_state_dict(self, optimizer: Any) -> None:
         self._guard(self._collector.call, "see_saved")

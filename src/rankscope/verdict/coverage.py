@@ -55,7 +55,8 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     return tuple(f"{label}{'; '.join(items)}." for label, items in parts if items)
 
 
-COLUMNS = ("step", "loss_mean", "observed", "interval")  # that the coverage follows from
+# that the coverage follows from
+COLUMNS = ("step", "loss_mean", "observed", "interval", "samples_drawn")
 
 _NAMES = 3
 
@@ -77,6 +78,7 @@ class MeasuredParts:
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
     joined_by: int | None = None  # the step by which they had joined the training; None if before
     joined_after: int = 0  # recorded steps until then
+    identified: bool = True  # the samples of some step were, or there is nothing to tell apart
 
     @property
     def enough(self) -> bool:
@@ -115,6 +117,8 @@ class MeasuredParts:
             parts.append(f"{self.watched} of the {self.updated} {self.what} watched{self.left_out}")
         if not self.has_losses:
             parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
+        if not self.identified:
+            parts.append("samples were identified in no step")
         return ", ".join(parts)
 
     @property
@@ -135,6 +139,7 @@ class MeasuredParts:
         if not self.enough:
             return f"not enough was measured to judge: {self.limits}"
         hint = "" if self.has_losses else "; scope.loss gives it where the loop computes it"
+        hint += "" if self.identified else "; scope.batch names them"
         return f"no fault found{f', but {self.limits}{hint}' if self.limits else ''}"
 
 
@@ -146,7 +151,8 @@ class CoverageCount:
             session began, since which step, and names of some.
     """
 
-    def __init__(self, training: Any) -> None:
+    def __init__(self, training: Any, num_workers: int) -> None:
+        self._identified = num_workers < 2
         self.joined: dict[str, Any] = {}
         self._training = training
         self._steps = self._losses = self._due = self._gradients = 0
@@ -157,6 +163,7 @@ class CoverageCount:
         self._steps += 1
         self._losses += bool(np.isfinite(report.values["loss_mean"]))
         self._due += due
+        self._identified |= bool(report.values["samples_drawn"] > 0)
         self._gradients += due and report.observed
         rows = [row for row in report.gathered.differences if row.kind is StateKind.JOINED]
         if rows:
@@ -172,7 +179,11 @@ class CoverageCount:
     def coverage(self) -> MeasuredParts:
         """What was measured so far."""
         counts = (self._steps, self._losses, self._due, self._gradients)
-        return MeasuredParts(*counts, **_tensors(self._training, self.joined))
+        return MeasuredParts(
+            *counts,
+            **_tensors(self._training, self.joined),
+            identified=self._identified or not self._steps,
+        )
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
@@ -185,6 +196,9 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
         int(due_T.sum()),
         int((due_T & columns["observed"]).sum()),
         **_tensors(run.info.get("training"), run.info.get("joined")),
+        identified=run.num_workers < 2
+        or not len(due_T)
+        or bool((columns["samples_drawn"] > 0).any()),
     )
 
 

@@ -291,6 +291,9 @@ _WATCH_ALL = (
 _GIVE_LOSS = (
     "Where the training's own code computes the loss, call scope.loss(loss) before loss.backward()."
 )
+_GIVE_BATCH = (
+    "To compare the workers' samples, call scope.batch(ids) before each batch's forward pass."
+)
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
     "data.duplicate_batches": _duplicates,
@@ -319,7 +322,8 @@ def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else verdict.recommendation
     watch = "" if coverage.joined_by is None else _WATCH_ALL
     loss = "" if coverage.has_losses else _GIVE_LOSS
-    return " ".join(filter(None, [own, watch, loss])) or NOTHING_TO_CHANGE
+    batch = "" if coverage.identified else _GIVE_BATCH
+    return " ".join(filter(None, [own, watch, loss, batch])) or NOTHING_TO_CHANGE
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:

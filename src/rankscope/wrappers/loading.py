@@ -70,6 +70,15 @@ class LoaderBatch(NamedTuple):
     places_B: Ints | None  # their places in the data set; None if unknown
     data: int | None  # digest of the rows of the data set
 
+    def identity(self) -> Ints:
+        """Return a number per sample, of its content or else of its place; nothing if unknown."""
+        content_B, places_B = self.content_B, self.places_B
+        if places_B is None:
+            return np.empty(0, np.int64) if content_B is None else content_B
+        if content_B is not None and len(content_B) == len(places_B):
+            return content_B
+        return np.array([digest_of(b"%d %d" % (self.data or 0, at)) for at in places_B], np.int64)
+
 
 MISSED = LoaderBatch(None, None, None)
 """In place of a batch that a loader has yielded before it was followed."""
@@ -199,6 +208,8 @@ class LoaderRows:
         self._placed = True  # their places
         self._first = True  # no forward pass has taken a batch
         self._places = _Places()
+        self._taken: LoaderBatch | None = None  # by the last pass
+        self._num_plain = 0  # passes without inputs of floating point, in a row
         self._num_unchanged = 0
         relays = ((YIELDS, self._see), (PLACES, self._see_places))
         self._stops = [relay.subscribe(after=see) for relay, see in relays if relay.exists]
@@ -252,6 +263,7 @@ class LoaderRows:
         yielding = [stream for stream in self._asked if not stream.ended]
         self._feeding += yielding or self._asked
         self._asked = []
+        self._taken = None
         self._goes_on = bool(self._feeding) and all(each.goes_on for each in self._feeding)
 
     def end_step(self) -> bool:
@@ -270,12 +282,15 @@ class LoaderRows:
             return None
         inputs, _ = find_batch(args, kwargs)
         if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
-            self._wanted = self._placed = False
+            self._num_plain += 1
+            self._wanted &= self._num_plain < _ENOUGH
+            self._placed &= self._num_plain < _ENOUGH
+            self._taken = self._next_waiting()
             return None
         first, self._first = self._first, False
         if not self._streams:
             return MISSED if first and self._places.any_missed() else None
-        batch = self._next_waiting()
+        batch = self._taken = self._next_waiting()
         if batch is None or batch is MISSED:
             return batch
         if batch.places_B is not None and len(batch.places_B) != len(inputs):
@@ -283,6 +298,24 @@ class LoaderRows:
         if batch.content_B is not None and len(batch.content_B) != len(inputs):
             batch = batch._replace(content_B=None)
         return batch
+
+    def take_drawn(self) -> LoaderBatch | None:
+        """Return the batch for a pass of which the inputs are not seen; None without.
+
+        It is the next one of a stream that was asked since the last pass, or the one that this has
+        taken and could not use.
+        """
+        self._num_plain = 0
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            return taken
+        asked = [stream for stream in self._asked if stream.waiting]
+        latest = self._latest
+        goes_on = [stream for stream in asked if stream is latest or not stream.ended]
+        if not goes_on:
+            return None
+        self._latest = latest if latest in goes_on else goes_on[-1]
+        return self._latest.waiting.popleft()
 
     def _next_waiting(self) -> LoaderBatch | None:
         """Return the next batch of the stream that feeds the training."""

@@ -144,7 +144,7 @@ def test_a_training_that_begins_anew_is_judged_by_itself(runs, name, number, wha
 
 
 NUM_STEPS = 12
-WAYS = ("armed", "armed, all draw the same", "armed, named")
+WAYS = ("armed", "armed, all draw the same", "armed, named", "loaded", "loaded, the same rows")
 
 
 class Scores(nn.Module):
@@ -170,8 +170,13 @@ def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
-    draws = torch.Generator().manual_seed(1 + (0 if "same" in way else rank))
+    shard = 0 if "same" in way else rank
+    draws = torch.Generator().manual_seed(1 + shard)
+    rows = range(8 * NUM_STEPS * shard, 8 * NUM_STEPS * (shard + 1))
+    batches = iter(DataLoader(list(range(16 * NUM_STEPS)), 8, sampler=rows))
     for step in range(NUM_STEPS):
+        if "loaded" in way:
+            next(batches)
         pairs = torch.randint(32, (8, 2), generator=draws)
         if scope is not None and "named" in way:
             scope.batch([100 * step + 10 * rank + n for n in range(8)])
@@ -193,6 +198,8 @@ trained = alone_and_watched(train_armed, WAYS, 2)
         ("armed", set(), 0),
         ("armed, all draw the same", {"data.duplicate_batches"}, 0),
         ("armed, named", set(), 16 * NUM_STEPS),
+        ("loaded", set(), 16 * NUM_STEPS),
+        ("loaded, the same rows", {"data.duplicate_batches"}, 16 * NUM_STEPS),
     ],
 )
 def test_what_only_arms_the_hooks_is_no_sample(trained, way, causes, num_samples):

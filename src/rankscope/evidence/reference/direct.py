@@ -30,6 +30,7 @@ class DirectGradients:
         roots: Iterable[Tensor],  # on which backward is called
         outputs: Collection[Edge],  # of the model, in all forward passes of the step
         parameters: Mapping[int, str],  # names of those that count, by id
+        inputs: Collection[Edge] = (),  # of the model, as far as they have a graph
     ) -> None:
         self.by_name: dict[str, Tensor] = {}
         self.takes_inner = False
@@ -40,12 +41,13 @@ class DirectGradients:
         self.lost = ""
         """The error that kept a gradient from being kept; empty without."""
         self._outputs = outputs
+        self._inputs = inputs
         self._names = parameters
         self._handles: list[Any] = []
-        self._watch([(root.grad_fn, root.output_nr) for root in roots])
+        self._watch([*((root.grad_fn, root.output_nr) for root in roots), *inputs])
 
     def _watch(self, edges: Sequence[Edge]) -> None:
-        inside = _nodes_before(self._outputs)
+        inside = _nodes_between(self._inputs, self._outputs)
         waiting = [node for node, number in edges if (node, number) not in self._outputs]
         seen: set[Any] = set()
         while waiting:
@@ -96,13 +98,14 @@ class DirectGradients:
         self._handles.clear()
 
 
-def _nodes_before(outputs: Iterable[Edge]) -> set[Any]:
-    """Return the nodes from which outputs were computed, theirs among them."""
-    waiting = [node for node, _ in outputs]
+def _nodes_between(inputs: Collection[Edge], outputs: Iterable[Edge]) -> set[Any]:
+    """Return the nodes from which outputs were computed, theirs among them, up to inputs."""
+    waiting = list(outputs)
     seen: set[Any] = set()
     while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
+        edge = waiting.pop()
+        node, _ = edge
+        if node is not None and node not in seen and edge not in inputs:
             seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
+            waiting += node.next_functions
     return seen

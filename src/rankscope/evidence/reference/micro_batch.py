@@ -78,18 +78,24 @@ class MicroBatch:
         kwargs: Mapping[str, Any],
         *,
         inner: bool = False,  # compare logits as well: the loss alone may hide differences
+        part: str = "",  # name of the part of the model that is called; empty for the model
     ) -> None:
         self._inner = inner
+        self._part = part
+        whole = module.get_submodule(part)
+        inputs = [tensor for tensor in tensors_in([args, kwargs]) if tensor.requires_grad]
+        self.entries: list[Edge] = [(t.grad_fn, t.output_nr) for t in inputs if t.grad_fn]
+        """Where the inputs lie in the training's graph, as far as they have one."""
         self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES, objects=True)
-        self._generators = generators_of(module, device)
+        self._generators = generators_of(whole, device)
         self.autocast = Autocast.in_force(device)
         self._buffers = {
             name: (buffer, buffer._version, local_of(buffer.detach()).clone())
-            for name, buffer in module.named_buffers()
+            for name, buffer in whole.named_buffers()
             if buffer.layout is torch.strided and buffer.nbytes <= AT_ONCE_BYTES
         }
         self._device = device
-        self._parameters = [(p, digest_tensor(p)) for p in module.parameters()]
+        self._parameters = [(p, digest_tensor(p)) for p in whole.parameters()]
         self._returned: list[_Returned] = []
         self._hidden = ""  # the class of an object in the outputs that has tensors out of sight
         self._num_tensors = 0
@@ -97,6 +103,8 @@ class MicroBatch:
         """What its backward pass was called on; NaN if that was more than one, None before it."""
         self.tape: LossTape | None = None
         """What the script computes from its outputs; None if nothing was recorded."""
+        self.joins: MicroBatch | None = None
+        """The first of the same backward pass, where both are calls of parts; None of others."""
         self.direct: Mapping[str, Tensor] = {}
         """Gradients of its backward pass past the model's outputs, by the parameter's name."""
 
@@ -104,6 +112,11 @@ class MicroBatch:
     def edges(self) -> list[Edge]:
         """Where the outputs lie in the training's graph."""
         return [one.edge for one in self._returned]
+
+    @property
+    def reached(self) -> set[int]:
+        """The ids of the parameters that its forward pass may use."""
+        return {id(parameter) for parameter, _ in self._parameters}
 
     @property
     def trained(self) -> bool:
@@ -150,9 +163,10 @@ class MicroBatch:
         """
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         self._generators.put_back()
-        self._fill_buffers(module)
+        part = module.get_submodule(self._part)
+        self._fill_buffers(part)
         with mode:
-            tensors = tensors_in(module(*args, **kwargs))
+            tensors = tensors_in(part(*args, **kwargs))
         pairs = [(tensors[one.place], one) for one in self._losses if one.place < len(tensors)]
         if len(tensors) != self._num_tensors or any(t.shape != one.shape for t, one in pairs):
             raise CanaryDeclined(_OTHER_TENSORS)
@@ -236,8 +250,9 @@ class MicroBatch:
             alone(self._device, run, self.autocast),
         ):
             self._generators.put_back()
-            self._fill_buffers(module)
-            tensors = _differentiable(module(*args, **kwargs))
+            part = module.get_submodule(self._part)
+            self._fill_buffers(part)
+            tensors = _differentiable(part(*args, **kwargs))
             try:
                 self._compare(tensors, rounds_in, values=compared)
             except CanaryDeclined as reason:

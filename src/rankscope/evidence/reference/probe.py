@@ -25,9 +25,12 @@ from rankscope.evidence.reference.models import GatheredModel, reference_model, 
 from rankscope.evidence.reference.recording import StepRecording, in_words
 from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
+from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.rendezvous import agree, default_store
+from rankscope.wrappers.surroundings import outside
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
@@ -75,6 +78,8 @@ class ReferenceProbe(Probe):
             self._why_no_copy = _NO_MESH
         self._reference: ReferenceStep | None = None
         self._derivative: DirectionalDerivative | None = None
+        self._clipped = False  # a loop that reduces has called torch to clip, in this step
+        self._stop_listening: Callable[[], object] = lambda: None
         if not self._why_not:
             self._prepare(wrapped, job.seed)
 
@@ -98,6 +103,8 @@ class ReferenceProbe(Probe):
         except CanaryDeclined as reason:
             self._why_no_copy = in_words(reason)
         else:
+            if wrapped.kind is LOOP and CLIP.exists:
+                self._stop_listening = CLIP.subscribe(before=self._before_clipping)
             self._reference = ReferenceStep(model, wrapped.device, wrapped.group.size(), seed)
 
     def ask(self) -> None:
@@ -127,6 +134,27 @@ class ReferenceProbe(Probe):
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note the beginning of a forward pass of the training."""
+        self._record(step)
+        if self._recording is not None:
+            self._recording.begin_pass()
+
+    def wants_all_parts(self, step: int) -> bool:
+        """Whether the step is computed again."""
+        return self._recording is not None or self._requested or step in self._at
+
+    def before_part(self, call: PartCall, args: Any, kwargs: Any, step: int) -> None:
+        """Save the inputs of a part that is called by itself."""
+        self._record(step)
+        if self._recording is not None:
+            self._recording.begin_part(call, args, kwargs)
+
+    def after_part(self, call: PartCall, output: Any) -> None:
+        """Note what it has returned."""
+        if self._recording is not None:
+            self._recording.see_output(output)
+
+    def _record(self, step: int) -> None:
+        """Begin to record a step that is to be computed again."""
         if step != self._step:
             self._step = step
             if self._requested or step in self._at:
@@ -140,8 +168,6 @@ class ReferenceProbe(Probe):
                     with_loss=self._derivative is not None,
                     declined=self._why_not or ("" if self._derivative else self._why_no_copy),
                 )
-        if self._recording is not None:
-            self._recording.begin_pass()
 
     def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Save the inputs of a forward pass that has begun."""
@@ -156,8 +182,18 @@ class ReferenceProbe(Probe):
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
         recording = self._recording
-        if recording is not None and not recording.declined and self._reference is not None:
-            recording.attempt(self._reference.see_reduced, len(recording.trained))
+        if recording is None or recording.declined or self._reference is None:
+            return
+        if not (self._clipped and self._reference.is_scaled):
+            recording.attempt(self._reference.see_reduced, recording.num_trained)
+
+    def _before_clipping(self, *_: Any, **__: Any) -> None:
+        """Measure what a loop has reduced before it clips; that it has is seen later."""
+        recording = self._recording
+        if recording is None or recording.declined or self._reference is None or self._clipped:
+            return
+        self._clipped = True
+        recording.attempt(outside, self._reference.see_reduced, recording.num_trained)
 
     def after_schedule(self) -> None:
         """Measure it once more: what the schedule divides by belongs to the reduction."""
@@ -169,6 +205,7 @@ class ReferenceProbe(Probe):
         recording = self._recording
         assert recording is not None
         recording.stop()
+        recording.attempt(recording.check_parts)
         part, declined = _attempt(self._compute, recording)
         if dist.get_world_size() > 1 or part is None:
             alone = part is not None
@@ -199,7 +236,7 @@ class ReferenceProbe(Probe):
         if self._reference is None:
             return self._why_no_copy
         try:
-            self._reference.check(len(recording.trained))
+            self._reference.check(recording.num_trained)
         except CanaryDeclined as reason:
             return in_words(reason)
         return ""
@@ -265,8 +302,8 @@ class ReferenceProbe(Probe):
 
     def collect(self, end: StepEnd) -> None:
         """End a step whose gradient was computed again, or was to be."""
-        if self._recording is not None:
-            recording = self._recording
+        recording = self._recording
+        if recording is not None and recording.step <= end.step:
             self._finish(recording, ReferenceShare(declined=recording.declined or _NO_CALL))
         if self._done:
             end.busy_seconds = math.nan
@@ -281,6 +318,7 @@ class ReferenceProbe(Probe):
 
     def close(self) -> None:
         """Leave autograd's engine alone."""
+        self._stop_listening()
         if self._recording is not None:
             self._recording.stop()
 
@@ -295,6 +333,7 @@ class ReferenceProbe(Probe):
         if self._recording is not None:
             self._recording.stop()
             self._recording = None
+        self._clipped = False
         if self._reference is not None:
             self._reference.end()
 

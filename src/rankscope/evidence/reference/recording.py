@@ -23,6 +23,7 @@ from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
+from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import outside
 
@@ -33,6 +34,10 @@ _INNER = "the loss takes values of the forward pass that the model does not retu
 _BY_ITSELF = (
     "a backward pass of its own reaches parameters, as for a penalty on weights, and which "
     "micro-batch it belongs to is not known"
+)
+_UNSEEN = (
+    "the training calls parts of the model, and no such call has given {} its gradient: it is left "
+    "from an earlier step, or came in another way, as by checkpoints that are reentrant"
 )
 _PAST = "a forward pass of the step went past what was watched"
 
@@ -64,6 +69,7 @@ class StepRecording:
         self._inner = inner
         self._with_loss = with_loss
         self._num_passes = 0
+        self._by_parts = False  # the training calls parts of the model
         self._micro_batches: list[MicroBatch] = []
         self._num_clips = CLIP.num_calls
         self._num_value_clips = VALUE.num_calls
@@ -72,6 +78,7 @@ class StepRecording:
         self._tape: LossTape | None = None  # that is being recorded
         self._root: Tensor | None = None  # of the present backward pass
         self._direct: DirectGradients | None = None  # of a backward pass that runs
+        self._parts = False  # calls of parts were recorded since the last backward pass
         self._roots: Patch | None = None
         if not declined:
             self._roots = watch_roots(self._before_backward, self._after_backward)
@@ -109,8 +116,24 @@ class StepRecording:
             return _PAST
         return "" if self.trained else "no backward pass has reached what the model has returned"
 
+    @property
+    def num_trained(self) -> int:
+        """The number of micro-batches that were trained on, where parts make up one."""
+        return sum(micro.joins is None for micro in self.trained)
+
+    def begin_part(self, call: PartCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Save the inputs of a part of the model that the training calls."""
+        if self.declined or not any(p.requires_grad for p in call.part.parameters()):
+            return
+        self._parts = True
+        self._num_passes += 1
+        self.attempt(self._keep, args, kwargs, call.name)
+
     def begin_pass(self) -> None:
-        """Note the beginning of a forward pass."""
+        """Note the beginning of a forward pass; calls of parts have stood for it already."""
+        parts, self._parts = self._parts, False
+        if parts:
+            return
         self.stop_tape()
         self._num_passes += 1
         self._entering = True
@@ -123,8 +146,11 @@ class StepRecording:
         if not self.declined:
             self.attempt(self._keep, args, kwargs)
 
-    def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self._inside = MicroBatch(self._module, self._device, args, kwargs, inner=self._inner)
+    def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any], part: str = "") -> None:
+        self._inside = MicroBatch(
+            self._module, self._device, args, kwargs, inner=self._inner, part=part
+        )
+        self._by_parts |= bool(part)
         self._micro_batches.append(self._inside)
 
     def see_output(self, output: object) -> None:
@@ -137,7 +163,13 @@ class StepRecording:
     def _see_output(self, micro: MicroBatch, output: object) -> None:
         self.stop_tape()  # of another micro-batch, as in a pipeline
         outputs = micro.see_output(output)
-        if outputs and self._with_loss and dist.get_world_size() > 1 and may_record():
+        if (
+            outputs
+            and self._with_loss
+            and not self._by_parts
+            and dist.get_world_size() > 1
+            and may_record()
+        ):
             micro.tape = self._tape = LossTape(outputs)
             self._tape.start()
 
@@ -163,13 +195,19 @@ class StepRecording:
         self._unwatch_direct()  # the last one was interrupted
         if self._micro_batches:
             outputs = {edge for micro in self._micro_batches for edge in micro.edges}
-            self._direct = DirectGradients(tensors, outputs, _leaves(self._module))
+            inputs = {edge for micro in self._micro_batches for edge in micro.entries}
+            self._direct = DirectGradients(tensors, outputs, _leaves(self._module), inputs)
 
     def _after_backward(self) -> None:
         """Give the root to the micro-batch that it trained, if it was one."""
-        new = [micro for micro in self.trained if micro.root is None]
-        for micro in new:
-            micro.root = self._root if len(new) == 1 and self._root is not None else math.nan
+        new = [micro for micro in self.trained if micro.root is None and micro.joins is None]
+        if self._by_parts:
+            for micro in new[1:]:
+                micro.joins = new[0]
+            self._parts = False
+        for micro in new[:1] if self._by_parts else new:
+            known = self._root is not None and (len(new) == 1 or self._by_parts)
+            micro.root = self._root if known else math.nan
         if not (self.declined or in_backward()):
             self.attempt(outside, self._keep_direct, new)
 
@@ -183,9 +221,21 @@ class StepRecording:
         if direct.takes_inner:
             raise CanaryDeclined(_INNER)
         if direct.by_name:
-            if len(trained) != 1:
+            if not trained or (len(trained) > 1 and not self._by_parts):
                 raise CanaryDeclined(_BY_ITSELF)
             trained[0].direct = direct.by_name
+
+    def check_parts(self) -> None:
+        """Check that calls of parts explain every parameter's gradient; CanaryDeclined if not."""
+        if not self._by_parts:
+            return
+        reached = {key for micro in self.trained for key in micro.reached}
+        direct = {name for micro in self.trained for name in micro.direct}
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in reached or canonical_name(name) in direct:
+                continue
+            if parameter.grad is not None and bool((parameter.grad != 0).any()):
+                raise CanaryDeclined(_UNSEEN.format(name))
 
     def attempt(self, work: Callable[..., None], *args: Any) -> None:
         """Call a function; if it fails, the step is not computed again."""

@@ -71,7 +71,7 @@ class ReferenceStep:
         The last one is computed twice, to measure operations that add in any order. Collective
         operations come first.
         """
-        sketcher = self._prepare(len(micro_batches))
+        sketcher = self._prepare(sum(micro.joins is None for micro in micro_batches))
         given = self._measure_grad(sketcher)
         none = given.sketches.new_zeros(0, sketcher.width)
         shared = self._model.tensor_parallel
@@ -83,16 +83,19 @@ class ReferenceStep:
         with self._model.plain() as (module, parameters):
             last = micro_batches[-1]
             rounds_in = self._type_in(module.parameters(), last)
-            terms = [
-                self._gradient_of(micro, module, parameters, sketcher, rounds_in)
-                for micro in micro_batches
-            ]
+            terms: dict[MicroBatch, GradientTotals] = {}
+            for micro in micro_batches:
+                term = self._gradient_of(micro, module, parameters, sketcher, rounds_in)
+                if micro.joins is None:
+                    terms[micro] = term
+                else:
+                    terms[micro.joins].add(term)
             if shared is not None and rounds_in is not None:
                 shared.disturb(module.parameters(), rounds_in)
             again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
-        again.subtract(terms[-1])
+        again.subtract(term)
         reduced = none if self._reduced is None else self._reduced.sketches
-        roots = [micro.root for micro in micro_batches]
+        roots = [micro.root for micro in micro_batches if micro.joins is None]
         return ReferenceShare(
             digests=self._model.digests(),
             roots_M=() if None in roots else tuple(map(float, roots)),  # type: ignore[arg-type]
@@ -102,14 +105,22 @@ class ReferenceStep:
             elements_P=np.array([parameter.numel() for parameter in parameters], np.float64),
             copies=self._model.copies,
             summed_workers=self._model.summed_workers,
-            terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
-            norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
+            terms_MPK=torch.stack([term.sketches for term in terms.values()]).cpu().numpy(),
+            norms_MP=torch.stack([term.squared_norms for term in terms.values()])
+            .sqrt()
+            .cpu()
+            .numpy(),
             given_PK=given.sketches.cpu().numpy(),
             reduced_PK=reduced.cpu().numpy(),
             replicas_PK=replicas.cpu().numpy(),
             axis="" if shared is None else shared.name,
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradient is a multiple of the reduced one that was measured last."""
+        return self._reduced is not None and math.isfinite(self.changed_since_reduction())
 
     def changed_since_reduction(self) -> float:
         """Return the factor of all gradients since the reduction; NaN if it is not one."""

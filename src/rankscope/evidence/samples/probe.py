@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,14 +21,16 @@ from rankscope.gradients.host import HostCopy, Numbers, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
 from rankscope.stats.arrays import Ints
 from rankscope.wrappers.loading import MISSED, LoaderBatch, LoaderRows
-from rankscope.wrappers.passes import tensors_in
-from rankscope.wrappers.samples import digest_batch, identity_of, is_dense
+from rankscope.wrappers.part_calls import PartCall
+from rankscope.wrappers.passes import hook_gradient, tensors_in
+from rankscope.wrappers.samples import digest_batch, find_batch, identity_of, is_dense
 
 _log = logging.getLogger("rankscope")
 
 _LAST_STEP = 64  # steps since the start
 _MOST_INPUTS = 16
 _MOST_ELEMENTS = 1 << 16
+_MOST_CALLS = 64  # of parts, in one pass
 _READINGS = 3  # from which on an input that never changed is constant
 
 
@@ -118,14 +121,45 @@ class _BeforeChanges:
         return inputs_B if unchanged else self._rows_B
 
 
+class _OfCall(NamedTuple):
+    """Digests of what a part of the model was given; parts of one pass may be given the same."""
+
+    digests: Numbers | Ints
+    forward: int
+
+    @property
+    def ready(self) -> bool:
+        """Whether they can be read without waiting."""
+        return isinstance(self.digests, np.ndarray) or self.digests.ready
+
+    def numpy(self) -> Ints:
+        """Return them."""
+        found = self.digests
+        return found if isinstance(found, np.ndarray) else found.numpy().astype(np.int64)
+
+
+_Samples = Numbers | Ints | _BeforeChanges | _OfCall
+
+
+class _Unseen(NamedTuple):
+    """What identifies the samples of a pass that was not seen."""
+
+    forward: int
+    batch: LoaderBatch | None  # that a loader has yielded for it
+    # the calls of parts in it, and digests of their inputs
+    calls: Sequence[tuple[PartCall, Numbers | Ints]]
+
+
 class SampleMeter:
     """Collects the samples of one step on one worker; given ids take precedence over digests."""
 
     def __init__(self, rows: LoaderRows | None = None) -> None:
         self._rows = rows
         self._given: list[tuple[int, Numbers | NDArray[np.int64]]] = []
-        self._seen: list[tuple[int, Numbers | NDArray[np.int64] | _BeforeChanges]] = []
+        self._seen: list[tuple[int, _Samples]] = []
         self._batches: list[tuple[int, LoaderBatch | None]] = []  # of the same forward passes
+        self._calls: deque[tuple[PartCall, Numbers | Ints]] = deque(maxlen=_MOST_CALLS)
+        self._unseen: list[_Unseen] = []
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
@@ -155,6 +189,44 @@ class SampleMeter:
         self._seen.append((forward, seen))
         self._batches.append((forward, batch))
 
+    def see_part(self, call: PartCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Digest what a part of the model is given, unless it was computed by another."""
+        if any(tensor.grad_fn is not None for tensor in tensors_in([args, kwargs])):
+            return
+        batch, _ = find_batch(args, kwargs)
+        if batch is None or (isinstance(batch, Tensor) and batch.dim() < 2):
+            return  # single numbers, as of users or items, are no samples
+        digests = self._unless_declined(lambda: digest_batch(args, kwargs))
+        if digests is not None:
+            own = isinstance(digests, np.ndarray)
+            copy = digests if own else copy_numbers(digests, torch.int64, own=True)
+            self._calls.append((call, copy))
+
+    def see_part_output(self, call: PartCall, output: object) -> None:
+        """See whether the call of a part is trained on, if its samples count then."""
+        if self._calls and self._calls[-1][0] is call:
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    hook_gradient(tensor, call.see_gradient)
+
+    def begin_unseen(self, forward: int) -> None:
+        """Take what was seen since the last pass for the samples of one that was not seen."""
+        batch = None if self._rows is None else self._rows.take_drawn()
+        self._unseen.append(_Unseen(forward, batch, tuple(self._calls)))
+        self._calls.clear()
+
+    def _collect_unseen(self) -> None:
+        """Add the samples of passes that were not seen: of loaders' batches, or of calls."""
+        unseen, self._unseen = self._unseen, []
+        by_loader = any(one.batch is not None for one in unseen)
+        for forward, batch, calls in unseen:
+            if batch is not None and batch is not MISSED:
+                self._batches.append((forward, batch))
+                self._seen.append((forward, batch.identity()))
+            for call, digests in () if by_loader else calls:
+                if call.trained:
+                    self._seen.append((forward, _OfCall(digests, forward)))
+
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and once a line in the log, if it raises."""
         try:
@@ -177,11 +249,10 @@ class SampleMeter:
         """Whether the training gave ids in this step."""
         return bool(self._given)
 
-    def collect(
-        self, idle: Container[int] = ()
-    ) -> list[Numbers | NDArray[np.int64] | _BeforeChanges]:
+    def collect(self, idle: Container[int] = ()) -> list[_Samples]:
         """Return the samples since the last call, without those of ``idle`` forward passes."""
-        collected = self._given or self._seen
+        self._collect_unseen()
+        collected: Sequence[tuple[int, _Samples]] = self._given or self._seen
         self._given = []
         self._seen = []
         self._batches = []
@@ -192,6 +263,7 @@ class SampleMeter:
 
         None unless they are known of all forward passes, and of one data set.
         """
+        self._collect_unseen()
         batches = [batch for forward, batch in self._batches if forward not in idle]
         digests = {None if batch is None else batch.data for batch in batches}
         data = digests.pop() if len(digests) == 1 and not self._given else None
@@ -216,6 +288,19 @@ class SampleProbe(Probe):
         """Digest the batch, unless the training gave its ids."""
         self._rows.begin_pass()
         self._samples.see(args, kwargs, forward)
+
+    def before_part(self, call: PartCall, args: Any, kwargs: Any, step: int) -> None:
+        """Digest what a part of the model is given."""
+        self._samples.see_part(call, args, kwargs)
+
+    def after_part(self, call: PartCall, output: Any) -> None:
+        """See whether the call is trained on."""
+        self._samples.see_part_output(call, output)
+
+    def begin_unseen(self, forward: int) -> None:
+        """Take what was seen since the last pass for its samples."""
+        self._samples.begin_unseen(forward)
+        self._rows.begin_pass()
 
     def collect(self, end: StepEnd) -> Pending:
         """Return the samples of the step's forward passes that the loss can come from."""
@@ -247,13 +332,15 @@ class SampleProbe(Probe):
         self._rows.stop()
 
 
-def _read(
-    samples: Sequence[Numbers | Ints | _BeforeChanges], rows_B: Ints, values: Mapping[str, float]
-) -> MessagePart:
+def _read(samples: Sequence[_Samples], rows_B: Ints, values: Mapping[str, float]) -> MessagePart:
     """Wait for the device; return ids or digests."""
-    arrays = [one if isinstance(one, np.ndarray) else one.numpy() for one in samples]
-    packed = [array.astype(np.int64, copy=False).tobytes() for array in arrays]
-    return MessagePart(values, {"samples_B": b"".join(packed), "rows_B": rows_B.tobytes()})
+    packed: dict[tuple[object, bytes], bytes] = {}
+    for number, one in enumerate(samples):
+        array = one if isinstance(one, np.ndarray) else one.numpy()
+        part = array.astype(np.int64, copy=False).tobytes()
+        once = (one.forward, part) if isinstance(one, _OfCall) else (None, b"%d" % number)
+        packed[once] = part
+    return MessagePart(values, {"samples_B": b"".join(packed.values()), "rows_B": rows_B.tobytes()})
 
 
 _Inputs = dict[int, tuple[tuple[int, ...], int]]
