@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from support.eager import USUAL
-
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test needs the hub
 
 # Before anything imports torch, and for all commands that tests start: several processes run at
@@ -43,15 +41,16 @@ def command(
     return call
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that no process is left alone with one in the end.
+USUAL = "tests/scope/test_canary.py::test_a_worker_with_bad_labels_has_bad_data_and_nothing_else"
+"""One canary of a finding is expected there in 70 steps, where many follow each other if eager."""
 
-    Tests of the usual pace are left out where all comes due at once.
-    """
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files with slow tests first; if all is due at once, leave out tests of the usual pace."""
     from rankscope.bus.pace import EAGER, PACE  # here, since it imports torch
 
     if PACE is EAGER:
-        usual = [item for item in items if item.nodeid.startswith(tuple(USUAL))]
+        usual = [item for item in items if item.nodeid.startswith(USUAL)]
         items[:] = [item for item in items if item not in usual]
         config.hook.pytest_deselected(items=usual)
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -34,7 +34,7 @@ NO_COLUMNS = {
     *("num_batches_tracked", "num_replicas", "num_workers", "prepare_data_loader", "state_dict"),
     *("overlap_comm", "reduce_dtype", "requires_grad", "set_epoch", "set_gradient_divide_factor"),
     *("split_by_node", "split_by_worker", "split_dataset_by_node", "worker_init_fn"),
-    *("zero_grad", "zero_grad_buffer"),
+    *("data_fields", "zero_grad", "zero_grad_buffer"),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""
@@ -42,7 +42,6 @@ TIER_ROWS = ("`scalars`", "`sketch`")
 
 
 def section(page, title):
-    """Return the text under a heading, up to the next heading."""
     [text] = re.findall(rf"^#+ {re.escape(title)}$(.*?)(?=^#|\Z)", page, re.M | re.S)
     return text
 
@@ -88,10 +87,8 @@ def test_files_that_are_named_exist(page):
 def test_queries_run_on_a_run(tmp_path):
     reports = [make_report(step, micro=2, groups=True) for step in range(130)]
     write(tmp_path, reports).close()  # long enough for rows of the roll-ups
-    queries = [
-        *re.findall(r"^```sql\n(.*?)^```", RUNS, re.M | re.S),
-        *re.findall(r'duckdb -c "(.*)"', RUNS),
-    ]
+    queries = re.findall(r"^```sql\n(.*?)^```", RUNS, re.M | re.S)
+    queries += re.findall(r'duckdb -c "(.*)"', RUNS)
     assert len(queries) == 3
     for query in queries:
         assert duckdb.sql(query.replace("RUN/", f"{tmp_path}/")).fetchall()
@@ -119,8 +116,7 @@ def test_the_overview_lists_every_cause_once_with_its_severities():
 
 @pytest.mark.parametrize("cause", RULES)
 def test_a_section_says_what_a_cause_looks_like_where_it_comes_from_and_what_to_do(cause):
-    text = section(CAUSES, f"`{cause}`")
-    parts = re.findall(r"^\*\*(.+?):\*\*", text, re.M)
+    parts = re.findall(r"^\*\*(.+?):\*\*", section(CAUSES, f"`{cause}`"), re.M)
     assert [parts[0], parts[-1], len(parts)] == ["Looks like", "Do", 3]
     assert parts[1] in ("In practice", "May come from", "Comes from")
 
@@ -129,8 +125,7 @@ def test_columns_that_causes_and_evidence_speak_of_exist():
     columns = [signal for table in Table for signal in columns_of(table)]
     known = {signal.name for signal in columns}
     known |= {f"{signal.name}_in_words" for signal in columns if signal.bits}
-    words = re.findall(r"`([a-z]+(?:_[a-z]+)+)`", CAUSES + EVIDENCE)
-    assert set(words) - known <= NO_COLUMNS
+    assert set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", CAUSES + EVIDENCE)) - known <= NO_COLUMNS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

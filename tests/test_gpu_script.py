@@ -1,4 +1,4 @@
-"""What `make gpu` runs, in small and without an accelerator, and the page that it fills."""
+"""What `make gpu` runs, in small, without an accelerator and over gloo, and the page it fills."""
 
 import os
 import subprocess
@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from support.benchmarks import load_benchmark
+from support.forked_ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
@@ -55,3 +56,34 @@ def test_without_an_accelerator_one_line_says_so(monkeypatch, capsys):
     assert said.startswith("Nothing was measured: torch ")
     assert said.count("\n") == 1
     assert written() == before
+
+
+gpu = load_benchmark("gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_dry_run_finds_every_fault_and_the_hang_and_prints_one_block(monkeypatch, tmp_path):
+    ended = []
+
+    def run(words, *, check):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        assert words[:5] == [sys.executable, *launcher]
+        assert not check
+        ended.append(run_on_ranks(2, words[5:], tmp_path, script=True, CUDA_VISIBLE_DEVICES=""))
+        return subprocess.CompletedProcess(words, ended[0][0])
+
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with patch.dict(os.environ):
+        code = gpu.main(["--dry-run", "--parts", "nccl", "--seconds=1"])
+    ((_, printed, said),) = ended
+    assert code == 0, said
+    block = printed.split("Please paste this into an issue:")[1]
+    rows = [line.strip("| ").split(" | ") for line in block.splitlines() if line.startswith("| ")]
+    answers = dict(rows[1:])
+    assert answers.pop("same bits with and without it") == "2 of 2 ranks"
+    assert "% of steps observed" in answers.pop("step, watched over unwatched")
+    assert "rank 1 has not entered it" in answers.pop("a hang, one rank missing")
+    assert len(answers) == 6
+    assert all(answer.startswith("found: ") for answer in answers.values()), answers

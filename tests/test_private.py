@@ -18,7 +18,7 @@ from torch import nn
 import rankscope
 from rankscope import private
 from rankscope.errors import UnsupportedError
-from rankscope.private import USES, Patch, Use, callers, find, lacking
+from rankscope.private import USES, Patch, callers, find, lacking
 from rankscope.wrappers.backward_calls import BackwardCalls
 from rankscope.wrappers.passes import BackwardEnd
 
@@ -42,12 +42,8 @@ OTHERS = {
 OF_NO_USE = {name for names in OTHERS for name in names.split()}
 
 
-def private_parts(path: str) -> set[str]:
-    return {part for part in path.split(".") if PRIVATE.fullmatch(part)}
-
-
 def test_every_private_name_of_others_stands_in_the_table():
-    every = {name for use in USES for name in names_of(use)}
+    every = {name for use in USES for name in (*use.names.split(), *use.owner.split("."))}
     found = {
         (str(path.relative_to(SOURCE)), name)
         for path, text in texts().items()
@@ -66,19 +62,13 @@ def test_nothing_stands_there_that_is_not_used(use):
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.names)
 def test_the_installed_releases_have_the_name(use):
-    missing = [name for name in use.names.split() if not exists(use.owner, name)]
-    assert missing == [] or use.releases
+    assert [name for name in use.names.split() if not exists(use.owner, name)] == [] or use.releases
 
 
 @cache
 def texts() -> dict[Path, str]:
-    """Return the source, but for the table itself."""
     own = Path(private.__file__)
     return {path: path.read_text() for path in SOURCE.rglob("*.py") if path != own}
-
-
-def names_of(use: Use) -> set[str]:
-    return set(use.names.split()) | private_parts(use.owner)
 
 
 def names_in(source: str, known: set[str]) -> set[str]:
@@ -137,10 +127,8 @@ def nodes() -> list:
 
 @cache
 def source_of(owner: str) -> str:
-    """Return the source of the module of an owner, without importing it."""
     top, *parts = owner.split(".")
-    spec = importlib.util.find_spec(top)
-    path = Path(spec.origin).parent
+    path = Path(importlib.util.find_spec(top).origin).parent
     for part in parts:
         if (path / f"{part}.py").exists():
             return (path / f"{part}.py").read_text()

@@ -1,7 +1,5 @@
 """What is said of findings while the training goes on."""
 
-from dataclasses import replace
-
 import torch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -14,38 +12,20 @@ from support.findings import events_of
 from support.loops import collect_lines
 from support.ranks import on_ranks
 
-COPIES = Finding(
-    "copies",
-    "data.duplicate_batches",
-    Severity.WARNING,
-    (0, 2),
-    5,
-    8,
-    "Ranks 0 and 2 trained on identical batches. It is so.",
-    "Look.",
-)
-
-
-def said(changed, known=()):
-    lines = []
-    announcer = Announcer(lambda line, is_fault: lines.append((line, is_fault)))
-    for finding, change in changed:
-        announcer.announce([(finding, change)], known or [finding])
-    return lines
-
 
 def test_consequences_of_another_finding_are_not_printed():
-    cause = replace(COPIES, id="state", cause="state.parameters_differ", severity=Severity.ERROR)
-    effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
-    assert said([(effect, FindingEvent.OPENED)], [cause, effect]) == []
-    assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
+    about = (0, 2), 5, 8, "Ranks 0 and 2 differ.", "Look."
+    cause = Finding("state", "state.parameters_differ", Severity.ERROR, *about)
+    effect = Finding("rank-0", "data.worker_outlier", Severity.WARNING, *about)
+    for known, count in (([cause, effect], 0), ([effect], 1)):
+        lines = []
+        announcer = Announcer(lambda line, is_fault, lines=lines: lines.append(line))
+        announcer.announce([(effect, FindingEvent.OPENED)], known)
+        assert len(lines) == count
 
 
 def train_in_all_ways(rank, folder):
-    """Train without a sampler, with shards, and without one in silence.
-
-    Return what is printed, and what was told of the first training.
-    """
+    """Train without a sampler, with shards, and in silence; return what is printed and told."""
     lines, told = collect_lines(), []
     for way in ("forgotten", "healthy", "silent"):
         torch.manual_seed(0)

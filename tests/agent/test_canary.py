@@ -3,9 +3,7 @@
 import functools
 import logging
 import random
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +11,14 @@ import torch
 from torch import nn
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.probe import Request, StepEnd
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.probe import StepEnd
+from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import StepMemory
 from rankscope.evidence.canary.director import CanaryDirector
 from rankscope.evidence.canary.probe import CanaryProbe
-from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
+from rankscope.evidence.canary.schedule import SPACING, first_scheduled
 from rankscope.wrappers.find import DDP, Wrapped
 from support.models import make_batch, make_model
 from support.streams import gathered
@@ -32,7 +30,7 @@ OUTLIER = Finding("rank-1", "data.worker_outlier", Severity.WARNING, (1,), 0, 5,
 class Wrapper(nn.Module):
     """Stands for DDP: has the model inside, and no other worker."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
 
@@ -40,31 +38,27 @@ class Wrapper(nn.Module):
 class Worker:
     """One rank: a model, its optimizer, random generators of its own, and a probe's canaries."""
 
-    def __init__(
-        self, rank: int, send: Callable[[bytes], None] | None, first: Planned | None
-    ) -> None:
+    def __init__(self, rank, send, first):
         self.rank = rank
         self.model = make_model()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
         self.generator = torch.get_rng_state()
-        self.inbox: list[tuple[int, Request]] = []
-        self.canary: CanaryProbe | None = None
+        self.inbox = []
+        self.canary = None
         if send is not None:
-            group: Any = None
+            group = None
             parameters = dict(self.model.named_parameters())
             wrapped = Wrapped(DDP, Wrapper(self.model), parameters, group, CPU)
             self.canary = CanaryProbe(wrapped, rank, send, first=first)
 
-    def read(self, step: int) -> None:
-        """Read what has come, as a probe does at the beginning of a forward pass."""
-        assert self.canary is not None
+    def read(self, step):
         come = [message for at, message in self.inbox if at <= step]
         self.inbox = [(at, message) for at, message in self.inbox if at > step]
         for message in come:
             self.canary.on_request(message.step, message.content)
 
-    def compute(self, step: int) -> dict[str, float]:
+    def compute(self, step):
         torch.set_rng_state(self.generator)
         batch = make_batch(self.rank, step)
         if self.canary is not None:
@@ -83,10 +77,10 @@ class Job:
     """A training of W workers, and the root that sees its steps some steps later."""
 
     def __init__(self, num_workers=3, *, watched=True, every=None, run_dir=None, lag=2):
-        self.lines: list[tuple[int, str]] = []
+        self.lines = []
         self.director = CanaryDirector(num_workers, every=every, run_dir=run_dir)
         self.director._log = lambda *line: self.lines.append(line)
-        self.answers: list[tuple[int, int, bytes]] = []
+        self.answers = []
         first = first_scheduled(0, by_default=every is None)
         self.workers = [
             Worker(rank, (lambda c, rank=rank: self.answer(rank, c)) if watched else None, first)
@@ -95,14 +89,14 @@ class Job:
         self.lag, self.step = lag, 0
         self.begins = self.shown = 0
         self.set_to_none = True
-        self.seen: list[GatheredStep] = []
-        self.late: dict[int, int] = {}
-        self.known: list[Finding] = []
+        self.seen = []
+        self.late = {}
+        self.known = []
 
-    def answer(self, rank: int, content: bytes) -> None:
+    def answer(self, rank, content):
         self.answers.append((self.step + self.lag, rank, content))
 
-    def run(self, steps: int, told: list[Finding] | None = None) -> "Job":
+    def run(self, steps, told=None):
         for _ in range(steps):
             self.one_step()
             if self.workers[0].canary is not None:
@@ -111,7 +105,7 @@ class Job:
             self.step += 1
         return self
 
-    def one_step(self) -> None:
+    def one_step(self):
         said = [worker.compute(self.step) for worker in self.workers]
         for gradients in zip(*([p.grad for p in w.model.parameters()] for w in self.workers)):  # noqa: B905
             mean = torch.stack(gradients).mean(0)
@@ -129,9 +123,8 @@ class Job:
         seconds = [0.1] * len(self.workers)
         self.seen.append(gathered(self.step, samples, step_seconds=seconds, **columns))
 
-    def see(self, told: list[Finding]) -> None:
-        """Show the root a step that has been over for a while, and what has arrived since."""
-        out: list[Request] = []
+    def see(self, told):
+        out = []
         if self.step < self.begins:
             return
         newest = self.step - self.lag
@@ -148,10 +141,10 @@ class Job:
             worker.inbox += [(at, message) for message in out]
 
     @property
-    def ran(self) -> list[int]:
+    def ran(self):
         return [s.step for s in self.seen if (s.workers["canary_digest"] != MISSING_INT).all()]
 
-    def bits(self) -> list[Any]:
+    def bits(self):
         return [
             (
                 [value.numpy().tobytes() for value in worker.model.state_dict().values()],
@@ -163,7 +156,7 @@ class Job:
 
 
 @functools.cache
-def bits_unwatched(num_workers: int, steps: int) -> list[Any]:
+def bits_unwatched(num_workers, steps):
     return Job(num_workers, watched=False).run(steps).bits()
 
 
@@ -234,7 +227,7 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(caplog):
     job = Job(3, every=50)
     canaries = {worker.rank: worker for worker in job.workers}
 
-    def fill(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def fill(module, args, output):
         if torch.initial_seed() > 1000:  # in a canary
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return output
@@ -253,7 +246,7 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(caplog):
 
 def test_batches_that_never_come_are_given_up():
     job = Job(3, every=1000)
-    job.workers[0].canary._send = lambda content: None  # type: ignore[union-attr]
+    job.workers[0].canary._send = lambda content: None
     job.run(400)
     assert job.ran == []
     [(_, line)] = job.lines
@@ -266,20 +259,20 @@ def test_batches_that_never_come_are_given_up():
 class Allocator:
     """Stands for an accelerator's: what lies there, the highest peak, and what is left."""
 
-    def __init__(self, *, free: int) -> None:
+    def __init__(self, *, free):
         self.allocated, self.peak, self.free = 100, 100, free
 
-    def step(self, *, takes: int) -> None:
+    def step(self, *, takes):
         self.peak = max(self.peak, self.allocated + takes)
 
-    def stats(self, device: torch.device) -> dict[str, int]:
+    def stats(self, device):
         return {
             "allocated_bytes.all.current": self.allocated,
             "allocated_bytes.all.peak": self.peak,
         }
 
 
-def memory_of(allocator: Allocator, monkeypatch: Any) -> StepMemory:
+def memory_of(allocator, monkeypatch):
     on_device = SimpleNamespace(memory_stats=allocator.stats)
     monkeypatch.setattr(torch, "get_device_module", lambda device: on_device)
     monkeypatch.setattr(canary_memory, "_free", lambda device, leave=0: allocator.free)

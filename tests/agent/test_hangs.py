@@ -24,7 +24,7 @@ from rankscope.bus.finding import Finding
 from support.accidents import wait_until
 from support.ranks import run_ranks
 
-ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
+GONE = [(ProcessState.ENDED, Fate.ENDED), (ProcessState.STOPPED, Fate.STOPPED)]
 FORWARD, BACKWARD, AFTER = (1, "forward"), (2, "backward"), (3, "step")
 
 
@@ -67,10 +67,7 @@ def test_a_rank_in_the_forward_pass_holds_up_those_in_the_backward_pass():
     )
 
 
-@pytest.mark.parametrize(
-    ("state", "fate"),
-    [(ENDED, Fate.ENDED), (STOPPED, Fate.STOPPED)],
-)
+@pytest.mark.parametrize(("state", "fate"), GONE)
 def test_an_ended_or_stopped_rank_accounts_for_the_hang_wherever_it_was(state, fate):
     # Rank 0 is behind too, but only since it waits for rank 1.
     report = judge((7, FORWARD), (7, BACKWARD), (7, BACKWARD), states={1: state})
@@ -218,7 +215,7 @@ def test_a_first_step_may_take_long():
     assert job.reports == []
 
 
-@pytest.mark.parametrize(("state", "fate"), [(ENDED, Fate.ENDED), (STOPPED, Fate.STOPPED)])
+@pytest.mark.parametrize(("state", "fate"), GONE)
 def test_a_rank_that_dies_or_is_stopped_in_the_first_step_is_named(state, fate):
     job = Job()
     job.states[1] = state

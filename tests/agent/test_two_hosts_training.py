@@ -27,12 +27,10 @@ STEPS = {"mended": 80, "broken": 90, "cut": 60}
 
 
 def num_bytes_sent(hosts):
-    """Return how much of what host 1's agent has sent has arrived."""
     return sum(map(int, re.findall(r"bytes_acked:(\d+)", hosts.connections(1, "agents", "-i"))))
 
 
 def num_bytes_waiting(hosts):
-    """Return how much of what host 1's agent has sent has not arrived."""
     return sum(int(line.split()[1]) for line in hosts.connections(1, "agents").splitlines())
 
 

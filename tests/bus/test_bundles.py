@@ -53,8 +53,7 @@ def assert_same_batch(one: PlainBatch, other: PlainBatch) -> None:
 def test_a_bundle_comes_back_as_it_was(tmp_path):
     path = save_bundle(tmp_path, bundle())
     assert path == tmp_path / "replay" / "rank-1-odd-step-66"
-    names = {file.name for file in path.iterdir()}
-    assert names == {"bundle.json", "peer.npz", "suspect.npz"}
+    assert {file.name for file in path.iterdir()} == {"bundle.json", "peer.npz", "suspect.npz"}
     for place in (path, path / "bundle.json"):
         back = load_bundle(place)
         for one, other in zip((SUSPECT, PEER), back.batches, strict=True):
@@ -94,7 +93,6 @@ def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
 
 
 def zipped(shape: str, content: bytes, times: int = 1) -> bytes:
-    """Return an archive whose array says of itself what it wants, and has content repeatedly."""
     head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
     file = BytesIO(archive_of({"samples": np.arange(2)}))
     with (

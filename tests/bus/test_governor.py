@@ -11,8 +11,6 @@ WORKERS = 4
 
 
 class Job:
-    """A training of 1-second steps that asks its governor which ones to measure."""
-
     def __init__(self, *, budget=0.01, every=1, base=0.0, observed=0.0, noise=0.0, seed=0):
         self.governor = Governor(budget, every, always=0)
         self.base, self.observed, self.noise = base, observed, noise
@@ -129,7 +127,6 @@ def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
 
 
 def short_steps(plain, fixed, always=0):
-    """Return the lines of 400 steps that read the gradient for half a millisecond each."""
     governor = Governor(0.01, 1, always)
     lines = []
     for step in range(400):

@@ -18,10 +18,8 @@ LLAMA = [
 
 
 def members(groups):
-    return {
-        name: [parameter for parameter, at in groups.index_of.items() if at == index]
-        for index, name in enumerate(groups.names)
-    }
+    index_of = groups.index_of
+    return {n: [p for p in index_of if index_of[p] == at] for at, n in enumerate(groups.names)}
 
 
 def test_blocks_embedding_and_head_of_a_language_model():

@@ -31,13 +31,13 @@ class Outer(Packable):
 
 
 SENT = Outer(
-    3, {"tp": (1, 2)}, {4: np.array([[0.5, np.nan]])}, (Inner(np.arange(3), "ü"),), None, b"\0x"
+    3, {"tp": (1, 2)}, {4: np.array([[0.5, np.nan]])}, (Inner(np.arange(3), "ü"),), None, b"x"
 )
 
 
 def test_a_share_comes_back_with_its_types():
     got = Outer.unpack(memoryview(SENT.pack()))
-    assert (got.rank, got.lines, got.weight, got.content) == (3, {"tp": (1, 2)}, None, b"\0x")
+    assert (got.rank, got.lines, got.weight, got.content) == (3, {"tp": (1, 2)}, None, b"x")
     np.testing.assert_array_equal(got.by_age[4], SENT.by_age[4])
     np.testing.assert_array_equal(got.parts[0].values_N, np.arange(3))
     assert got.parts[0].note == "ü"

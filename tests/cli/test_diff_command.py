@@ -3,7 +3,6 @@
 import json
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 from benchmarks.diff_training import Flip, Variant, train_variants
@@ -27,12 +26,10 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of a small language model under DDP with AdamW, on three ranks."""
-    root = tmp_path_factory.mktemp("diff")
-    run_ranks(train_variants, 3, str(root), VARIANTS)
-    return root
+@pytest.fixture(scope="module")
+def runs(folder):
+    run_ranks(train_variants, 3, str(folder), VARIANTS)
+    return folder
 
 
 @pytest.fixture
@@ -52,9 +49,7 @@ def command(command):
         ("part-2", "different state", 3, "random state"),
     ],
 )
-def test_real_pairs_are_told_with_their_class_and_first_step(
-    runs, command, other, kind, step, stage
-):
+def test_real_pairs_are_told_with_class_and_first_step(runs, command, other, kind, step, stage):
     code, printed, errors = command(runs / "base", runs / other, "--json")
     found = json.loads(printed)
     assert not errors
@@ -66,16 +61,14 @@ def test_real_pairs_are_told_with_their_class_and_first_step(
 
 def test_the_page_opens_offline_and_the_figure_is_an_image(runs, command, tmp_path):
     page, figure = tmp_path / "diff.html", tmp_path / "diff.png"
-    code, printed, _ = command(
-        runs / "base", runs / "arrival", "--html", page, "--png", figure, "--json"
-    )
+    written = ("--html", page, "--png", figure)
+    code, printed, _ = command(runs / "base", runs / "arrival", "--json", *written)
     assert code == 1
     assert json.loads(printed)["written"] == [str(page), str(figure)]
     assert figure.read_bytes().startswith(b"\x89PNG")
     text = page.read_text()
-    assert "rounding alone" in text
-    assert 'data-figure="apart"' in text
-    assert 'data-figure="tensors"' in text
+    for words in ("rounding alone", 'data-figure="apart"', 'data-figure="tensors"'):
+        assert words in text
     assert not re.findall(r'(?:src|href)="https?:', text)
     specs = json.loads(re.findall(r'id="figures">(.*?)</script>', text, re.S)[0])
     points = next(t for t in specs["datasets"].values() if "curve" in t)
@@ -90,13 +83,8 @@ def test_bad_input_is_said_in_one_line(command, tmp_path):
     write_training(tmp_path / "torn", Training(steps=3))
     torn = next((tmp_path / "torn" / "workers").glob("*.parquet"))
     torn.write_bytes(torn.read_bytes()[:-20])
-    for other, words in (
-        ("absent", "no run directory"),
-        ("nothing", "no run.json"),
-        ("empty", "no recorded step"),
-        ("torn", "it is damaged"),
-        ("a", "are one run"),
-    ):
+    told = {"absent": "no run directory", "nothing": "no run.json", "torn": "it is damaged"}
+    for other, words in {**told, "empty": "no recorded step", "a": "are one run"}.items():
         code, printed, errors = command(run, tmp_path / other)
         assert code == 2
         assert not printed

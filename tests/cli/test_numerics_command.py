@@ -28,8 +28,7 @@ def test_tables_and_sentences(command, monkeypatch):
 
 def test_output_holds_the_numbers_and_the_page(tmp_path, command):
     folder = tmp_path / "new" / "numerics"
-    words = (*QUICK, "--types", "float32", "--json", "--output", str(folder))
-    code, out, err = command(*words)
+    code, out, err = command(*QUICK, "--types", "float32", "--json", "--output", folder)
     assert code == 0
     assert json.loads((folder / "numerics.json").read_text()) == json.loads(out)
     [page] = folder.glob("*.html")
@@ -41,8 +40,7 @@ def test_output_holds_the_numbers_and_the_page(tmp_path, command):
 def test_the_built_in_model_is_recorded_saved_and_trained(tmp_path, command, monkeypatch):
     record, options = rounding.record_gradients, rounding_result.GrowthOptions
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    quick = functools.partial(record, base_steps=0)
-    monkeypatch.setattr(rounding, "record_gradients", quick)
+    monkeypatch.setattr(rounding, "record_gradients", functools.partial(record, base_steps=0))
     small = functools.partial(options, workers=2, base_steps=0, pairs=("order",))
     monkeypatch.setattr(rounding_result, "GrowthOptions", small)
     path = tmp_path / "kept.npz"

@@ -27,12 +27,10 @@ FINDING = Finding(
 
 
 def model() -> TinyLM:
-    """Return the same model on every rank."""
     return make_model(7)
 
 
 def other_parameter() -> TinyLM:
-    """Return a model whose parameters differ on rank 1."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         with torch.no_grad():
@@ -41,7 +39,6 @@ def other_parameter() -> TinyLM:
 
 
 def other_arithmetic() -> TinyLM:
-    """Return a model that computes something else on rank 1, with the same parameters."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         made.head.register_forward_hook(lambda head, args, output: output * 1.01)
@@ -49,7 +46,6 @@ def other_arithmetic() -> TinyLM:
 
 
 def other_code() -> TinyLM:
-    """Return a model whose head leaves out its bias on rank 1."""
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         made.head.forward = lambda hidden: hidden @ made.head.weight.T
@@ -100,10 +96,8 @@ def test_a_bundle_is_shown(path: str):
 
 def test_the_labels_that_count_are_shown_for_both_batches(tmp_path):
     ids = torch.arange(1, 13).reshape(3, 4)
-    batches = tuple(
-        capture_batch((), {"ids": ids, "labels": own}).plain()
-        for own in (ids + 0, ids.where(ids < 8, -100))
-    )
+    labels = (ids + 0, ids.where(ids < 8, -100))
+    batches = tuple(capture_batch((), {"ids": ids, "labels": own}).plain() for own in labels)
     said = text(call(str(save_bundle(tmp_path, make_bundle(batches=batches)))))
     assert "KiB, 12 of 12 labels count" in said
     assert "KiB, 7 of 12 labels count" in said
@@ -139,11 +133,9 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
 
 
 def test_ranks_of_a_group_are_those_of_the_job(tmp_path):
-    """As in the report of a run whose workers are ranks 1, 3, 5 and 7."""
     job = {"id": "1", "base": "sft", "name": "sft-from-rank-1", "ranks": [1, 3, 5, 7]}
     RunWriter(tmp_path / "run", {"num_workers": 4, "job": job}).close()
-    shown = with_results([5, 6, 5, 5], [1, 2, 1, 1])
-    path = save_bundle(tmp_path / "run", shown)
+    path = save_bundle(tmp_path / "run", with_results([5, 6, 5, 5], [1, 2, 1, 1]))
     said = text(call(str(path)))
     assert "Suspect rank 5: 8 samples" in said
     assert "Peer rank 7: " in said
@@ -186,8 +178,7 @@ def test_on_ranks_that_agree(path: str, tmp_path: Path):
         torch.manual_seed(int(os.environ["RANK"]))
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    command = ["replay", path, "--model", "script:TinyLM"]
-    code, out, err = run_on_ranks(3, command, tmp_path)
+    code, out, err = run_on_ranks(3, ["replay", path, "--model", "script:TinyLM"], tmp_path)
     assert code == 0, err
     assert "All 3 workers agree on both batches in every bit." in " ".join(out.split())
 
@@ -202,7 +193,6 @@ def test_on_ranks_that_agree(path: str, tmp_path: Path):
     ],
 )
 def test_on_ranks_that_differ(path: str, name: str, words: str):
-    command = ["replay", path, "--model", f"cli.test_replay:{name}"]
-    code, out, err = run_on_ranks(3, command, TESTS)
+    code, out, err = run_on_ranks(3, ["replay", path, "--model", f"cli.test_replay:{name}"], TESTS)
     assert code == 1, err
     assert words in " ".join(out.split())

@@ -21,19 +21,19 @@ HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
 
 
 @pytest.fixture(scope="module")
-def healthy(tmp_path_factory):
-    return record_run(tmp_path_factory.mktemp("cli") / "healthy", num_steps=64).path
+def healthy(folder):
+    return record_run(folder / "healthy", num_steps=64).path
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    place = tmp_path_factory.mktemp("cli") / "copied"
+def copied(folder):
+    place = folder / "copied"
     return record_run(place, reading="replicated", setting="s1-2", num_steps=6).path
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    return record_study(tmp_path_factory.mktemp("cli") / "study", num_steps=6)
+def study(folder):
+    return record_study(folder / "study", num_steps=6)
 
 
 def call(*arguments):
@@ -80,8 +80,7 @@ def test_a_full_disk_leaves_the_verdict_and_its_exit_code(copied, tmp_path, monk
     assert "ERROR" in result.output
     assert f"cannot write {copied / 'report.html'}: No space left" in result.output
     assert "free some space" in result.output
-    asked = call(copied, "--output", tmp_path / "page.html")
-    assert isinstance(asked.exception, RunError)
+    assert isinstance(call(copied, "--output", tmp_path / "page.html").exception, RunError)
 
 
 def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied):
@@ -103,7 +102,6 @@ def test_a_run_with_a_finding_shows_it_first_and_exits_with_1(copied):
 
 
 def with_findings(run, place, *events):
-    """Copy a run, with findings made from its last one."""
     shutil.copytree(run, place)
     model = json.loads((run / "findings.jsonl").read_text().splitlines()[-1])
     lines = [json.dumps(model | event) + "\n" for event in events]
@@ -165,6 +163,8 @@ def test_a_directory_of_runs_is_listed(healthy, copied, tmp_path):
     assert told["runs"][2]["num_steps"] == 64
 
     assert call(tmp_path / "runs" / "sft").exit_code == 0
+    shutil.rmtree(tmp_path / "runs" / "second")
+    assert call(tmp_path / "runs").exit_code == 2
     wrong = call(tmp_path / "runs", "--format", "png")
     assert isinstance(wrong.exception, UsageError)
     assert "name one of the runs in it" in str(wrong.exception)
@@ -216,8 +216,7 @@ def test_terminals_of_any_width(copied, study, width):
     render_run(run, assess(run), console)
     render_study(study, console)
 
-    lines = file.getvalue().splitlines()
-    assert max(len(line) for line in lines) <= min(width, 112)
+    assert max(len(line) for line in file.getvalue().splitlines()) <= min(width, 112)
     words = "".join(file.getvalue().split())
     assert "".join(assess(run).headline.split()) in words
     assert "data.duplicate_batches" in words
@@ -272,9 +271,8 @@ def test_again_shows_the_findings_of_a_new_diagnosis(copied, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    place = tmp_path_factory.mktemp("formats") / "run"
-    return record_run(place, num_workers=4, num_steps=16, change=with_everything).path
+def run_dir(folder):
+    return record_run(folder / "run", num_workers=4, num_steps=16, change=with_everything).path
 
 
 def test_all_formats_of_a_run_and_where_they_go(run_dir, tmp_path):
@@ -292,16 +290,14 @@ def test_all_formats_of_a_run_and_where_they_go(run_dir, tmp_path):
         assert f"(<figures/{path.name}>)" in (out / "report.md").read_text()
         assert str(path) in "".join(result.output.split("\n"))
     told = json.loads((out / "report.json").read_text())
-    printed = json.loads(call(run_dir, "--json", "--no-html").stdout)
-    assert {**told, "report": None} == printed
+    assert {**told, "report": None} == json.loads(call(run_dir, "--json", "--no-html").stdout)
 
 
 def test_standard_output_holds_the_file_alone(run_dir):
     assert call(run_dir, "--format", "md", "--output", "-").stdout == (
         call(run_dir, "--format", "md", "--no-html", "--output", "-").stdout
     )
-    told = json.loads(call(run_dir, "--format", "json", "--output", "-").stdout)
-    assert told["kind"] == "run"
+    assert json.loads(call(run_dir, "--format", "json", "--output", "-").stdout)["kind"] == "run"
     assert call(run_dir, "--format", "md", "--output", "-", "--fail-on", "note").exit_code == 1
 
 

@@ -65,17 +65,9 @@ def test_options_reach_watch_and_the_rest_the_script(ask, monkeypatch, tmp_path)
     command, job = ask("train it.py", "--every", "4", "--help", "--", "-m")
     assert command[-6:] == ["train it.py", "--every", "4", "--help", "--", "-m"]
     assert (job.run_dir, job.script) == (str(tmp_path / "runs" / "train it"), "train it")
-    assert job.options == {
-        "tier": "sketch",
-        "every": 1,
-        "groups": "blocks",
-        "reduced": None,
-        "overhead_budget": 0.01,
-        "plan": None,
-        "trace": False,
-        "canary": True,
-        "announce": True,
-    }
+    usual = {"tier": "sketch", "every": 1, "groups": "blocks", "reduced": None, "plan": None}
+    usual |= {"overhead_budget": 0.01, "trace": False, "canary": True, "announce": True}
+    assert job.options == usual
     words = "--run-dir elsewhere --tier scalars --every 4 --reduced sketch --overhead-budget none"
     words += " --plan plan.json --trace --no-canary --no-announce --sink jsonl:a.jsonl --sink"
     words += " command:true --alert slack:https://example.org/T0 --alert mailto:a@example.org"
@@ -125,7 +117,6 @@ def test_bad_usage_is_one_line_and_code_2(command, monkeypatch, tmp_path, words,
 
 @pytest.fixture
 def project(tmp_path):
-    """Return a folder with a script, its neighbour, and a ``sitecustomize`` of the user's own."""
     folder = tmp_path / "a project"
     (folder / "site").mkdir(parents=True)
     (folder / "train.py").write_text(SCRIPT)
@@ -139,20 +130,12 @@ def environment(project):
 
 
 def ended(folder, *words, **variables):
-    """Start Python with these words, and wait for its end."""
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        check=False,
-        text=True,
-        cwd=folder,
-        env={**os.environ, **variables},
-        timeout=120,
-    )
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": folder}
+    options["env"] = {**os.environ, **variables}
+    return subprocess.run([sys.executable, *words], check=False, **options)
 
 
 def both(project, *words, flags=("-X", "dev", "-B")):
-    """Run the script without and with rankscope."""
     return [
         ended(project.parent, *flags, *command, *words, **environment(project))
         for command in ((), ("-m", "rankscope", "run", "--every", "2"))
@@ -174,9 +157,8 @@ def test_a_script_is_the_same_process_with_and_without(project):
 
 
 def test_a_signal_ends_the_script_and_nothing_is_said(project):
-    command = [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"]
     started = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

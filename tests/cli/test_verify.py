@@ -3,20 +3,10 @@
 import json
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from rankscope.bus.finding import Severity
-from rankscope.cli.verify import verify
-from rankscope.errors import RunError
 from rankscope.record import RunWriter
 from record.run_files import make_finding
-
-
-def call(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(verify)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def recorded(path, *causes):
@@ -52,17 +42,17 @@ def recorded(path, *causes):
         (["verify.agrees", "sync.not_reduced"], "wrong", 1),
     ],
 )
-def test_the_answer_and_the_code(tmp_path, causes, answer, code):
+def test_the_answer_and_the_code(command, tmp_path, causes, answer, code):
     path = recorded(tmp_path / "run", *causes)
-    shown, as_json = call(path), call(path, "--json")
-    assert shown.exit_code == as_json.exit_code == code
-    assert [f"step {n}: {cause}" in shown.output for n, cause in enumerate(causes)] == [
-        cause != "data.duplicate_batches" for cause in causes
-    ]
-    assert json.loads(as_json.output)["answer"] == answer
+    shown_code, shown, _ = command("verify", path)
+    json_code, as_json, _ = command("verify", path, "--json")
+    assert shown_code == json_code == code
+    for step, cause in enumerate(causes):
+        assert (f"step {step}: {cause}" in shown) is (cause != "data.duplicate_batches")
+    assert json.loads(as_json)["answer"] == answer
 
 
-def test_a_run_without_a_reference_step_proves_nothing(tmp_path):
-    ended = call(recorded(tmp_path / "run"))
-    assert isinstance(ended.exception, RunError)
-    assert "--verify-at 20" in str(ended.exception)
+def test_a_run_without_a_reference_step_proves_nothing(command, tmp_path):
+    code, _, err = command("verify", recorded(tmp_path / "run"))
+    assert code == 2
+    assert "--verify-at 20" in err

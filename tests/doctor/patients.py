@@ -19,8 +19,6 @@ def rank():
 
 
 class Numbers(Dataset):
-    """Samples that all differ."""
-
     def __len__(self):
         return SIZE
 
@@ -43,7 +41,6 @@ def healthy():
 
 
 def perturbed():
-    """A last layer from another checkpoint, on the last rank."""
     built = model()
     if rank() == dist.get_world_size() - 1:
         with torch.no_grad():
@@ -101,9 +98,8 @@ def uneven():
 
 
 def sharded_list(lengths):
-    return [
-        {"input_ids": torch.full((2, 3), 1000 * rank() + step)} for step in range(lengths[rank()])
-    ]
+    own = lengths[rank()]
+    return [{"input_ids": torch.full((2, 3), 1000 * rank() + step)} for step in range(own)]
 
 
 def one_pass():
@@ -119,8 +115,6 @@ def unshuffled():
 
 
 class Tiny(nn.Module):
-    """A model with a loss; ``between`` is called on its hidden values."""
-
     def __init__(self, between=lambda hidden: hidden):
         super().__init__()
         torch.manual_seed(7)

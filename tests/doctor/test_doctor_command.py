@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def launched(*command):
-    """Run a script or a module on two ranks that the launcher forks: its exit code, its outputs."""
     return torchrun(["--nproc-per-node", "2"], *command, folder=HERE, COLUMNS="110")
 
 
@@ -30,7 +29,6 @@ def prepare():
 
 
 def examine(num_ranks, *options, seconds=60, form="--json"):
-    """Run it without a launcher's own doings; the same three."""
     words = ["doctor", *options, f"--seconds={seconds}", *filter(None, [form])]
     return run_on_ranks(num_ranks, words, HERE, prepare=prepare)
 
@@ -49,8 +47,7 @@ def test_a_healthy_job_is_ready():
     found = checks(out)
     names = "topology environment process_group collectives repeatability bandwidth parameters"
     names += " buffers optimizer random_numbers shards batch_counts loss_weighting"
-    usual = {name: check["status"] for name, check in found.items() if name != "stragglers"}
-    assert usual == {
+    assert {name: check["status"] for name, check in found.items() if name != "stragglers"} == {
         **dict.fromkeys(names.split(), "ok"),
         "batch_norm": "note",
         "epoch_order": "note",
@@ -129,7 +126,6 @@ def test_a_rank_that_dies_is_named():
 
 @pytest.fixture
 def alone(monkeypatch, capfd):
-    """Return a function that runs the command here, without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(HERE)

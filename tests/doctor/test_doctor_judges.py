@@ -1,13 +1,20 @@
-"""What is made of the facts of all ranks."""
+"""What is made of the facts of all ranks, and of steps that are repeated on one."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from rankscope.tools.doctor import Status, collectives, loader, model, topology
+from rankscope.tools.doctor import Status, collectives, determinism, loader, model, topology
 from rankscope.tools.doctor.loader import look
+from rankscope.tools.doctor.stage import Bench, Options
+
+sys.path.insert(0, str(Path(__file__).parent))
+import patients
 
 
 def one(results, name):
@@ -19,17 +26,8 @@ def one(results, name):
 
 
 def worker(**changes):
-    usual = {
-        "host": "a",
-        "launched": True,
-        "world_size": 4,
-        "device": "cpu",
-        "device_kind": "cpu",
-        "device_name": "CPU",
-        "device_id": "",
-        "devices": 0,
-        "tasks": None,
-    }
+    device = {"device": "cpu", "device_kind": "cpu", "device_name": "CPU", "device_id": ""}
+    usual = {"host": "a", "launched": True, "world_size": 4, "devices": 0, "tasks": None, **device}
     return {**usual, **changes}
 
 
@@ -44,11 +42,7 @@ def gpus(ids, **changes):
         (gpus([0, 1, 2, 3]), Status.OK, "4 ranks on a, X"),
         (gpus([0, 1, 1, 3]), Status.ERROR, "ranks 1 and 2 share one device (cuda:1 of a)"),
         ([*gpus([0, 1, 2]), worker()], Status.ERROR, "different kinds of device: cpu and cuda"),
-        (
-            [worker()] * 3 + [worker(host="b")],
-            Status.WARNING,
-            "hosts have different numbers of ranks, b only 1",
-        ),
+        ([worker()] * 3 + [worker(host="b")], Status.WARNING, "numbers of ranks, b only 1"),
         ([*[worker()] * 3, worker(world_size=8)], Status.ERROR, "disagree on WORLD_SIZE: [4, 8]"),
     ],
 )
@@ -88,19 +82,18 @@ def case(wrong=0, digest="x", same=True):
 
 
 @pytest.mark.parametrize(
-    ("strange", "status", "ranks"),
+    ("strange", "status", "ranks", "words"),
     [
-        (case(), Status.OK, ()),
-        (case(wrong=1), Status.ERROR, (1,)),
-        (case(digest="y"), Status.ERROR, (1,)),
+        (case(), Status.OK, (), "not supported here: all-gather fp16"),
+        (case(wrong=1), Status.ERROR, (1,), "rank 1, all-reduce"),
+        (case(digest="y"), Status.ERROR, (1,), "rank 1, all-reduce"),
     ],
 )
-def test_collectives(strange, status, ranks):
+def test_collectives(strange, status, ranks, words):
     usual = {"cases": [{**case(), "same": strange["same"]}], "unsupported": ["all-gather fp16"]}
     [result] = collectives.STAGE.judge([usual, {**usual, "cases": [strange]}, usual])
     assert (result.status, result.ranks) == (status, ranks)
-    words = {Status.OK: "not supported here: all-gather fp16", Status.ERROR: "rank 1, all-reduce"}
-    assert words[status] in result.found
+    assert words in result.found
 
 
 def sums(digests="aaaaaaaaaa", error=1e-9):
@@ -127,14 +120,11 @@ def timing(compute=0.03, load=1.0):
 
 
 def test_slow_ranks_are_named_with_the_load_of_their_host():
-    results = collectives.SPEED_STAGE.judge(
-        [timing(), timing(0.031), timing(0.06, load=9.0), timing()]
-    )
+    results = collectives.SPEED_STAGE.judge([timing(), timing(), timing(0.06, load=9.0), timing()])
     slow = one(results, "stragglers")
     assert (slow.status, slow.ranks) == (Status.NOTE, (2,))
     assert "rank 2 2.0 ×; load 9.0 on 2 cores at rank 2" in slow.found
-    bandwidth = one(results, "bandwidth")
-    assert bandwidth.numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
+    assert one(results, "bandwidth").numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
     assert one(collectives.SPEED_STAGE.judge([timing()] * 4), "stragglers").status is Status.OK
 
 
@@ -202,11 +192,9 @@ def read(samples, **changes):
 
 
 def dealt(order, num_ranks, batch=4):
-    """Deal samples out in turn, in batches."""
-    shards = [order[rank::num_ranks] for rank in range(num_ranks)]
     return [
         [list(map(int, shard[at : at + batch])) for at in range(0, len(shard), batch)]
-        for shard in shards
+        for shard in [order[rank::num_ranks] for rank in range(num_ranks)]
     ]
 
 
@@ -238,60 +226,37 @@ def test_whole_shards_drawn_with_replacement_are_no_overlap_where_the_loaders_sa
     assert "with replacement" in result.found
 
 
+LIKE_EACH_EPOCH = {"changes_alone": False}
+WITH_SET_EPOCH = {**LIKE_EACH_EPOCH, "set_epoch": "s.set_epoch", "changes_after_set_epoch": True}
+
+
 @pytest.mark.parametrize(
-    ("changes", "status", "words"),
+    ("name", "changes", "status", "words"),
     [
-        ([{}, {}], Status.OK, "3 batches on each rank"),
-        ([{"length": 9}, {"length": 8}], Status.ERROR, "rank 1 has 8 batches, others up to 9"),
-        ([{}, {"tokens": [1] * 5}], Status.ERROR, "rank 0 has 3 batches, others up to 5"),
+        ("batch_counts", [{}, {}], Status.OK, "2 batches on each rank"),
+        ("batch_counts", [{"length": 9}, {"length": 8}], Status.ERROR, "1 has 8 batches, others"),
+        ("batch_counts", [{}, {"tokens": [1] * 5}], Status.ERROR, "0 has 2 batches, others up to"),
+        ("loss_weighting", [[100, 90], [95, 95]], Status.OK, "190 label tokens or more"),
+        ("loss_weighting", [[100, 50], [50, 100]], Status.NOTE, "× 2 typically"),
+        ("loss_weighting", [[100, 100], [1, 1]], Status.WARNING, "1 has 2 in all, others up to 2"),
+        ("epoch_order", [{}, {}], Status.OK, ""),
+        ("epoch_order", [{"one_pass": True}] * 2, Status.OK, ""),
+        ("epoch_order", [LIKE_EACH_EPOCH] * 2, Status.WARNING, ""),
+        ("epoch_order", [WITH_SET_EPOCH] * 2, Status.NOTE, "s.set_epoch"),
     ],
 )
-def test_batch_counts(changes, status, words):
-    facts = [read([[r, r + 10]] * 3, **own) for r, own in enumerate(changes)]
-    result = one(loader.STAGE.judge(facts), "batch_counts")
+def test_batches_of_all_ranks_are_compared(name, changes, status, words):
+    own = [each if isinstance(each, dict) else {"tokens": each} for each in changes]
+    facts = [read([[rank, rank + 10]] * 2, **each) for rank, each in enumerate(own)]
+    result = one(loader.STAGE.judge(facts), name)
     assert result.status is status
     assert words in result.found
-
-
-@pytest.mark.parametrize(
-    ("tokens", "status", "words"),
-    [
-        ([[100, 90], [95, 95]], Status.OK, "190 label tokens or more"),
-        ([[100, 50], [50, 100]], Status.NOTE, "× 2 typically"),
-        ([[100, 100], [1, 1]], Status.WARNING, "rank 1 has 2 in all, others up to 200"),
-    ],
-)
-def test_loss_weighting(tokens, status, words):
-    facts = [read([[r]] * len(own), tokens=own) for r, own in enumerate(tokens)]
-    result = one(loader.STAGE.judge(facts), "loss_weighting")
-    assert result.status is status
-    assert words in result.found
-
-
-@pytest.mark.parametrize(
-    ("changes", "status"),
-    [
-        ({}, Status.OK),
-        ({"one_pass": True}, Status.OK),
-        ({"changes_alone": False}, Status.WARNING),
-        (
-            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_after_set_epoch": True},
-            Status.NOTE,
-        ),
-    ],
-)
-def test_epoch_order(changes, status):
-    facts = [read([[rank]], **changes) for rank in range(2)]
-    assert one(loader.STAGE.judge(facts), "epoch_order").status is status
 
 
 def looked_at(batches):
-    bench = SimpleNamespace(
-        functions={"loader": lambda: batches},
-        options=SimpleNamespace(batches=100, seconds=60.0),
-        place=SimpleNamespace(num_ranks=2),
-        batch=None,
-    )
+    options, place = SimpleNamespace(batches=100, seconds=60.0), SimpleNamespace(num_ranks=2)
+    functions = {"loader": lambda: batches}
+    bench = SimpleNamespace(functions=functions, options=options, place=place, batch=None)
     return look(bench)
 
 
@@ -303,3 +268,56 @@ def test_samples_that_look_alike_are_not_judged(batch_size):
     shards, order = one(results, "shards"), one(results, "epoch_order")
     assert [shards.status, order.status] == [Status.SKIPPED] * 2
     assert f"a Tensor with 2 different samples of {100 * batch_size}" in shards.found
+
+
+def examine(model, batch=None, seconds=60.0):
+    if batch is None:
+        batch = next(iter(DataLoader(patients.Numbers(), batch_size=4)))
+    options = Options(seconds=seconds)
+    bench = Bench(None, options, None, torch.device("cpu"), model=model, batch=batch)
+    facts = determinism.look(bench)
+    [result] = determinism.STAGE.judge([facts])
+    return result, facts
+
+
+def test_a_step_that_repeats_is_well():
+    result, facts = examine(patients.repeats())
+    assert result.status is Status.OK, result
+    assert facts["different"] == 1
+    assert facts["runs"] == determinism.RUNS
+    assert facts["operators_repeated"] > 20
+    assert facts["operators"] == {}
+    assert facts["cost"] > 0
+
+
+def test_a_flag_that_helps_is_named_with_its_cost():
+    result, facts = examine(patients.fixable())
+    assert result.status is Status.WARNING
+    assert facts["fixed"]
+    assert "use_deterministic_algorithms(True) gives the same bits" in result.advice
+    assert "times as long" in result.advice
+
+
+def test_nothing_is_changed():
+    model = patients.any_order()
+    model(**next(iter(DataLoader(patients.Numbers(), batch_size=4))))["loss"].backward()
+
+    def state():
+        tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+        flags = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.benchmark,
+            torch.is_warn_always_enabled(),
+        )
+        return [t.clone() for t in tensors], torch.get_rng_state(), np.random.get_state(), flags  # noqa: NPY002
+
+    batch = next(iter(DataLoader(patients.Numbers(), batch_size=4)))
+    before = state()
+    examine(model, batch)
+    after = state()
+    assert all(map(torch.equal, before[0], after[0]))
+    assert torch.equal(before[1], after[1])
+    assert (before[2][1] == after[2][1]).all()
+    assert before[3] == after[3]

@@ -7,13 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *(path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"),
-        *ROOT.glob("docs/**/*.md"),
-        *ROOT.glob("examples/**/*.md"),
-    ]
-)
+_ALL = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = sorted(path for path in _ALL if path.name != "CHANGELOG.md")
 PROGRAMS = ("rankscope", "torchrun", "make", "pip", "python", "python3", "duckdb")
 SHELLS = ("sh", "bash", "console", "shell")
 _ENVIRONMENT = re.compile(r"^([A-Z_]+=\S+ +)+")
@@ -22,19 +17,10 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^`\n]*)$")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block.
-
-    Attributes:
-        page: Its page, from the project's root.
-        line: Line of the page at which its fence opens.
-        language: What the fence says; empty without.
-        code: Its text, without the indentation of the fence.
-    """
-
-    page: str
-    line: int
-    language: str
-    code: str
+    page: str  # from the project's root
+    line: int  # at which its fence opens
+    language: str  # what the fence says
+    code: str  # without the indentation of the fence
 
     @property
     def first(self) -> str:
@@ -47,8 +33,7 @@ class Block:
         if self.language in SHELLS:
             return "commands"
         if not self.language:
-            word = _ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]
-            known = program(word) in PROGRAMS
+            known = program(_ENVIRONMENT.sub("", self.first).split(maxsplit=1)[0]) in PROGRAMS
             return "commands" if known else "unknown"
         return self.language
 
@@ -58,19 +43,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """One command line of a block.
-
-    Attributes:
-        page: Its page, from the project's root.
-        text: The line as it stands there, without comment and environment.
-    """
-
     page: str
-    text: str
+    text: str  # without comment and environment
 
     @property
     def words(self) -> list[str]:
-        """The program, by its bare name, and its arguments."""
         words = shlex.split(self.text)
         if program(words[0]) in ("python", "python3") and words[1:3] == ["-m", "rankscope"]:
             words = ["rankscope", *words[3:]]
@@ -81,12 +58,10 @@ class Command:
 
 
 def program(word: str) -> str:
-    """Return the name of a program without its directory."""
     return word.removeprefix("$ ").rsplit("/", 1)[-1]
 
 
 def blocks() -> list[Block]:
-    """Return the blocks of all pages, in the order of the pages."""
     return [block for page in PAGES for block in _blocks(page)]
 
 
@@ -106,13 +81,8 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def commands() -> list[Command]:
-    """Return the command lines of all pages."""
-    return [
-        Command(block.page, text)
-        for block in blocks()
-        if block.kind == "commands"
-        for text in _command_lines(block.code)
-    ]
+    found = [block for block in blocks() if block.kind == "commands"]
+    return [Command(block.page, text) for block in found for text in _command_lines(block.code)]
 
 
 def _command_lines(code: str) -> Iterator[str]:

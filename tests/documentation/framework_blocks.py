@@ -1,6 +1,6 @@
 """The readers of the frameworks' pages: each prepares a block's names and trains on, on one rank.
 
-Frameworks are imported in functions: they take seconds, and only some ranks have them.
+Functions import the frameworks, which take seconds.
 """
 
 from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ def count_tokens_in_lightning(run: RunBlock) -> tuple[str, Signals]:
     names: dict[str, Any] = {}
     run(names)
     module = lightning_module()
-    trainer = Trainer(
+    Trainer(
         strategy="ddp",
         devices=2,
         max_epochs=1,
@@ -171,8 +171,7 @@ def count_tokens_in_lightning(run: RunBlock) -> tuple[str, Signals]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(dataset(), batch_size=BATCH))
+    ).fit(module, DataLoader(dataset(), batch_size=BATCH))
     return RUN, module.model.seen
 
 
@@ -274,10 +273,8 @@ USES = {
 
 
 def run_framework(page: str, folder: str) -> dict[str, dict[str, Any]]:
-    """Run the Python blocks of a framework's page on one rank, see ``run_page``."""
     return run_page(page, folder, USES[page])
 
 
 def run_ray(folder: str, as_a_worker: Callable[[Callable[[], None]], None]) -> dict[str, Any]:
-    """Run the Python blocks of Ray's page in a worker, see ``run_page``."""
     return run_page(RAY, folder, [partial(train_under_ray, as_a_worker=as_a_worker)])

@@ -1,8 +1,4 @@
-"""Runs the commands of the frameworks' pages that start an example, in ranks that run already.
-
-Each rank runs the script as the launcher would, but for the process group, which is there; with
-fewer steps. What the page shows of its report must then be what ``rankscope report`` prints.
-"""
+"""Runs the examples of the frameworks' pages, with fewer steps, in ranks that run already."""
 
 import contextlib
 import io
@@ -24,18 +20,15 @@ STEPS = 8
 
 
 def examples(page):
-    """Return the commands of a page that start an example."""
     return [c for c in commands() if c.page == page and _script(c) is not None]
 
 
 def _script(command):
-    """Return which of a command's words is the script of an example."""
     found = [n for n, word in enumerate(command.words) if word.startswith("examples/")]
     return found[0] if found else None
 
 
 def run_examples(page, folder, before=lambda: None):
-    """Run the examples of a page on one rank; every rank calls it."""
     place = Path(folder) / "examples" / Path(page).stem
     place.mkdir(parents=True, exist_ok=True)
     results = {}
@@ -65,7 +58,6 @@ def _run(command, place):
 
 
 def assert_example_ran(command, ranks):
-    """Assert that an example ran on all ranks, and that its report reads as on the page."""
     for rank in ranks:
         assert rank[str(command)]["problem"] == "", rank[str(command)]["problem"]
     report, shown = _report(command)
@@ -77,9 +69,8 @@ def assert_example_ran(command, ranks):
 def _report(command):
     """Return the command that reports what an example recorded, and what the page shows of it."""
     run_dir = command.words[command.words.index("--run-dir") + 1]
-    [report] = [
-        c for c in commands() if c.page == command.page and c.words[1:] == ["report", run_dir]
-    ]
+    own = [c for c in commands() if c.page == command.page]
+    [report] = [c for c in own if c.words[1:] == ["report", run_dir]]
     [shown] = [
         after.code
         for before, after in pairwise(blocks())

@@ -1,8 +1,4 @@
-"""Runs the Python of the frameworks' pages, in ranks that a framework has started already.
-
-The jobs of the adapters' tests call ``run_page`` on every rank, after their own trainings; the
-tests then hold what it returns, and what is on the disk, to ``assert_block_ran``.
-"""
+"""Runs the Python of the frameworks' pages in ranks that the tests of an adapter have started."""
 
 import contextlib
 import traceback
@@ -28,12 +24,10 @@ Returns where the run is (absolute, or from the working directory), and what it 
 
 
 def python_blocks(page: str) -> list[Block]:
-    """Return the Python blocks of a page, in order."""
     return [block for block in blocks() if block.page == page and block.kind == "python"]
 
 
 def run_page(page: str, folder: str | Path, uses: list[Use]) -> dict[str, dict[str, Any]]:
-    """Run all Python blocks of a page on one rank; every rank calls it."""
     kept: Names = {}
     results = {}
     for number, (block, use) in enumerate(zip(python_blocks(page), uses, strict=True)):
@@ -65,7 +59,6 @@ def _run(block: Block, place: Path, kept: Names, use: Use) -> dict[str, Any]:
 
 
 def assert_block_ran(block: Block, ranks: list[dict[str, dict[str, Any]]]) -> Run:
-    """Assert that a block ran on all ranks, and that its run holds what the ranks saw."""
     results = [rank[str(block)] for rank in ranks]
     for result in results:
         assert result["problem"] == "", result["problem"]

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import rankscope
-from documentation import tables
 from documentation.blocks import Block
 
 VOCABULARY = 24
@@ -37,8 +36,6 @@ class Output(dict[str, Tensor]):
 
 
 class Model(nn.Module):
-    """A tiny language model with blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
@@ -55,9 +52,7 @@ class Model(nn.Module):
 
 
 def dataset() -> list[dict[str, Tensor]]:
-    """Return sixteen samples, all different."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(VOCABULARY, (16, 7), generator=generator)
+    tokens = torch.randint(VOCABULARY, (16, 7), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
 
 
@@ -66,7 +61,7 @@ def fresh(page: str) -> dict[str, Any]:
     torch.manual_seed(0)
     data = dataset()
     model: nn.Module = Model()
-    if page not in tables.PLAIN_MODEL:
+    if page != "docs/reproducible.md":  # whose blocks wrap the model themselves
         model = DistributedDataParallel(model)
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, seed=0))
     batches = list(loader)
@@ -103,8 +98,8 @@ def run_blocks(rank: int, pages: dict[str, list[Block]], folder: str) -> dict[st
         place = Path(folder) / page.replace("/", "-")
         if rank == 0:
             place.mkdir()
-            for name in tables.RECORDED.get(page, ()):
-                shutil.copytree(sample, place / name)
+            if page == "docs/runs.md":
+                shutil.copytree(sample, place / "runs" / "sft")
         dist.barrier()
         with contextlib.chdir(place):
             problems |= run_page(page, found)
@@ -125,11 +120,9 @@ def stay_here() -> None:
 
 
 def record(path: Path) -> None:
-    """Record a short training with all that pages read of a run."""
     names = fresh("")
-    scope = rankscope.watch(
-        names["model"], names["optimizer"], run_dir=path, trace=True, canary=False, **QUIET
-    )
+    options = {"trace": True, "canary": False, **QUIET}
+    scope = rankscope.watch(names["model"], names["optimizer"], run_dir=path, **options)
     train(names, 4)
     scope.close()
     dist.barrier()
@@ -143,9 +136,8 @@ def run_page(page: str, found: list[Block]) -> dict[str, str]:
         names = {**kept, **fresh(page)}
         before = {key: id(value) for key, value in names.items()}
         if takes_scope(block.code):
-            names["scope"] = rankscope.watch(
-                names["model"], names["optimizer"], run_dir="runs/prepared", **QUIET
-            )
+            watched = names["model"], names["optimizer"]
+            names["scope"] = rankscope.watch(*watched, run_dir="runs/prepared", **QUIET)
         try:
             run_block(block, names)
         except Exception:
@@ -160,16 +152,12 @@ def run_page(page: str, found: list[Block]) -> dict[str, str]:
 
 def run_block(block: Block, names: dict[str, Any]) -> None:
     """Run one block; a scope that it leaves open then sees two steps."""
-    key = (block.page, block.first)
     exec(compile(block.code, f"{block.page}, line {block.line}", "exec"), names)
-    if key in tables.AFTERWARDS:
-        exec(tables.AFTERWARDS[key], names)
     if is_open(names.get("scope")):
         train(names, 2)
 
 
 def takes_scope(code: str) -> bool:
-    """Return whether code uses a scope that it does not make."""
     uses = [n.ctx for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Name) and n.id == "scope"]
     return bool(uses) and not any(isinstance(use, ast.Store) for use in uses)
 
@@ -179,7 +167,6 @@ def is_open(scope: Any) -> bool:
 
 
 def train(names: dict[str, Any], steps: int) -> None:
-    """Take some steps with whatever model and optimizer there are now."""
     for _, batch in zip(range(steps), names["loader"], strict=False):
         names["model"](**batch)["loss"].backward()
         names["optimizer"].step()

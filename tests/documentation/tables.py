@@ -1,9 +1,4 @@
-"""What the runner of code blocks must know about single pages: prepared names, and exceptions.
-
-Every block that is not run, and every command line of rankscope that is not, stands in ``NOT_RUN``,
-with the reason; other programs in ``PROGRAMS``. A test holds the tables to what is there: what is
-missing in them fails, and what is too much in them fails.
-"""
+"""What the runner of code blocks must know about single pages: prepared names, and exceptions."""
 
 MINUTES = "takes minutes"
 OUTPUT = "what a command prints"
@@ -24,49 +19,19 @@ PROGRAMS = {
 that the tests in ADAPTERS start, those of docs/start.md by tests/test_package.py."""
 
 NOT_RUN = {
-    ("docs/runs.md", "rankscope report s3://bucket/runs/sft"): "run by tests/record/test_stores.py",
-    (
-        "docs/integrations/run.md",
-        "rankscope run -- torchrun --nproc-per-node 8 train.py --lr 3e-4",
-    ): IN_RANKS,
-    ("docs/integrations/run.md", "rankscope run lightning_script.py"): IN_RANKS,
-    ("docs/live.md", "rankscope serve runs/"): SERVER,
-    ("docs/live.md", "rankscope serve runs/ --host 0.0.0.0"): SERVER,
-    (
-        "docs/integrations/run.md",
-        "rankscope: error: Ranks 0 and 1 trained on identical batches in 1 step: the job did "
-        "the work of 1 worker, not of 2. [data.duplicate_batches, since step 0]",
-    ): OUTPUT,
-    ("README.md", "◆ ERROR  sft"): OUTPUT,
-    (
-        "docs/parity.md",
-        'rankscope parity -a "python train.py --batch 32" '
-        '-b "torchrun --nproc-per-node 4 train.py --batch 8" --steps 5',
-    ): PLACEHOLDER,
-    (
-        "docs/parity.md",
-        'rankscope parity -a "python a.py" -b "python b.py" --map "layers.*.qkv.weight='
-        'layers.*.q.weight,layers.*.k.weight,layers.*.v.weight"',
-    ): PLACEHOLDER,
-    ("docs/parity.md", "rankscope run --run-dir runs/trusted --parity 5 train.py"): PLACEHOLDER,
-    (
-        "docs/parity.md",
-        'rankscope parity -a runs/trusted -b "torchrun --nproc-per-node 2 train.py"',
-    ): PLACEHOLDER,
-    (
-        "docs/parity.md",
-        'rankscope parity -a "python train.py" -b "python train.py --save-at 3" '
-        '-b2 "python train.py --resume" --steps 6 --resume-at 3',
-    ): PLACEHOLDER,
-    ("docs/doctor.md", "✓  Ranks and devices    3 ranks on node-7, CPU"): OUTPUT,
-    ("docs/numerics.md", "rankscope numerics --output numerics"): MINUTES,
-    ("docs/numerics.md", "rankscope numerics --training-steps 0"): MINUTES,
-    (
-        "docs/study.md",
-        "rankscope study --data alpaca_data.json --steps 300 --output runs/alpaca",
-    ): MINUTES,
+    "README.md: ◆ ERROR": OUTPUT,
+    "docs/doctor.md: ✓": OUTPUT,
+    "docs/integrations/run.md: rankscope run": IN_RANKS,
+    "docs/integrations/run.md: rankscope: error": OUTPUT,
+    "docs/live.md: rankscope serve": SERVER,
+    "docs/numerics.md: rankscope numerics --output": MINUTES,
+    "docs/numerics.md: rankscope numerics --training": MINUTES,
+    "docs/parity.md: rankscope parity -a": PLACEHOLDER,
+    "docs/parity.md: rankscope run --run-dir": PLACEHOLDER,
+    "docs/runs.md: rankscope report s3:": "run by tests/record/test_stores.py",
+    "docs/study.md: rankscope study --data": MINUTES,
 }
-"""By page, and the command line or the block's first line: why it is not run."""
+"""By page, and how the command line or the block begins: why it is not run."""
 
 ADAPTERS = {
     "docs/integrations/accelerate.md": "tests/integrations/test_hugging_face.py",
@@ -77,16 +42,3 @@ ADAPTERS = {
     "docs/integrations/transformers.md": "tests/integrations/test_hugging_face.py",
 }
 """Pages whose Python needs a framework's own launch: the tests in whose ranks every block runs."""
-
-PLAIN_MODEL = {"docs/reproducible.md"}
-"""Pages whose blocks wrap the model themselves."""
-
-RECORDED = {
-    "docs/runs.md": ("runs/sft",),
-}
-"""Runs that a page reads."""
-
-AFTERWARDS = {
-    ("docs/diff.md", "from rankscope import Run"): "assert callable(assert_same_training)",
-}
-"""What calls a function that a block only defines."""

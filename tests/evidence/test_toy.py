@@ -55,27 +55,16 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Train with the example on two real ranks, and return what runs commands with it."""
     tmp_path = tmp_path_factory.mktemp("toy")
     (tmp_path / "train.py").write_text(SCRIPT)
     tests = str(Path(__file__).parents[1])
     paths = [str(EXAMPLES), tests, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "RANKSCOPE_EVIDENCE": "not_there, toy_logits",
-    }
+    names = {"PYTHONPATH": os.pathsep.join(paths), "RANKSCOPE_EVIDENCE": "not_there, toy_logits"}
+    options = {"env": os.environ | names, "cwd": tmp_path, "capture_output": True, "text": True}
 
     def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        words = [sys.executable, "-m", *arguments]
+        return subprocess.run(words, timeout=240, check=False, **options)
 
     launch = ("support.forked_ranks", "--standalone", "--nproc-per-node", "2")
     trained = command(*launch, "train.py", "run")

@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from rankscope.bus.bundles import PlainBatch, ReplayBundle, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
-from rankscope.cli.report import report
+from rankscope.cli.report import FailOn, report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
 from rankscope.lab.study.data import load_records
@@ -47,7 +47,6 @@ DEEP = b"[" * 20_000 + b"]" * 20_000
 
 
 def make(folder: Path) -> dict[str, Path]:
-    """Write what is mutated; return it by kind."""
     record_run(folder / "run", num_workers=3, num_steps=8, change=with_everything)
     record_run(folder / "copied", reading="replicated", setting="s1-2", num_steps=8)
     record_study(folder / "study", num_steps=2)
@@ -61,25 +60,21 @@ def make(folder: Path) -> dict[str, Path]:
     save_bundle(folder, bundle)
     (folder / "replay" / bundle.name).rename(folder / "bundle")
     rows = [{"instruction": f"Say {i}", "input": "", "output": str(i)} for i in range(5000)]
-    for name, text in (
-        ("data", json.dumps(rows[:40])),
-        ("plan", json.dumps({"learning_rate": [0.1, 0.2], "repeats": True, "seed": 3})),
-    ):
+    plan = {"learning_rate": [0.1, 0.2], "repeats": True, "seed": 3}
+    for name, content in {"data": rows[:40], "plan": plan}.items():
         (folder / name).mkdir()
-        (folder / name / f"{name}.json").write_text(text)
+        (folder / name / f"{name}.json").write_text(json.dumps(content))
     return {name: folder / name for name in ("run", "copied", "study", "bundle", "data", "plan")}
 
 
 def read(kind: str, place: Path, chosen: random.Random) -> None:
-    """Read a mutated thing with what the commands read it with."""
     if kind in ("run", "copied"):
         if chosen.random() < 0.25:
             board = Board(place.parent)
             board.sheet("runs")
             board.sheet(f"run:{place.name}")
             return
-        name = chosen.choice(("json", "md", "json", "html"))
-        _report(place, name, again=chosen.random() < 0.3)
+        _report(place, chosen.choice(("json", "md", "json", "html")), again=chosen.random() < 0.3)
     elif kind == "study":
         _report(place, chosen.choice(("json", "md")), again=False)
     elif kind == "bundle":
@@ -91,17 +86,9 @@ def read(kind: str, place: Path, chosen: random.Random) -> None:
 
 
 def _report(place: Path, name: str, *, again: bool) -> None:
-    from rankscope.cli.report import FailOn
-
-    report(
-        place,
-        name == "json",
-        FailOn.ERROR,
-        None if name == "json" else [name],
-        False if name == "json" else None,
-        place.parent / f"out.{name}",
-        again,
-    )
+    as_json, out = name == "json", place.parent / f"out.{name}"
+    formats, html = (None, False) if as_json else ([name], None)
+    report(place, as_json, FailOn.ERROR, formats, html, out, again)
 
 
 def mutate(place: Path, chosen: random.Random) -> str:
@@ -161,15 +148,13 @@ def lines(content: bytes, chosen: random.Random) -> bytes:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
         yield value, key
         if isinstance(item, dict | list):
             yield from _places(item)
 
 
 def table(content: bytes, chosen: random.Random) -> bytes:
-    """Change the columns of a Parquet file, or their rows."""
     rows = pq.read_table(pa.BufferReader(content))
     names, length = rows.column_names, len(rows)
     at = chosen.randrange(len(names))
@@ -198,8 +183,7 @@ def table(content: bytes, chosen: random.Random) -> bytes:
         "bytes in text": lambda: _not_utf8(rows),
     }
     if chosen.random() < 0.6:
-        column = columns[chosen.choice(list(columns))]()
-        rows = rows.set_column(at, name, column)
+        rows = rows.set_column(at, name, columns[chosen.choice(list(columns))]())
     else:
         rows = ways[chosen.choice(list(ways))]()
     sink = pa.BufferOutputStream()
@@ -216,7 +200,6 @@ def _not_utf8(rows: pa.Table) -> pa.Table:
 
 
 def one(seed: int, made: dict[str, Path], folder: Path) -> str | None:
-    """Make and read one case; return what failed, None if nothing did."""
     chosen = random.Random(seed)
     kind = chosen.choice((*made, "run", "run", "copied"))
     place = folder / str(seed) / kind

@@ -21,8 +21,8 @@ from support.kernel_checks import CPU, SEED, WIDTH, random
 
 GRADIENT = random(30 * WIDTH + 5)
 LOSS = torch.tensor(2.5)
-BATCH = torch.arange(60).reshape(3, 20)
 GROUPS = group_parameters(["weight"])
+BATCH = torch.arange(60).reshape(3, 20)
 
 
 @contextlib.contextmanager
@@ -47,10 +47,8 @@ def gradient_numbers():
             meter.measure("weight", GRADIENT, totals)
         yield meter.kernel, *totals.tensors
     dot = choose_dot(CPU)
-    yield (
-        type(dot).__name__,
-        torch.tensor(float(dot(GRADIENT, GRADIENT)), dtype=torch.float64, device=CPU),
-    )
+    product = float(dot(GRADIENT, GRADIENT))
+    yield type(dot).__name__, torch.tensor(product, dtype=torch.float64, device=CPU)
     yield "accumulator", torch.tensor(native_functions.__wrapped__() is None, device=CPU)
 
 
@@ -79,9 +77,7 @@ def all_numbers():
 
 
 @pytest.mark.parametrize(
-    "default",
-    [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}],
-    ids=lambda default: str(*default.values()),
+    "default", [{"dtype": torch.float64}, {"dtype": torch.bfloat16}, {"device": "meta"}]
 )
 def test_the_numbers_are_those_under_the_usual_defaults(default):
     usual = all_numbers()

@@ -13,7 +13,6 @@ from rankscope.gradients.kernels import bits
 from rankscope.gradients.kernels.bits import ROW, ROW_BYTES, native_sum
 from support.kernel_checks import needs_compiler
 
-CPU = torch.device("cpu")
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,
           torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64,
           torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2]  # fmt: skip
@@ -57,7 +56,7 @@ def naive(data: bytes) -> int:
 @pytest.mark.parametrize("size", [0, 1, ROW_BYTES + 4, 5 * ROW_BYTES - 1])
 def test_both_follow_the_definition(kernel, size):
     data = random(size, torch.uint8, seed=size)
-    total = bits.sum_words([data] if size else [], CPU)
+    total = bits.sum_words([data] if size else [], torch.device("cpu"))
     assert total == naive(data.numpy().tobytes())
 
 

@@ -1,7 +1,5 @@
 """What the Triton kernels compile to; their numbers are those of ``test_measure_many.py``."""
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,9 +7,9 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
+from support.kernel_checks import needs_triton
+
+pytestmark = needs_triton
 
 
 COMPILE = """

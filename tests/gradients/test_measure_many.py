@@ -1,6 +1,5 @@
 """Many gradients measured in one call, against the definition and against one after the other."""
 
-import importlib.util
 import math
 
 import numpy as np
@@ -14,7 +13,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from support import interpreted_digest
 from support.interpreted import interpreter, measure_interpreted
-from support.kernel_checks import CPU, DTYPES, needs_compiler
+from support.kernel_checks import CPU, DTYPES, needs_compiler, needs_triton
 from support.sketch_oracle import first_position, truth
 
 WIDTH = 251
@@ -32,28 +31,28 @@ GROUPS = group_parameters(SIZES, lambda name: name.split(".")[0])
 SECTIONS = cut_sections(SIZES, GROUPS, section_elements=90 * WIDTH)
 
 
-def make(dtype=torch.float32, sizes=SIZES, offset=0):
+def make(dtype=torch.float32, offset=0):
     """Return gradients that begin at any address."""
     generator = torch.Generator().manual_seed(1)
     made = {}
-    for number, (name, size) in enumerate(sizes.items()):
+    for number, (name, size) in enumerate(SIZES.items()):
         memory = torch.randn(size + number + offset, generator=generator).mul_(1e-3)
         made[name] = memory.to(dtype)[number + offset :]
     return made
 
 
-def sketcher_of(kernel, meter=Sketcher, sections=None):
-    sketcher = meter(CPU, GROUPS, WIDTH, SEED, sections)
+def sketcher_of(kernel, sections=None):
+    sketcher = Sketcher(CPU, GROUPS, WIDTH, SEED, sections)
     if kernel == "torch":
         sketcher._kernel = PlainKernel(CPU, WIDTH, period_signs(SEED))
     return sketcher
 
 
-def measured(kernel, gradients, *, meter=Sketcher, sections=None):
+def measured(kernel, gradients, *, sections=None):
     if kernel.startswith("triton"):
         options = {"width": WIDTH, "seed": SEED, "num_processors": int(kernel.split()[1])}
-        return measure_interpreted(PROCESS[0], meter, GROUPS, sections, gradients, **options)
-    sketcher = sketcher_of(kernel, meter, sections)
+        return measure_interpreted(PROCESS[0], Sketcher, GROUPS, sections, gradients, **options)
+    sketcher = sketcher_of(kernel, sections)
     totals = sketcher.new_totals()
     sketcher.measure_many([(name, part, 0) for name, part in gradients.items()], totals)
     return totals
@@ -70,17 +69,7 @@ def process():
         PROCESS.clear()
 
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
-)
-KERNELS = pytest.mark.parametrize(
-    "kernel",
-    [
-        "torch",
-        pytest.param("native", marks=needs_compiler),
-        pytest.param("triton 9", marks=needs_triton),
-    ],
-)
+NATIVE = pytest.param("native", marks=needs_compiler)
 
 
 def expect(totals: GradientTotals, gradients, ranges) -> None:
@@ -121,7 +110,7 @@ def test_each_row_is_what_its_gradients_are(kernel, offset, dtype):
     expect(measured(kernel, gradients), gradients, whole())
 
 
-@KERNELS
+@pytest.mark.parametrize("kernel", ["torch", NATIVE, pytest.param("triton 9", marks=needs_triton)])
 def test_sections_and_types_and_values_that_are_not_finite(kernel):
     gradients = make()
     gradients["a.long"] = gradients["a.long"].bfloat16()

@@ -1,8 +1,8 @@
 """The sketch as an estimator: unbiased, with the error that theory states, on any structure."""
 
-import itertools
 import math
 from collections.abc import Callable
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -18,22 +18,7 @@ from support.sketch_oracle import first_position, truth
 
 CPU = torch.device("cpu")
 WIDTH = 1021
-SEEDS = range(12)
-WORKERS = 4
 ONE = group_parameters(["weight"])
-
-
-def normal(generator: torch.Generator) -> Tensor:
-    return torch.randn(60_000, generator=generator)
-
-
-def constant_plus_noise(generator: torch.Generator) -> Tensor:
-    return normal(generator) + 1
-
-
-def wide_positive_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(64, generator=generator), torch.randn(4096, generator=generator)
-    return torch.outer(delta, hidden.relu())
 
 
 def sparse_rows_with_mean(generator: torch.Generator) -> Tensor:
@@ -44,17 +29,19 @@ def sparse_rows_with_mean(generator: torch.Generator) -> Tensor:
     return gradient
 
 
-def zero_mean_activations(generator: torch.Generator) -> Tensor:
-    delta, hidden = torch.randn(128, generator=generator), torch.randn(1000, generator=generator)
-    return torch.outer(delta, hidden)
+def outer(generator: torch.Generator, num_out: int, num_in: int, *, positive: bool) -> Tensor:
+    """Return the gradient of a weight, of positive activations or of such with mean zero."""
+    delta = torch.randn(num_out, generator=generator)
+    hidden = torch.randn(num_in, generator=generator)
+    return torch.outer(delta, hidden.relu() if positive else hidden)
 
 
 STRUCTURES: tuple[Callable[[torch.Generator], Tensor], ...] = (
-    normal,
-    constant_plus_noise,
-    wide_positive_activations,
+    lambda generator: torch.randn(60_000, generator=generator),
+    lambda generator: torch.randn(60_000, generator=generator) + 1,
+    lambda generator: outer(generator, 64, 4096, positive=True),
     sparse_rows_with_mean,
-    zero_mean_activations,
+    lambda generator: outer(generator, 128, 1000, positive=False),
 )
 
 
@@ -75,14 +62,11 @@ def sketch(gradient: torch.Tensor, width: int = WIDTH, seed: int = 0) -> torch.T
 
 
 def pairwise(vectors, estimates) -> np.ndarray:
-    pairs = itertools.combinations(range(len(vectors)), 2)
-    return np.array(
-        [cosine(estimates[i], estimates[j]) - cosine(vectors[i], vectors[j]) for i, j in pairs]
-    )
+    found, exact = ([cosine(*two) for two in combinations(of, 2)] for of in (estimates, vectors))
+    return np.subtract(found, exact)
 
 
 def expect_unbiased(errors_SP: np.ndarray, width: float) -> None:
-    """Check RMS and mean of errors, of S seeds and P pairs each."""
     assert np.sqrt(np.mean(errors_SP**2)) <= 1.25 / math.sqrt(width)
     means_S = errors_SP.mean(1)  # pairs of one seed are not independent
     assert abs(means_S.mean()) <= 3.5 * means_S.std(ddof=1) / math.sqrt(len(means_S))
@@ -94,9 +78,9 @@ def expect_unbiased(errors_SP: np.ndarray, width: float) -> None:
 )
 def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
     errors = []
-    for seed in SEEDS:
+    for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
-        gradients = [structure(generator) for _ in range(WORKERS)]
+        gradients = [structure(generator) for _ in range(4)]
         width = 4093 if narrow else WIDTH
         sketches = torch.stack([sketch(gradient, width, seed) for gradient in gradients])
         errors.append(pairwise(gradients, fold(sketches, narrow, seed) if narrow else sketches))
@@ -104,8 +88,7 @@ def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
 
 
 def test_folding_is_linear_and_follows_its_definition():
-    generator = torch.Generator().manual_seed(1)
-    wide = torch.randn(3, WIDTH, generator=generator)
+    wide = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
     narrow = fold(wide, 61, seed=5)
     columns = fold(torch.eye(WIDTH), 61, seed=5)  # row c: where entry c goes, and with what sign
     assert torch.equal(columns.abs().sum(1), torch.ones(WIDTH))

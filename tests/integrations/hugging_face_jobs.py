@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import rankscope
-from integrations.adapter_runs import OPTIONS as SHARED_OPTIONS
+from integrations.adapters import OPTIONS as SHARED_OPTIONS
 from integrations.run_scripts.tiny_llama import NUM_TOKENS, make_model
 
 OPTIONS = {**SHARED_OPTIONS, "plan": None}
@@ -28,26 +28,25 @@ RANKS = 2
 STEPS, ACCUMULATE, BATCH = 6, 2, 2
 
 
-def make_data(count: int = 192) -> list[dict[str, list[int]]]:
+def make_data(count=192):
     """Return sequences of 6 to 24 tokens, no two of them alike."""
     generator = torch.Generator().manual_seed(0)
 
-    def row() -> list[int]:
+    def row():
         length = int(torch.randint(6, 25, (), generator=generator))
         return torch.randint(3, NUM_TOKENS, (length,), generator=generator).tolist()
 
     return [{"input_ids": ids, "labels": ids} for ids in (row() for _ in range(count))]
 
 
-def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Pad a batch on the right."""
+def collate(rows):
     longest = max(len(row["input_ids"]) for row in rows)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
     mask = (ids != 0).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -56,8 +55,8 @@ class Keeping:
 
     kept: list[tuple[list[Any], Any]]
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+    def get_batch_samples(self, *args, **kwargs):
+        batches, items = super().get_batch_samples(*args, **kwargs)
         self.kept = [*getattr(self, "kept", []), ([dict(batch) for batch in batches], items)]
         return batches, items
 
@@ -71,13 +70,13 @@ class KeepingSFTTrainer(Keeping, SFTTrainer):
 
 
 class Breaking(Trainer):
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args, **kwargs):
         if self.state.global_step == 2:
             raise ZeroDivisionError("a fault of the training's")
         return super().training_step(*args, **kwargs)
 
 
-def settings(folder: str, **changes: Any) -> dict[str, Any]:
+def settings(folder, **changes):
     return {
         "output_dir": f"{folder}/out",
         "per_device_train_batch_size": BATCH,
@@ -98,14 +97,7 @@ def settings(folder: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def make_trainer(
-    folder: str,
-    callbacks: Any = (),
-    *,
-    kind: Any = Trainer,
-    more: Any = None,
-    **changes: Any,
-) -> Any:
+def make_trainer(folder, callbacks=(), *, kind=Trainer, more=None, **changes):
     model = make_model()
     return kind(
         model,
@@ -119,7 +111,7 @@ def make_trainer(
     )
 
 
-def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
+def make_sft_trainer(folder, callbacks=(), **changes):
     model = make_model()
     words = {f"w{number}": number for number in range(NUM_TOKENS)}
     tokenizer = PreTrainedTokenizerFast(
@@ -137,13 +129,12 @@ def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
     )
 
 
-def mean_over_own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+def mean_over_own(outputs, labels, num_items_in_batch=None):
     """A ``compute_loss_func`` that forgets what Trainer multiplies its result by."""
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def train_by_hand(run_dir: str, model: Any, kept: Any, loss_of: Any, optimizer: Any = None) -> None:
-    """Train as a trainer does, in a plain loop that is instrumented by hand."""
+def train_by_hand(run_dir, model, kept, loss_of, optimizer=None):
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer or make_optimizer(model)
     scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **OPTIONS)
@@ -158,12 +149,11 @@ def train_by_hand(run_dir: str, model: Any, kept: Any, loss_of: Any, optimizer: 
     scope.close()
 
 
-def model_loss(scope: Any, ddp: Any, batch: Any, items: Any) -> torch.Tensor:
-    """The loss that the model computes, as ``Trainer`` scales it."""
+def model_loss(scope, ddp, batch, items):
     return ddp(**batch, num_items_in_batch=items).loss * RANKS
 
 
-def fused_loss(scope: Any, ddp: Any, batch: Any, items: Any) -> torch.Tensor:
+def fused_loss(scope, ddp, batch, items):
     """The loss that ``SFTTrainer`` computes, given to the scope with what it was scaled by."""
     output = ddp(**batch, use_cache=False, fused_lm_head=True)
     loss = (-output.log_probs).sum() / items.clamp(min=1) * RANKS
@@ -172,14 +162,14 @@ def fused_loss(scope: Any, ddp: Any, batch: Any, items: Any) -> torch.Tensor:
     return loss
 
 
-def start_again() -> None:
+def start_again():
     """Let accelerate forget what it knows of this process."""
     os.environ["WORLD_SIZE"] = str(RANKS)
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train_with_accelerate(watch: Any, *, steps: int = STEPS) -> Any:
+def train_with_accelerate(watch, *, steps=STEPS):
     """Train as Accelerate does; ``watch`` is given accelerator, model, optimizer and loader."""
     start_again()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)

@@ -43,7 +43,7 @@ def train_all(config):
 
     import rankscope
     from documentation.framework_blocks import run_ray
-    from integrations.adapter_runs import OPTIONS
+    from integrations.adapters import OPTIONS
     from rankscope.integrations.ray import watch
 
     scope = train(lambda *watched: rankscope.watch(*watched, run_dir=FOLDER / "hand", **OPTIONS))
@@ -78,7 +78,7 @@ def train(watch, result=None):
     import ray.train.torch
     import torch
 
-    from integrations.adapter_runs import bits
+    from integrations.adapters import bits
     from support.models import make_batch, make_model
 
     rank = ray.train.get_context().get_world_rank()
@@ -98,7 +98,6 @@ def train(watch, result=None):
 
 
 def main():
-    """Start Ray, train until the training raises, and shut it down."""
     import psutil
     import ray
     from ray._private.node import Node

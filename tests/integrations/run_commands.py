@@ -1,11 +1,10 @@
-"""What the tests of ``rankscope run`` share: how scripts are started, and a watch by hand."""
+"""What the tests of ``rankscope run`` share: how scripts are started."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import rankscope
 from support.forked_ranks import run_on_ranks
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
@@ -13,7 +12,6 @@ RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budg
 
 
 def start(*command, **variables):
-    """Run a command to its end, with a thread per process and what the environment holds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     path = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     return subprocess.run(
@@ -31,9 +29,3 @@ def start_on_ranks(run_dir, script, *words, **variables):
     command = [*RUN[3:], "--run-dir", str(run_dir), str(script), *words]
     ended = run_on_ranks(2, command, SCRIPTS, **variables)
     return subprocess.CompletedProcess(command, *ended)
-
-
-def watch(model, optimizer, run_dir):
-    """Watch with the options that ``RUN`` has."""
-    options = {"overhead_budget": None, "canary": False}
-    return rankscope.watch(model, optimizer, run_dir=run_dir, **options)

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 import rankscope
-from integrations.adapter_pages import hold_pages, run_pages
-from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
+from integrations.adapters import OPTIONS, assert_same_metrics, hold_pages, loud, run_in, run_pages
 from rankscope.bus.evidence import Table
 from rankscope.integrations.deepspeed import watch
 from support.deepspeed_modes import Mode, full_parameters, import_deepspeed, make_engine

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import rankscope
-from integrations.adapter_pages import hold_pages, run_pages
-from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
+from integrations.adapters import assert_same_metrics, bits, hold_pages, loud, run_in, run_pages
 from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
 from support.ranks import on_ranks
@@ -27,7 +26,6 @@ def import_all():
 
 
 def work(rank, folder):
-    """Run all trainings on one rank; return what cannot be read in the records."""
     os.environ.update(  # as under a launcher
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -16,8 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rankscope
-from integrations.adapter_pages import hold_pages, run_pages
-from integrations.adapter_runs import OPTIONS, assert_same_metrics, bits, loud, run_in
+from integrations.adapters import (
+    OPTIONS,
+    assert_same_metrics,
+    bits,
+    hold_pages,
+    loud,
+    run_in,
+    run_pages,
+)
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
 from rankscope.integrations.beginning import begin
@@ -98,7 +105,6 @@ def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
 
 
 def train_by_hand(rank, run_dir):
-    """Train the same with a plain loop, instrumented by hand."""
     ddp = DistributedDataParallel(make_module())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(100 + rank)

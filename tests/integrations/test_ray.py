@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from documentation.framework_pages import assert_block_ran, python_blocks
-from integrations.adapter_runs import assert_same_metrics, loud, run_in
+from integrations.adapters import assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.errors import MissingExtraError, UsageError, install_command
 from rankscope.integrations.ray import watch
@@ -28,7 +28,6 @@ SECONDS = 420
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    """Return the folder of all runs, and what each worker says."""
     paths = [str(SCRIPT.parents[1]), str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "output.txt").open("w") as output:

@@ -1,7 +1,10 @@
-"""The parts of ``rankscope run``, without ranks."""
+"""The parts of rankscope run, and how the end of a script decides, without ranks."""
 
+import builtins
+import sys
 import threading
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rankscope.integrations.beginning import agree, bare_models
+from rankscope.integrations.catch import Ending
 from rankscope.wrappers.backward_loss import unscaled
 
 
@@ -101,6 +105,9 @@ def test_a_factor_that_undoes_the_mean_over_gathered_rows_is_part_of_the_loss(
 ):
     own = torch.ones(4, 3, requires_grad=True) * 2
     assert unscaled(joined(own, others, factor), {own.grad_fn: None}).factor == found
+    if found is None:  # the mean of a sum of two, as in CLIP
+        both = joined(own, torch.ones(4, 3), 1) + joined(own, torch.ones(4, 3), 1)
+        assert unscaled(both / 2 * 2, {own.grad_fn: None}).factor is None
 
 
 def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
@@ -118,3 +125,44 @@ def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
     assert {id(found) for found in bare_models([optimizer])} == {id(around), id(model)}
     copies[0].data.fill_(9)
     assert bare_models([optimizer]) == [], "of their shapes alone"
+
+
+# How the end of a script decides whether its run is complete, without ranks ---------------------
+
+
+class Watching:
+    """A training that is being watched, as far as its end goes."""
+
+    scope = SimpleNamespace(run_dir=None)
+
+    def close(self, error):
+        self.error = error
+
+
+@pytest.fixture
+def ending(monkeypatch):
+    """Return the end of a script in which something is watched; Python is put back after it."""
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(type(builtins.exit), "__call__", type(builtins.exit).__call__)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("atexit.register", lambda function: None)
+    ending = Ending()
+    ending.attach(Watching())
+    ending.notice_exit_codes()
+    return ending
+
+
+def closed_with(ending):
+    watching = ending._watching
+    ending._finish()
+    return watching.error
+
+
+@pytest.mark.parametrize(("name", "code"), [("sys.exit", 3), ("exit", "a message"), ("quit", None)])
+def test_a_script_that_ends_itself_with_a_code_is_noticed(ending, name, code):
+    leave = sys.exit if name == "sys.exit" else getattr(builtins, name)
+    with pytest.raises(SystemExit) as raised:
+        leave(code)
+    assert raised.value.code == code
+    error = closed_with(ending)
+    assert (error.code if code else error) == (code or None)

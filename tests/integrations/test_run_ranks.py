@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from integrations.adapter_runs import assert_same_metrics
-from integrations.run_commands import RUN, SCRIPTS, start, start_on_ranks, watch
+from integrations.adapters import assert_same_metrics
+from integrations.run_commands import RUN, SCRIPTS, start, start_on_ranks
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from support.loops import watch
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -41,7 +42,7 @@ def by_hand(rank, folder):
         scripts.train(rank, model, optimizer)
         digests[kind] = scripts.digest(model)
         model, optimizer = scripts.build(kind)
-        with watch(model, optimizer, Path(folder) / kind) as scope:
+        with watch(model, optimizer, run_dir=Path(folder) / kind, canary=False) as scope:
             scripts.train(rank, model, optimizer, scope.loss)
     return digests
 
@@ -68,7 +69,6 @@ def told(folder, name, rank):
 
 
 def assert_the_scripts_own(folder, words, digests):
-    """Assert that both ranks found what they find without rankscope, and trained the same."""
     kind, output, _ = words
     for rank in range(2):
         seen = told(folder, Path(output).name, rank)
@@ -92,10 +92,7 @@ def test_an_fsdp2_script_that_ends_with_a_code(folder, digests):
 
 
 def test_a_ddp_script_on_two_hosts_whose_launcher_is_part_of_the_command(folder, digests, tmp_path):
-    """Where no run is written nothing is said of it.
-
-    As on two hosts without a common disk: of their two runs, rank 0 writes its own alone.
-    """
+    """As on hosts without a common disk: where no run is written, nothing is said of it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])

@@ -1,8 +1,4 @@
-"""Runs on disk of a small training in numpy, so that tests can change one thing in one step.
-
-The model is three vectors that are pulled towards the samples of each batch; workers' gradients are
-added up in a given order, in float32.
-"""
+"""Runs of a training in numpy that pulls three vectors towards each batch's samples, in float32."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -35,8 +31,6 @@ def nothing(*_: Any) -> None:
 
 @dataclass
 class Training:
-    """A training and what is odd about it."""
-
     workers: int = 4
     steps: int = 10
     first: int = 0  # number of the first step
@@ -128,13 +122,8 @@ def _train(training: Training, step: int, recorded: int, parameters: Tensors) ->
     norms = [_norm(gradient) for gradient in locals_]
     one = gathered(recorded, batches, loss=losses, grad_norm=norms, **columns)
     trace = _trace({StateKind.REDUCED: reduced, StateKind.PARAMETER: parameters})
-    return replace(
-        one,
-        time=1e9 + recorded,
-        observed=True,
-        differences=_differences(training, recorded),
-        trace=trace if training.traced else None,
-    )
+    told, seen = _differences(training, recorded), trace if training.traced else None
+    return replace(one, time=1e9 + recorded, observed=True, differences=told, trace=seen)
 
 
 def _differences(training: Training, step: int) -> tuple[StateDifference, ...]:
@@ -142,17 +131,15 @@ def _differences(training: Training, step: int) -> tuple[StateDifference, ...]:
         return ()
     kind, name, rank = training.disagreements[step]
     own_W = np.where(np.arange(training.workers) == rank, 5, 6)
-    nowhere_W = np.zeros(training.workers, bool)
-    return (StateDifference(StateKind(kind), name, own_W, nowhere_W),)
+    return (StateDifference(StateKind(kind), name, own_W, np.zeros(training.workers, bool)),)
 
 
 def _report(step: GatheredStep) -> StepReport:
+    unknown_W = np.full(step.num_workers, np.nan)
     values = {s.name: np.nan for s in columns_of(Table.STEPS, Source.DERIVED)}
     values["loss_mean"] = float(np.mean(step.workers["loss"]))
     values["grad_norm_reduced"] = step.workers["reduced_norm"][0]
-    derived = {
-        s.name: np.full(step.num_workers, np.nan) for s in columns_of(Table.WORKERS, Source.DERIVED)
-    }
+    derived = {s.name: unknown_W for s in columns_of(Table.WORKERS, Source.DERIVED)}
     return StepReport(step, values, derived)
 
 

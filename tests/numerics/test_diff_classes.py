@@ -18,7 +18,6 @@ def decayed(first, lr=0.06):
 
 
 def scaled(factor, moment, first=0):
-    """Return what multiplies all tensors of a moment from a step on."""
 
     def touch(step, now, tensors):
         for value in tensors.values() if step >= first and now == moment else ():
@@ -28,6 +27,7 @@ def scaled(factor, moment, first=0):
 
 
 COARSE = scaled(1 + 2**-9, "reduced", first=2)
+LRS = (0.05, 0.1)
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 
 
@@ -38,6 +38,10 @@ def base(tmp_path_factory):
 
 def compare(base, path, *, traced=True, **changes):
     return compare_runs(base, write_training(path / "other", Training(traced=traced, **changes)))
+
+
+def compare_both(path, a, b):
+    return compare_runs(write_training(path / "a", a), write_training(path / "b", b))
 
 
 def where(comparison):
@@ -57,7 +61,7 @@ def where(comparison):
     ],
     ids=["nothing", "order", "data", "initialisation", "learning rate"],
 )
-def test_what_differs_is_told_with_its_class_and_first_step(
+def test_what_differs_is_told_with_class_and_step(
     base, tmp_path, traced, changes, kind, place, words
 ):
     found = compare(base, tmp_path, traced=traced, **changes)
@@ -88,11 +92,9 @@ def test_a_run_that_was_cut_short_is_not_identical(base, tmp_path, ended, steps)
 
 
 def test_other_micro_batches_are_a_cause_of_rounding(tmp_path):
-    runs = [
-        write_training(tmp_path / name, Training(order=order, columns={"micro_batches": number}))
-        for name, order, number in (("a", (), 1), ("b", (3, 1, 0, 2), 2))
-    ]
-    found = compare_runs(*runs)
+    one, two = Training(columns={"micro_batches": 1}), Training(columns={"micro_batches": 2})
+    two.order = (3, 1, 0, 2)
+    found = compare_both(tmp_path, one, two)
     assert found.kind is DiffClass.ROUNDING
     assert "number of micro-batches: 1 in A, 2 in B" in found.causes
 
@@ -117,24 +119,17 @@ def test_samples_that_are_dealt_to_other_workers_are_different_data(base, tmp_pa
 @pytest.mark.parametrize(("odd", "same"), [(0, True), (1, False)])
 def test_other_losses_of_equal_parameters_are_no_other_state(tmp_path, odd, same):
     """The digests of what both begin with decide; here they say so of other parameters."""
-    runs = [
-        write_training(
-            tmp_path / str(seed),
-            Training(
-                traced=False, seed=seed,
-                disagreements={0: ("started", "optimizer: parameters: bits", rank)},
-            ),
-        )
-        for seed, rank in ((0, 0), (1, odd))
-    ]  # fmt: skip
-    found = compare_runs(*runs)
+    sides = []
+    for seed, rank in ((0, 0), (1, odd)):
+        differs = {0: ("started", "optimizer: parameters: bits", rank)}
+        sides.append(Training(traced=False, seed=seed, disagreements=differs))
+    found = compare_both(tmp_path, *sides)
     assert found.kind is (DiffClass.JUMP if same else DiffClass.STATE)
     assert ("From equal parameters and data" in found.headline) is same
     assert ("the command lines" in found.advice) is same
 
 
 def record_update(folder, lr):
-    """Record a step of a training for parity."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=lr)
@@ -151,18 +146,14 @@ def record_update(folder, lr):
 
 
 def test_records_for_parity_name_the_parameters_of_the_step_where_runs_part(base, tmp_path):
-    runs = [
-        write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in (0.05, 0.1)
-    ]
+    runs = [write_training(tmp_path / str(lr), Training(lr=lambda s, lr=lr: lr)) for lr in LRS]
     assert "the update differs" not in " ".join(compare_runs(*runs).explanation)
-    for run, lr in zip(runs, (0.05, 0.1), strict=True):
+    for run, lr in zip(runs, LRS, strict=True):
         record_update(run.path / "parity", lr)
     found = compare_runs(*runs)
     assert where(found) == (0, Stage.SETTINGS)
-    assert (
-        "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
-        in found.explanation
-    )
+    words = "In step 0 the update differs, and the gradient does not: all 2 parameters, × 2."
+    assert words in found.explanation
     assert not any("update differs" in words for words in compare_runs(base, runs[1]).explanation)
 
 
@@ -244,11 +235,10 @@ def test_a_gradient_of_one_worker_gone_wrong_is_a_jump(base, tmp_path):
     ("changed", "kind"), [({"types": {"bfloat16": 3}}, DiffClass.ROUNDING), ({}, DiffClass.JUMP)]
 )
 def test_a_coarser_type_explains_a_larger_distance(tmp_path, changed, kind):
-    facts = {"parameters": {"types": {"float32": 3}}}
-    one = write_training(tmp_path / "a", Training(info={"training": facts}))
-    facts = {"parameters": {"types": {"float32": 3}, **changed}}
-    other = write_training(tmp_path / "b", Training(touch=COARSE, info={"training": facts}))
-    found = compare_runs(one, other)
+    types = {"types": {"float32": 3}}
+    one = Training(info={"training": {"parameters": types}})
+    other = Training(touch=COARSE, info={"training": {"parameters": {**types, **changed}}})
+    found = compare_both(tmp_path, one, other)
     assert found.kind is kind
     assert where(found) == (2, Stage.GRADIENT)
 
@@ -259,22 +249,18 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path, changed, kind):
 )
 def test_another_library_flag_is_no_other_type(tmp_path, autocast, kind, named):
     """A flag of oneDNN is in the digest of the precision: only autocast explains 0.2 %."""
-
-    runs = []
-    for name, mkldnn, cast in (("a", True, "off"), ("b", False, autocast)):
+    sides = []
+    for touch, mkldnn, cast in ((nothing, True, "off"), (COARSE, False, autocast)):
         flags = {**precision_flags(), "mkldnn": mkldnn}
         code = precision_digest({"parameter_types": "float32", "autocast": cast, **flags})
         info = {
             "training": {"parameters": {"types": {"float32": 3}}},
             "ranks": [{"rank": rank, "environment": flags} for rank in range(4)],
         }
-        touch = COARSE if name == "b" else nothing
-        training = Training(info=info, touch=touch, columns={"precision": code})
-        runs.append(write_training(tmp_path / name, training))
-    found = compare_runs(*runs)
-    assert (found.kind, found.parting and found.parting.dtype) == (
-        kind, "float32" if autocast == "off" else "bfloat16"
-    )  # fmt: skip
+        sides.append(Training(info=info, touch=touch, columns={"precision": code}))
+    found = compare_both(tmp_path, *sides)
+    assert found.kind is kind
+    assert found.parting.dtype == ("float32" if autocast == "off" else "bfloat16")
     assert tuple(change.name for change in found.changes if change.kind == "dtype") == named
     assert any(change.name == "environment.mkldnn" for change in found.changes)
 
@@ -285,9 +271,7 @@ def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path):
             np.multiply(value, np.float32(1.05), out=value)
 
     odd = Training(touch_local=scaled, traced=False, loss_factor=1 + 1e-7)
-    other = write_training(tmp_path / "b", odd)
-    plain = write_training(tmp_path / "a", Training(traced=False))
-    found = compare_runs(plain, other)
+    found = compare_both(tmp_path, Training(traced=False), odd)
     assert found.kind is DiffClass.JUMP
     assert found.headline.startswith("From equal losses, the runs compute other gradients")
 
@@ -295,12 +279,10 @@ def test_a_gradient_that_differs_more_than_its_loss_is_no_rounding(tmp_path):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path, workers):
     """Dropout draws other masks in two micro-batches than in one, and on four workers."""
-    columns = {"rng_used": 4}
-    one = write_training(tmp_path / "a", Training(columns={**columns, "micro_batches": 1}))
-    passes = 2 if workers == 4 else 1
-    columns = {**columns, "micro_batches": passes}
+    one = Training(columns={"rng_used": 4, "micro_batches": 1})
+    columns = {"rng_used": 4, "micro_batches": 2 if workers == 4 else 1}
     other = Training(workers=workers, columns=columns, loss_factor=1.01)
-    found = compare_runs(one, write_training(tmp_path / "b", other))
+    found = compare_both(tmp_path, one, other)
     assert found.kind is DiffClass.CONFIGURATION
     names = [cause.partition(":")[0] for cause in found.causes]
     assert names == ["micro-batches" if workers == 4 else "workers"]
@@ -309,9 +291,8 @@ def test_random_numbers_of_another_division_of_the_batch_are_no_bug(tmp_path, wo
 
 @pytest.mark.parametrize("info", [{}, {"continues": "earlier"}], ids=["new", "continuation"])
 def test_another_update_after_equal_losses_is_other_state_only_of_a_continuation(tmp_path, info):
-    one = write_training(tmp_path / "a", Training(traced=False))
     odd = Training(traced=False, touch=scaled(0.99, "parameter"), loss_factor=1 + 1e-7, info=info)
-    found = compare_runs(one, write_training(tmp_path / "b", odd))
+    found = compare_both(tmp_path, Training(traced=False), odd)
     assert where(found) == (0, Stage.LOSS)
     assert found.kind is (DiffClass.STATE if info else DiffClass.JUMP)
     assert found.headline.startswith("From equal losses, the runs make other") is not bool(info)

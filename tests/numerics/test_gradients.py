@@ -9,12 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import DataError
-from rankscope.lab.numerics.gradients import (
-    GradientKind,
-    read,
-    save,
-    synthetic,
-)
+from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from support.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -37,19 +32,11 @@ def test_one_array_and_other_shapes_and_types_are_read(tmp_path):
     np.savez(tmp_path / "h.npz", w=values.astype(np.float16), b=values[:, 0])
     single, several = read(tmp_path / "g.npy"), read(tmp_path / "h.npz")
     assert np.array_equal(single.arrays["g"], values.reshape(3, 20).astype(np.float32))
-    assert {name: array.shape for name, array in several.arrays.items()} == {
-        "w": (3, 20),
-        "b": (3, 5),
-    }
-
-
-def write(path, **arrays):
-    np.savez(path, **arrays)
+    assert {name: own.shape for name, own in several.arrays.items()} == {"w": (3, 20), "b": (3, 5)}
 
 
 def overwrite(path, at, local, central=b""):
-    """Write an archive, and other bytes at a place of it, or of both headers of its array."""
-    np.savez_compressed(path, a=np.random.default_rng(0).standard_normal((2, 500)))
+    """Write other bytes at a place of an archive, or of both headers of its array."""
     data = bytearray(path.read_bytes())
     data[at : at + len(local)] = local
     if central:
@@ -58,45 +45,46 @@ def overwrite(path, at, local, central=b""):
     path.write_bytes(data)
 
 
+NO_ARRAYS = "does not hold numpy arrays"
 BAD = {
-    "a row": lambda path: write(path, a=np.ones((1, 5))),
-    "whole numbers": lambda path: write(path, a=np.ones((2, 5), int)),
-    "a nan": lambda path: write(path, a=np.array([[1.0, 2.0], [3.0, np.nan]])),
-    "nothing": write,
-    "objects": lambda path: write(path, a=np.array([[None, {}], [1, 2]], dtype=object)),
-    "half a file": lambda path: (
-        write(path, a=np.ones((2, 500))),
-        path.write_bytes(path.read_bytes()[:600]),
-    ),
-    "no file": lambda path: None,
-    "a damaged archive": lambda path: overwrite(path, 200, b"\xff" * 40),
-    "an encrypted archive": lambda path: overwrite(path, 6, b"\x01", b"\x01"),
+    r"array 'a': expected gradients of at least 2 workers .* \[1, 5\]": {"a": np.ones((1, 5))},
+    "expected floating-point numbers, got int64": {"a": np.ones((2, 5), int)},
+    "got nan as element 1 of worker 1": {"a": np.array([[1.0, 2.0], [3.0, np.nan]])},
+    "holds no array": {},
+    NO_ARRAYS: {"a": np.array([[None, {}], [1, 2]], dtype=object)},
 }
-MESSAGES = {
-    "a row": r"array 'a': expected gradients of at least 2 workers .* \[1, 5\]",
-    "whole numbers": "expected floating-point numbers, got int64",
-    "a nan": "got nan as element 1 of worker 1",
-    "nothing": "holds no array",
-    "no file": "there is no file",
+DAMAGE = {
+    "half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "damaged": lambda path: overwrite(path, 200, b"\xff" * 40),
+    "encrypted": lambda path: overwrite(path, 6, b"\x01", b"\x01"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_a_bad_file_is_an_error_that_helps(tmp_path, case):
-    path = tmp_path / "g.npz"
-    BAD[case](path)
-    with pytest.raises(DataError, match=MESSAGES.get(case, "does not hold numpy arrays")) as error:
+def refused(path, message):
+    with pytest.raises(DataError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_file_is_an_error_that_helps(tmp_path, message):
+    np.savez(tmp_path / "g.npz", **BAD[message])
+    refused(tmp_path / "g.npz", message)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_damaged_file_holds_no_arrays(tmp_path, damage):
+    path = tmp_path / "g.npz"
+    refused(path, "there is no file")
+    np.savez_compressed(path, a=np.random.default_rng(0).standard_normal((2, 500)))
+    DAMAGE[damage](path)
+    refused(path, NO_ARRAYS)
+
+
 def snippet():
-    [code] = [
-        code
-        for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-        if "def save_local_gradients" in code
-    ]
+    codes = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    [code] = [each for each in codes if "def save_local_gradients" in each]
     names = {}
     exec(code, names)
     return names["save_local_gradients"]
@@ -115,8 +103,7 @@ class Net(torch.nn.Module):
 
 def make(rank):
     torch.manual_seed(0)
-    model = Net()
-    return model, torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
+    return Net(), torch.randn(4, 3, generator=torch.Generator().manual_seed(10 + rank))
 
 
 def save_on_ranks(rank, path):
@@ -130,8 +117,7 @@ def save_on_ranks(rank, path):
 @pytest.mark.ranks
 def test_the_snippet_of_the_page_saves_what_each_rank_computed(tmp_path):
     path = tmp_path / "g.npz"
-    left = run_ranks(save_on_ranks, 2, str(path))
-    assert all(all(gone) for gone in left)
+    assert all(all(gone) for gone in run_ranks(save_on_ranks, 2, str(path)))
     gradients = read(path)
     assert list(gradients.arrays) == ["used.weight", "used.bias", "unused.weight", "unused.bias"]
     for rank in range(2):

@@ -33,7 +33,6 @@ def write(path, reports):
 
 
 def record(path, reports, flush_every=None):
-    """Write a run of some workers from its first step to its end, and open it."""
     writer = RunWriter(path, {})
     for number, report in enumerate(reports, start=1):
         writer.add(report)
@@ -59,3 +58,10 @@ def pandas_rows(path, table):
 
 def polars_rows(path, table):
     return pl.read_parquet(f"{path}/{table}/*.parquet").to_dicts()
+
+
+ROWS_OF = (duckdb_rows, pandas_rows, polars_rows)
+
+
+def files_of(path):
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

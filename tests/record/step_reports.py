@@ -1,8 +1,4 @@
-"""Step reports made by hand, and the rows that they must leave in a run.
-
-Values are a function of step, rank and column alone, so that a test can say what a file must hold
-without looking at how it was written.
-"""
+"""Step reports by hand, and their rows in a run: each value follows from step, rank and column."""
 
 import numpy as np
 
@@ -28,25 +24,22 @@ def cell(signal, step, rank):
 
 
 def filled(value, dtype):
-    """Return a cell as numpy holds it."""
     if value is not None:
         return value
     return MISSING_INT if dtype is DType.INT else np.nan
 
 
 def local_values(step, num_workers):
-    return {
-        s.name: np.array(
-            [filled(cell(s, step, rank), s.dtype) for rank in range(num_workers)], NUMPY[s.dtype]
-        )
-        for s in columns_of(Table.WORKERS, Source.LOCAL)
-    }
+    ranks, columns = range(num_workers), {}
+    for s in columns_of(Table.WORKERS, Source.LOCAL):
+        values = [filled(cell(s, step, rank), s.dtype) for rank in ranks]
+        columns[s.name] = np.array(values, NUMPY[s.dtype])
+    return columns
 
 
 def make_cosines(step, num_workers):
     """Return a symmetric matrix; in steps that 5 divides, the last worker has no direction."""
-    rng = np.random.default_rng(step)
-    cosines_WW = np.tanh(rng.normal(size=(num_workers, num_workers)))
+    cosines_WW = np.tanh(np.random.default_rng(step).normal(size=(num_workers, num_workers)))
     cosines_WW = (cosines_WW + cosines_WW.T) / 2
     np.fill_diagonal(cosines_WW, 1.0)
     if step % 5 == 0:
@@ -62,37 +55,26 @@ def make_differences(step, num_workers):
     )
 
 
-def make_report(
-    step, num_workers=4, *, micro=1, observed=True, samples=True, groups=False, differences=False
-):
-    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches.
-
-    With ``differences``, a parameter differs on rank 1, and no two workers have the same reduced
-    gradient.
-    """
+def make_report(step, num_workers=4, *, micro=1, observed=True, groups=False, differences=False):
+    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
     ranks = range(num_workers)
-    gathered = GatheredStep(
-        step=step,
-        time=1_700_000_000.0 + step,
-        observed=observed,
-        workers=local_values(step, num_workers),
-        sketches_WK=None,
-        samples=tuple(
-            np.arange(10 * step + rank, 10 * step + rank + (3 if samples and rank != 1 else 0))
-            for rank in ranks
-        ),
-        micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
-        micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
-        micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
-        micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
-        differences=make_differences(step, num_workers) if differences else (),
-        groups=GROUPS if groups and observed else (),
-        group_norms_WG=np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
-        if groups and observed
-        else None,
-    )
+    norms_WG = np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
     return StepReport(
-        gathered,
+        GatheredStep(
+            step=step,
+            time=1_700_000_000.0 + step,
+            observed=observed,
+            workers=local_values(step, num_workers),
+            sketches_WK=None,
+            samples=tuple(np.arange(3 * (rank != 1)) + 10 * step + rank for rank in ranks),
+            micro_losses=tuple(np.arange(micro) + step + rank / 8 for rank in ranks),
+            micro_weights=tuple(np.arange(micro) + 100.0 * rank for rank in ranks),
+            micro_norms=tuple(np.arange(micro) + 0.5 * rank for rank in ranks) if observed else (),
+            micro_scales=tuple(np.full(micro, 2.0**rank) for rank in ranks),
+            differences=make_differences(step, num_workers) if differences else (),
+            groups=GROUPS if groups and observed else (),
+            group_norms_WG=norms_WG if groups and observed else None,
+        ),
         values={
             s.name: float(filled(cell(s, step, 0), DType.FLOAT))
             for s in columns_of(Table.STEPS, Source.DERIVED)
@@ -107,7 +89,6 @@ def make_report(
 
 
 def expected_steps(num_steps):
-    """Return the rows of the steps table after ``num_steps`` reports."""
     return [
         {"step": step, "time": 1_700_000_000.0 + step, "observed": True}
         | {s.name: cell(s, step, 0) for s in columns_of(Table.STEPS, Source.DERIVED)}
@@ -116,7 +97,6 @@ def expected_steps(num_steps):
 
 
 def expected_workers(num_steps, num_workers=4):
-    """Return the rows of the workers table after ``num_steps`` reports."""
     return [
         {"step": step, "rank": rank}
         | {
@@ -126,8 +106,3 @@ def expected_workers(num_steps, num_workers=4):
         for step in range(num_steps)
         for rank in range(num_workers)
     ]
-
-
-def files_of(path):
-    """Return all files of a run, hidden ones too, as paths relative to it."""
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())

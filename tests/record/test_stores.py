@@ -3,12 +3,12 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 
 import pytest
 from typer.testing import CliRunner
@@ -39,9 +39,7 @@ def s3_server(monkeypatch) -> Iterator[None]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     apart = Path(sys.prefix) / "s3"  # what it needs is at odds with other packages
     environment = {**os.environ, "PYTHONPATH": str(apart)}
-    server = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    server = Popen(command, env=environment, stdout=DEVNULL, stderr=DEVNULL)
     for name, value in {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "somebody",
@@ -77,7 +75,6 @@ def chosen() -> dict[str, str]:
 
 
 def contents(run: Run) -> dict[Table, list[dict]]:
-    """Return the tables, without times."""
     return {
         table: [
             {name: value for name, value in row.items() if "time" not in name and "sec" not in name}
@@ -100,8 +97,7 @@ def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypa
             "s3://bucket/runs/sft-2 and continues it; another run directory keeps the two apart"
         ]
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
-        loaded = rankscope.load("s3://bucket/runs/sft")
-        assert loaded.info["status"] == "complete"
+        assert rankscope.load("s3://bucket/runs/sft").info["status"] == "complete"
         assert contents(here) == contents(Run.open(at_hand("s3://bucket/runs/sft")))
         second = Run.open(at_hand("s3://bucket/runs/sft-2"))
         assert (second.info["continues"], second.info["first_step"]) == ("sft", NUM_STEPS)
@@ -120,8 +116,9 @@ def file_store(folder: Path) -> Store:
 
 
 def write_run(folder: Path, status: str = "complete") -> None:
-    (folder / "steps").mkdir(parents=True)
-    (folder / "steps" / "part-000000.parquet").write_bytes(b"steps")
+    for name in ("steps", "rollups/64"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "part-000000.parquet").write_bytes(b"steps")
     (folder / "run.json").write_text(json.dumps({"status": status, "schema_version": 1}))
     (folder / ".writer").write_text("hidden")
 
@@ -144,7 +141,9 @@ def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
     assert caplog.messages[1:] == [f"{store.address} is written again; nothing is missing"]
     (store.copy / "findings.jsonl").write_text("{}")
     assert mirror.close(20)
-    assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", "sft/steps/part-000000.parquet"}
+    parts = {f"sft/{folder}/part-000000.parquet" for folder in ("steps", "rollups/64")}
+    assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", *parts}
+    assert store.bring(shelf / "read") == len(sent_to(shelf / "read")) == 4
     assert not (store.copy / ".unsent").exists()
 
 

@@ -1,17 +1,28 @@
 import contextlib
 import json
+import os
 import resource
+import subprocess
+import sys
+import tracemalloc
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from fuzz.readers import forked
+from rankscope import files
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.files import RunTakenError
 from rankscope.record import Run, RunWriter, begin
 from rankscope.record.states import START_FILE, read_state
-from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
-from record.step_reports import expected_steps, expected_workers, files_of, make_report
+from record.run_files import ROWS_OF, files_of, make_finding, polars_rows, read_info, write
+from record.step_reports import expected_steps, expected_workers, make_report
+from report.recorded_runs import record_run
 
 
 @contextlib.contextmanager
@@ -81,7 +92,7 @@ def test_a_full_disk_damages_nothing_and_a_later_flush_writes_all(tmp_path):
         run.add(make_report(step))
     with full_disk(1_000), pytest.raises(RunError, match="before is intact"):
         run.flush()
-    for rows_of in (duckdb_rows, pandas_rows, polars_rows):
+    for rows_of in ROWS_OF:
         assert rows_of(run.path, "steps") == expected_steps(2)
     assert not [file for file in files_of(run.path) if Path(file).name.startswith(".")]
     run.add(make_report(60))
@@ -117,3 +128,122 @@ def test_a_line_that_could_not_be_cut_back_is_gone_before_the_next(tmp_path):
         file.write(b'{"id": "b", "ca')
     run.add_findings([make_finding("c")])
     assert [finding.id for finding in Run.open(run.path).findings()] == ["a", "c"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return record_run(tmp_path / "run", num_steps=4).path
+
+
+def steps_of(run):
+    return next((run / "steps").glob("part-*.parquet"))
+
+
+def read_all(run):
+    opened = Run.open(run)
+    opened.findings()
+    opened.table(Table.STEPS)
+
+
+CHANGES = {
+    "a column twice": lambda rows: rows.append_column("step", rows["step"]),
+    "no step": lambda rows: rows.drop_columns(["step"]),
+    "null": lambda rows: rows.set_column(0, "step", pa.nulls(len(rows), pa.int64())),
+    "nested": lambda rows: rows.set_column(0, "step", pa.array([[1]] * len(rows))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_that_are_none(run, change):
+    file = steps_of(run)
+    pq.write_table(CHANGES[change](pq.read_table(file)), file)
+
+    with pytest.raises(RunError, match="it is damaged"):
+        Run.open(run).table(Table.STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("run.json", "pipe"), ("findings.jsonl", "loop"), ("steps/part-000000.parquet", "pipe")],
+)
+def test_no_file_is_waited_for(run, tmp_path, name, kind):
+    file = run / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(file)
+
+    def read():
+        with pytest.raises(RunError, match="cannot read"):
+            read_all(run)
+
+    assert forked(read, tmp_path / "err") is None
+
+
+SHORT_OF_MEMORY = """
+import os, resource, sys
+from pathlib import Path
+from rankscope import Run
+from rankscope.errors import RunError
+
+run = Run.open(sys.argv[1])
+size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**26,) * 2)
+try:
+    run.columns("steps", "step")
+except RunError as error:
+    print(error, flush=True)
+os._exit(0)  # Arrow's threads may find no memory to end in
+"""
+
+
+def test_a_lack_of_memory_is_no_damage(run):
+    count = 16_000_000
+    steps = pa.table({"step": pa.array(np.arange(count)), "time": pa.array(np.zeros(count))})
+    pq.write_table(steps, steps_of(run), compression="zstd")
+    ended = subprocess.run(  # a process of its own, which has no memory left over from before
+        [sys.executable, "-c", SHORT_OF_MEMORY, str(run)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "not enough memory" in ended.stdout
+    assert "damaged" not in ended.stdout
+    assert "remove" not in ended.stdout
+
+
+def test_what_stood_behind_the_bytes_that_remain_is_replaced(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(files, "_PIECE", 4)
+    path = tmp_path / "part"
+    files.replace(path, b"rows footer")
+    files.replace(path, b"more rows footer", after=5)
+    assert path.read_bytes() == b"rows more rows footer"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_to_which_others_can_write_is_not_read(tmp_path: Path):
+    path = tmp_path / "kept"
+    assert files.read_own(path) is None
+    path.write_bytes(b"mine")
+    path.chmod(0o644)
+    assert files.read_own(path) == b"mine"
+    path.chmod(0o646)
+    assert files.read_own(path) is None
+    path.chmod(0o600)
+    (tmp_path / "link").symlink_to(path)
+    assert files.read_own(tmp_path / "link") is None
+
+
+@pytest.mark.parametrize("size", [0, 1000, 3 * 2**20 + 1])
+def test_a_read_takes_no_more_memory_than_the_file_is_long(tmp_path: Path, size: int):
+    """Not as much as it may be long at most, which a limited address space does not have."""
+    content = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+    (tmp_path / "file").write_bytes(content)
+    tracemalloc.start()
+    try:
+        assert files.read_file(tmp_path / "file") == content
+        assert tracemalloc.get_traced_memory()[1] < 4 * size + 2**22
+    finally:
+        tracemalloc.stop()

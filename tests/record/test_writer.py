@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -15,18 +16,15 @@ import pytest
 from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.record import Run, RunWriter, writer
+from rankscope.record import states as files
 from rankscope.record.begin import begin_run, end_lost_run
-from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
-from record.step_reports import (
-    expected_steps,
-    expected_workers,
-    files_of,
-    make_cosines,
-    make_report,
-)
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+from rankscope.stats.state import StateError
+from record.run_files import ROWS_OF, files_of, make_finding, polars_rows, read_info, write
+from record.step_reports import expected_steps, expected_workers, make_cosines, make_report
 
 
-@pytest.mark.parametrize("rows_of", [duckdb_rows, pandas_rows, polars_rows])
+@pytest.mark.parametrize("rows_of", ROWS_OF)
 def test_other_tools_read_every_value_after_every_flush(tmp_path, rows_of):
     run = RunWriter(tmp_path / "run", {})
     for step in range(5):
@@ -38,13 +36,10 @@ def test_other_tools_read_every_value_after_every_flush(tmp_path, rows_of):
 
 def test_other_tools_read_lists(tmp_path):
     path = write(tmp_path / "run", map(make_report, range(2))).path
-    samples = [(r["step"], r["rank"], list(r["samples"])) for r in polars_rows(path, "samples")]
-    assert samples[:4] == [
-        (0, 0, [0, 1, 2]),
-        (0, 2, [2, 3, 4]),
-        (0, 3, [3, 4, 5]),
-        (1, 0, [10, 11, 12]),
-    ]
+    rows = polars_rows(path, "samples")[:4]
+    samples = [(row["step"], row["rank"], list(row["samples"])) for row in rows]
+    assert samples[:3] == [(0, 0, [0, 1, 2]), (0, 2, [2, 3, 4]), (0, 3, [3, 4, 5])]
+    assert samples[3] == (1, 0, [10, 11, 12])
     undefined, defined = (list(row["cosines"]) for row in polars_rows(path, "pairs"))
     assert sum(x is None or np.isnan(x) for x in undefined) == 3  # the last worker's pairs
     matrix = make_cosines(1, 4)
@@ -53,10 +48,10 @@ def test_other_tools_read_lists(tmp_path):
 
 
 def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
-    steps = [t for t in range(140) if t not in (63, 64, 130)]
     reports = [
         make_report(t, 4, micro=1 + t % 3, observed=t % 4 > 0, groups=True, differences=t == 5)
-        for t in steps
+        for t in range(140)
+        if t not in (63, 64, 130)
     ]
     alone, together = RunWriter(tmp_path / "alone", {}), RunWriter(tmp_path / "together", {})
     for report in reports:
@@ -115,13 +110,8 @@ def test_a_large_trace_is_written_before_its_time(tmp_path, monkeypatch):
     run = RunWriter(tmp_path / "run", {}, flush_seconds=100.0)
     run.add(make_report(0))
     assert run.flush_if_due(0.0)
-    trace = TensorTrace(
-        (StateKind.PARAMETER,) * 4,
-        tuple("abcd"),
-        np.arange(4),
-        np.ones(4),
-        np.ones((4, TRACE_WIDTH), np.float32),
-    )
+    kinds, rows = (StateKind.PARAMETER,) * 4, np.ones((4, TRACE_WIDTH), np.float32)
+    trace = TensorTrace(kinds, tuple("abcd"), np.arange(4), np.ones(4), rows)
     due = []
     for step in range(1, 7):
         report = make_report(step)
@@ -190,11 +180,8 @@ def test_findings_are_in_the_file_at_once_as_strict_json(tmp_path):
 
     lines = (run.path / "findings.jsonl").read_text().splitlines()
     events = [json.loads(line, parse_constant=refuse) for line in lines]
-    assert [(e["id"], e["status"]) for e in events] == [
-        ("a", "open"),
-        ("b", "open"),
-        ("a", "closed"),
-    ]
+    told = [f"{event['id']} {event['status']}" for event in events]
+    assert told == ["a open", "b open", "a closed"]
     assert events[0]["evidence"] == {"cosine": None, "steps": [1, 2], "share": 0.5}
     assert events[1]["explanation"].endswith("– “equal”.")
     assert duckdb.sql(f"select count(*) from '{run.path}/findings.jsonl'").fetchall() == [(3,)]
@@ -212,3 +199,64 @@ def test_the_end_of_a_lost_run_takes_away_what_was_half_written(tmp_path: Path):
     assert (info["status"], info["agent"]["ended"]) == ("incomplete", "by signal 9")
     assert not mine.exists()
     assert others.exists(), "another process may be writing it"
+
+
+STATE = {
+    "numbers": [1, -2.5, float("-inf"), True, None, "text/with ünicode"],
+    "array": np.array([[2.0**-1074, np.nan], [-0.0, np.inf]]),
+    "nested": {"pairs": [[np.arange(3, dtype=np.int8), np.zeros((0, 2), bool)]], "": {}},
+}
+
+
+def test_a_state_comes_back():
+    read = unpack_state(pack_state(STATE))
+    assert read["numbers"] == STATE["numbers"]
+    assert read["array"].tobytes() == STATE["array"].tobytes()
+    keys, flags = read["nested"]["pairs"][0]
+    assert (keys.dtype, keys.tolist()) == (np.int8, [0, 1, 2])
+    assert (flags.dtype, flags.shape) == (bool, (0, 2))
+    assert read["nested"][""] == {}
+
+
+def archive(**members):
+    file = io.BytesIO()
+    np.savez(file, **members)
+    return file.getvalue()
+
+
+def test_a_damaged_or_foreign_file_is_no_state(tmp_path, monkeypatch):
+    whole = pack_state(STATE)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 3] ^= 0x40
+    pickled = io.BytesIO()
+    np.savez(pickled, tree=np.array([{"a": 1}], object))
+    for content in (
+        b"",
+        b"no archive",
+        whole[: len(whole) // 2],
+        bytes(flipped),
+        pickled.getvalue(),
+        archive(),
+        archive(tree=np.zeros(3)),
+        archive(tree=np.frombuffer(b'{"format": 1}', np.uint8)),
+    ):
+        with pytest.raises(StateError, match="it is damaged"):
+            unpack_state(content)
+    with pytest.raises(StateError, match="it cannot be read"):
+        read_state(tmp_path)
+    assert read_state(tmp_path / "nothing") is None
+    monkeypatch.setattr(files, "STATE_FORMAT", 2)
+    with pytest.raises(StateError, match="another release"):
+        unpack_state(whole)
+
+
+def test_a_run_holds_the_state_it_began_with_and_the_last_one(tmp_path):
+    writer = RunWriter(tmp_path / "run", {}, start={"step": 6})
+    assert files_of(writer.path) == [START_FILE, "run.json"]
+    for step in (7, 8):
+        writer.save_state(lambda step=step: {"step": step})
+    assert read_state(writer.path / STATE_FILE) == {"step": 8}
+    writer.close()
+    writer.save_state(lambda: {"step": 9}, at_end=True)  # too late
+    assert read_state(writer.path / STATE_FILE) == {"step": 8}
+    assert read_state(writer.path / START_FILE) == {"step": 6}

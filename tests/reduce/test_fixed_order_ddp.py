@@ -33,7 +33,7 @@ pytestmark = pytest.mark.ranks
 STEPS = 4
 # In the first step of a static graph DDP numbers its buckets in another way.
 MANY_STATIC = Mode("static graph, small buckets", {"static_graph": True, "bucket_cap_mb": 0.001})
-KEPT = {"plain", "bucket views zeroed in place", "no_sync", "used on one rank"}
+KEPT = {"plain", "bucket views zeroed in place", "no_sync", "used on one rank", MANY_STATIC.name}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 IN_BUCKETS = {
     f"{dtype}, buckets of {size} MB": (Mode("", {"bucket_cap_mb": size}), dtype)
@@ -42,11 +42,8 @@ IN_BUCKETS = {
 }
 SIZES = [1, 2, 5, 12, 300_007, 3]  # fewer than W, none left over, some, several blocks, small again
 BUFFERS = [(t, n) for t in (torch.float32, torch.bfloat16, torch.float64) for n in SIZES]
-CASES = {
-    **{mode.name: (mode, "fp32") for mode in MODES if mode.name in KEPT},
-    MANY_STATIC.name: (MANY_STATIC, "fp32"),
-    **IN_BUCKETS,
-}
+IN_FP32 = {mode.name: (mode, "fp32") for mode in [*MODES, MANY_STATIC] if mode.name in KEPT}
+CASES = IN_FP32 | IN_BUCKETS
 
 
 def train_case(rank: int, mode: Mode, dtype: str) -> list[dict[str, Any]]:
@@ -101,11 +98,8 @@ def refuse_all(rank: int) -> None:
     native._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     refuse(native, "one that has a hook")
     waiting = nn.Linear(3, 3)
-    delayed = DistributedDataParallel(
-        waiting,
-        delay_all_reduce_named_params=[("bias", waiting.bias)],
-        param_to_hook_all_reduce=waiting.weight,
-    )
+    late = {"delay_all_reduce_named_params": [("bias", waiting.bias)]}
+    delayed = DistributedDataParallel(waiting, param_to_hook_all_reduce=waiting.weight, **late)
     refuse(delayed, "got delay_all_reduce_named_params")
     refuse(nn.Linear(3, 3), "got Linear")
     sparse = DistributedDataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)))

@@ -50,24 +50,15 @@ FSDP2 = {
 }
 if SINCE_TORCH_2_13:
     FSDP2["another group"] = replace(mode_named("1-D"), finish=_separate_group)
-BEFORE = {3: 2}
-"""What FSDP2 divides gradients in fp16 by before their sum, by W; by the rest afterwards."""
-TWO_REPLICAS = {
-    "HSDP": mode_named("HSDP"),
-    "HSDP half reduced": mode_named("HSDP half reduced"),
-}
+TWO_REPLICAS = {"HSDP": mode_named("HSDP"), "HSDP half reduced": mode_named("HSDP half reduced")}
 
 
 def reduced_by_name(session):
-    return {
-        name: parameter.grad.full_tensor().numpy().ravel()
-        for name, parameter in session.model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = session.model.named_parameters()
+    return {n: p.grad.full_tensor().numpy().ravel() for n, p in named if p.grad is not None}
 
 
 def reduce_fsdp2(rank, mode):
-    """Train one step, and return local and reduced gradients of the next."""
     session = start(mode)
     rankscope.fixed_order(session.model)
     rankscope.fixed_order(session.model)
@@ -96,7 +87,7 @@ def in_four():
 
 def expected_mean(name, local_WP):
     if name == "fp16":
-        before = BEFORE[len(local_WP)]
+        before = 2  # what FSDP2 divides gradients of three by before their sum; then by the rest
         total = rounded(in_order(rounded(local_WP / np.float32(before), "fp16"), 1), "fp16")
         return rounded(total / np.float32(len(local_WP) / before), "fp16")
     divisor = 2.5 if name in ("multiplied before", "divided after") else None
@@ -104,19 +95,15 @@ def expected_mean(name, local_WP):
     return rounded(in_order(local_WP, divisor), "bf16" if in_bf16 else "")
 
 
-def check_means(ranks, name):
-    for rank in ranks:
-        result = rank[name]
-        assert result["reduced"].keys() == result["local"].keys()
-        for parameter, local_WP in result["local"].items():
-            expected = expected_mean(name, local_WP)
-            assert np.array_equal(result["reduced"][parameter], expected), parameter
-
-
 class TestFSDP2:
     @pytest.mark.parametrize("name", FSDP2)
     def test_the_mean_is_the_sum_in_rank_order_divided_as_fsdp2_does(self, sharded, name):
-        check_means(sharded, name)
+        for rank in sharded:
+            result = rank[name]
+            assert result["reduced"].keys() == result["local"].keys()
+            for parameter, local_WP in result["local"].items():
+                expected = expected_mean(name, local_WP)
+                assert np.array_equal(result["reduced"][parameter], expected), parameter
 
     def test_two_replicas_are_two_sums_in_order_whose_mean_has_one_order(self, in_four):
         for rank in in_four:
@@ -135,7 +122,6 @@ class TestFSDP2:
 
 
 def train_both(rank, run_dir):
-    """Train the same model under DDP and under FSDP2, the latter watched and not."""
     ddp = DistributedDataParallel(make_net(), bucket_cap_mb=0.01)
     rankscope.fixed_order(ddp)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
@@ -158,10 +144,8 @@ def train_both(rank, run_dir):
             optimize(session)
         if scope is not None:
             scope.close()
-        ends[name] = {
-            n: p.detach().full_tensor().numpy().tobytes()
-            for n, p in session.model.named_parameters()
-        }
+        named = session.model.named_parameters()
+        ends[name] = {n: p.detach().full_tensor().numpy().tobytes() for n, p in named}
     return ends
 
 

@@ -41,7 +41,7 @@ OTHERS = [
     Case("scaler", {}, scaler=True),
 ]
 STATIC = [  # DDP wants no no_sync in the first step of a static graph
-    Case("static graph", {"static_graph": True}),
+    Case("static graph", {"static_graph": True})
 ]
 PLAIN_DDP = Case("plain DDP", {}, average="")
 
@@ -49,19 +49,15 @@ PLAIN_DDP = Case("plain DDP", {}, average="")
 @pytest.fixture(scope="module")
 def ends() -> dict[int, list[dict[str, tuple[str, str]]]]:
     cases = [*SAME, *OTHERS, PLAIN_DDP]
-    return {
-        1: run_ranks(train, 1, cases),
-        2: run_ranks(train, 2, cases),
-        4: run_ranks(train, 4, [*cases, *STATIC]),
-    }
+    static = {4: STATIC}
+    return {n: run_ranks(train, n, [*cases, *static.get(n, [])]) for n in (1, 2, 4)}
 
 
 @pytest.mark.ranks
 class TestBits:
     @pytest.mark.parametrize("case", [*SAME, *OTHERS], ids=lambda case: case.name)
     def test_are_the_same_for_1_2_and_4_workers(self, ends, case):
-        found = {rank[case.name] for ranks in ends.values() for rank in ranks}
-        assert len(found) == 1
+        assert len({rank[case.name] for ranks in ends.values() for rank in ranks}) == 1
 
     @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
     def test_do_not_depend_on_how_ddp_is_used(self, ends, case):
@@ -76,8 +72,7 @@ class TestBits:
 
 def reduce_by_hand(rank: int) -> None:
     """Hold a step's gradient against one accumulator for all micro-batches."""
-    case = Case("by hand", {"bucket_cap_mb": 0.001})
-    trained = Trained(rank, case)
+    trained = Trained(rank, Case("by hand", {"bucket_cap_mb": 0.001}))
     alone = copy.deepcopy(trained.model)
     sums = [Accumulator.zeros(p.numel()) for p in alone.parameters()]
     tokens = 0
@@ -137,7 +132,6 @@ def test_a_reduce_scatter_gives_the_same_bits_as_an_all_to_all():
 
 
 def refusals(rank: int) -> None:
-    """Hold what is said to models that cannot be reduced so."""
 
     def expect(words: str, act: Any, error: type[Exception] = rankscope.errors.UnsupportedError):
         with pytest.raises(error, match=words):
@@ -146,8 +140,7 @@ def refusals(rank: int) -> None:
     linear = nn.Linear(2, 2)
     expect("got Linear", lambda: order_free(linear))
     ddp = DistributedDataParallel(linear)
-    usage = rankscope.errors.UsageError
-    expect("'workers', 'sum'", lambda: order_free(ddp, average="mean"), usage)
+    expect("'workers', 'sum'", lambda: order_free(ddp, average="mean"), rankscope.errors.UsageError)
     order_free(ddp)
     expect("order_free", lambda: order_free(ddp))
     expect("hook", lambda: rankscope.fixed_order(ddp))
@@ -170,8 +163,7 @@ def refusals(rank: int) -> None:
     second = DistributedDataParallel(nn.Linear(2, 2))
     order_free(second)
     expect("create_graph", lambda: second(torch.ones(1, 2)).sum().backward(create_graph=True))
-    copied = copy.deepcopy(second)
-    copied(torch.ones(1, 2)).sum().backward()  # its gradients are its own
+    copy.deepcopy(second)(torch.ones(1, 2)).sum().backward()  # its gradients are its own
 
 
 @pytest.mark.ranks
@@ -181,7 +173,6 @@ def test_what_cannot_work_is_refused_in_a_sentence():
 
 
 def watch_it(rank: int, case: Case, first: str, tier: str, folder: str) -> tuple[str, list[float]]:
-    """Train under ``watch``; return the digest of the parameters, and true gradient norms."""
     reduced = "norm" if tier == "scalars" else "sketch"
     options: dict[str, Any] = {"tier": tier, "reduced": reduced, "overhead_budget": None}
     trained = Trained(rank, case if first == "order_free" else Case("", {}, average=""))

@@ -26,6 +26,5 @@ def study(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def rich_run(tmp_path_factory):
-    """A run with groups, audits, a widening interval, and an odd worker."""
     place = tmp_path_factory.mktemp("rich") / "sft"
     return record_run(place, num_workers=5, num_steps=40, change=with_everything)

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,35 +12,23 @@ LOADING = {"src", "href", "srcset", "action", "data", "poster", "background", "f
 
 
 class Page(HTMLParser):
-    """A parsed page.
-
-    Attributes:
-        loads: Addresses that a browser would follow or load.
-        tags: How often each element occurs.
-        scripts: Content of the scripts that run.
-        figures: Names of the places for figures.
-        ids: The elements' ids.
-        text: Everything that a reader sees.
-        policy: The content security policy.
-    """
-
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.loads: list[str] = []
-        self.tags: dict[str, int] = {}
-        self.scripts: list[str] = []
+        self.loads: list[str] = []  # addresses that a browser would follow or load
+        self.tags: Counter[str] = Counter()
+        self.scripts: list[str] = []  # those that run
         self.styles = ""
-        self.figures: list[str] = []
+        self.figures: list[str] = []  # names of their places
         self.ids: list[str] = []
-        self.text = ""
-        self.policy = ""
+        self.text = ""  # what a reader sees
+        self.policy = ""  # for the security of content
         self._data: dict[str, Any] = {}
         self._inside = ""
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
-        self.tags[tag] = self.tags.get(tag, 0) + 1
+        self.tags[tag] += 1
         self.loads += [values[name] for name in values if name in LOADING]
         assert not [name for name in values if name.startswith("on")], "inline event handler"
         if "id" in values:
@@ -69,7 +58,6 @@ class Page(HTMLParser):
 
     @property
     def words(self) -> str:
-        """The text with its white space made single."""
         return re.sub(r"\s+", " ", self.text)
 
     @property
@@ -83,23 +71,18 @@ class Page(HTMLParser):
 
     @property
     def configs(self) -> dict[str, Any]:
-        """The configurations of the light and of the dark mode."""
         return dict(self._data["configs"])
 
     def digests(self) -> list[str]:
-        """The scripts' digests as a content security policy writes them."""
         hashed = [hashlib.sha256(script.encode()).digest() for script in self.scripts]
         return [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashed]
 
 
 def to_rows(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def data_names(node: Any) -> set[str]:
-    """Return the names of the tables that a specification uses."""
     if isinstance(node, list):
         return set().union(*(data_names(item) for item in node), set())
     if not isinstance(node, dict):

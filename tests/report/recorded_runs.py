@@ -1,8 +1,4 @@
-"""Runs and studies on disk, made by the real writer from simulated trainings.
-
-A sample's identity decides its loss and its gradient, so workers with equal batches report equal
-values, and everything that a report says can be checked against the drawn samples.
-"""
+"""Runs and studies on disk, of simulated trainings in which samples decide losses and gradients."""
 
 import functools
 import json
@@ -26,11 +22,8 @@ WIDTH = 257
 
 def sampler(reading, setting, num_workers):
     """Return what draws a rank's samples of a step under a reading and a setting of the study."""
-    seeds = {
-        "s1-1": [0] * num_workers,
-        "s1-2": [1] + [0] * (num_workers - 1),
-        "s1-3": list(range(num_workers)),
-    }[setting]
+    odd = [1] + [0] * (num_workers - 1)
+    seeds = {"s1-1": [0] * num_workers, "s1-2": odd, "s1-3": range(num_workers)}[setting]
     orders = [np.random.default_rng(seed).permutation(DATASET) for seed in seeds]
 
     def draw(step, rank):
@@ -45,31 +38,28 @@ def sampler(reading, setting, num_workers):
 def data_set():
     """Return how far each sample's loss is off, and each sample's gradient."""
     table = np.random.default_rng(7)
-    offsets = table.normal(0, 0.5, DATASET)
-    return offsets, table.normal(0, 1, (DATASET, WIDTH)) + 0.2
+    return table.normal(0, 0.5, DATASET), table.normal(0, 1, (DATASET, WIDTH)) + 0.2
 
 
 def gathered(step, batches, num_steps):
-    """Return what workers with these batches report."""
     num_workers = len(batches)
     offsets, gradients = data_set()
     sketches_WK = np.array([gradients[batch].mean(axis=0) for batch in batches], np.float32)
     base = 1.1 + 1.9 * np.exp(-4 * step / max(num_steps, 1))
-    workers = worker_columns(
-        num_workers,
-        loss=[base + offsets[batch].mean() for batch in batches],
-        loss_weight=[40.0 * BATCH] * num_workers,
-        loss_sem=[offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
-        grad_norm=np.linalg.norm(sketches_WK, axis=1),
-        num_samples=[len(batch) for batch in batches],
-        step_seconds=[0.4] * num_workers,
-        overhead_seconds=[0.004] * num_workers,
-    )
     return GatheredStep(
         step=step,
         time=1.7e9 + 0.4 * step,
         observed=True,
-        workers=workers,
+        workers=worker_columns(
+            num_workers,
+            loss=[base + offsets[batch].mean() for batch in batches],
+            loss_weight=[40.0 * BATCH] * num_workers,
+            loss_sem=[offsets[batch].std(ddof=1) / np.sqrt(len(batch)) for batch in batches],
+            grad_norm=np.linalg.norm(sketches_WK, axis=1),
+            num_samples=[len(batch) for batch in batches],
+            step_seconds=[0.4] * num_workers,
+            overhead_seconds=[0.004] * num_workers,
+        ),
         sketches_WK=sketches_WK,
         samples=tuple(batches),
     )
@@ -91,10 +81,7 @@ ODD = 2
 
 @changing
 def with_everything(step, workers):
-    """Give a step groups, audits, times, and a worker that is odd from step 10 on.
-
-    From step 20 on, gradients are measured in every second step.
-    """
+    """Give a step groups, audits, times, from step 10 on an odd worker, from 20 on an interval."""
     random = np.random.default_rng(step.step)
     num_workers = step.num_workers
     workers["step_seconds"] = random.uniform(0.4, 0.5, num_workers)
@@ -151,20 +138,17 @@ def record_run(
 
 
 def record_study(path, *, readings=("replicated", "sharded"), num_steps=30, **info):
-    """Record a simulated study: its runs and its summary."""
     entries = []
     for reading in readings:
         for setting in ("s1-1", "s1-2", "s1-3"):
             place = f"runs/{reading}-{setting}"
-            run = record_run(
-                path / place, reading=reading, setting=setting, num_steps=num_steps, **info
-            )
+            own = {"reading": reading, "setting": setting}
+            run = record_run(path / place, **own, num_steps=num_steps, **info)
             verdict = assess(run)
             entries.append(
                 {
                     **verdict.values,
-                    "setting": setting,
-                    "reading": reading,
+                    **own,
                     "batch_size": BATCH,
                     "severity": None if verdict.severity is None else str(verdict.severity),
                     "headline": verdict.headline,

@@ -37,13 +37,12 @@ def read(path: Path) -> Page:
 def assert_renders(page: Page, names: list[str]) -> None:
     """Every figure is drawn by the Vega that the page carries, in light and dark in turn."""
     for name, mode in zip(names, itertools.cycle(("light", "dark")), strict=False):
-        svg = vl_convert.vegalite_to_svg(
+        assert "<path" in vl_convert.vegalite_to_svg(
             _with_width(page.specs[name]),
             vl_version=VEGALITE,
             config=page.configs[mode],
             allowed_base_urls=[],
-        )
-        assert "<path" in svg, name
+        ), name
 
 
 def _with_width(spec):
@@ -71,10 +70,7 @@ def test_every_figure_has_a_title_and_a_place():
 def test_two_workers_have_one_cosine_which_is_drawn_once(tmp_path: Path):
     run = record_run(tmp_path / "run", num_workers=2, num_steps=4)
     page = read(write_report(run, tmp_path / "report.html"))
-    assert {name for name in page.specs if "cosine" in name} == {
-        "cosine_mean",
-        "workers-cosine_rest",
-    }
+    assert {n for n in page.specs if "cosine" in n} == {"cosine_mean", "workers-cosine_rest"}
 
 
 def test_page_says_what_was_found_and_in_which_ranks(copied_run, page):
@@ -151,9 +147,8 @@ def test_every_link_inside_a_page_leads_somewhere(page, study):
 
 
 def test_hostile_names_are_inert(tmp_path: Path):
-    run = record_run(
-        tmp_path / "run", num_workers=2, num_steps=3, name=HOSTILE, model=HOSTILE, data=HOSTILE
-    )
+    names = dict.fromkeys(("name", "model", "data"), HOSTILE)
+    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, **names)
     page = read(write_report(run))
 
     assert page.tags["script"] == 3
@@ -166,11 +161,9 @@ def test_steps_without_losses_gradients_or_samples_leave_their_figures_out(tmp_p
     def bare(step, workers):
         for name in ("loss", "loss_sem", "grad_norm"):
             workers[name][:] = np.nan
-        nothing = (np.empty(0, np.int64),) * 2
-        return {"observed": False, "sketches_WK": None, "samples": nothing}
+        return {"observed": False, "sketches_WK": None, "samples": (np.empty(0, np.int64),) * 2}
 
-    run = record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)
-    page = read(write_report(run))
+    page = read(write_report(record_run(tmp_path / "run", num_workers=2, num_steps=3, change=bare)))
     assert page.figures == ["time"]
     assert "No step of this run has observed gradients." in page.words
 
@@ -182,9 +175,7 @@ def test_study_page_compares_all_runs_and_holds_their_details(study: Path):
     assert set(page.figures) == set(page.specs)
     runs = [f"run{index}-{name}" for index in range(6) for name in RUN_FIGURES]
     assert set(runs) <= set(page.figures)
-    comparing = [
-        name for name in page.figures if name not in runs and not name.endswith("-timeline")
-    ]
+    comparing = [n for n in page.figures if n not in runs and not n.endswith("-timeline")]
     assert len(comparing) == 1 + 6 + 3 + 6 + 6
     assert_renders(page, sorted(comparing))
     assert "Why the two readings differ" in page.words

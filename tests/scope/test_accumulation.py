@@ -1,7 +1,5 @@
 """What happens to a gradient between its micro-batches, and after the reduction, on real ranks."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -17,8 +15,7 @@ WARNING = Severity.WARNING
 CASES = cases(Waits)
 
 
-def train_all(rank: int, folder: str) -> list[str]:
-    """Train; return those of the compared trainings that have other bits when watched."""
+def train_all(rank, folder):
     different = []
     for name, case in CASES.items():
         watched = case(rank).train(f"{folder}/{name}")
@@ -28,8 +25,7 @@ def train_all(rank: int, folder: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path) -> dict[str, Run]:
-    """Return the runs of trainings, all of which have the bits that they have unwatched."""
+def runs(folder):
     assert run_ranks(train_all, 2, str(folder), timeout=400) == [[], []]
     return {name: Run.open(folder / name) for name in CASES}
 

@@ -2,7 +2,6 @@
 
 import random
 import shlex
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.evidence import Table
@@ -21,9 +19,9 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import Loop, bits_of, collect_warnings, wait_for
+from support.loops import Loop, bits_of, collect_warnings, wait_for, watch
 from support.models import make_batch
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -34,7 +32,7 @@ with the usual 16, all that follows would be the same with more steps."""
 EVERY, STEPS = 13, 27  # two canaries on schedule: decided at 0 and 13, run at 12 and 25
 
 
-def hasten() -> None:
+def hasten():
     """Let canaries of this rank's process come after fewer steps."""
     canary_plan.LAG = canary_plan.FIRST_KEPT = LEAD
 
@@ -42,7 +40,7 @@ def hasten() -> None:
 class SideEffects(nn.Module):
     """Dropout, batch norm, checkpointing, and a forward pass that changes all that it can reach."""
 
-    def __init__(self, *, raises: bool = False) -> None:
+    def __init__(self, raises):
         super().__init__()
         self.embedding = nn.Embedding(50, 16)
         self.dropout = nn.Dropout(0.2)
@@ -55,7 +53,7 @@ class SideEffects(nn.Module):
         self.calls, self.lengths, self.last = 0, [], None
         self.raises = raises
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, input_ids, labels):
         self.counter += 1
         self.replaced = self.replaced * 0.5 + torch.rand(3) + random.random() + np.random.rand()  # noqa: NPY002
         self.calls += 1
@@ -72,45 +70,36 @@ class SideEffects(nn.Module):
         return {"loss": loss + 0.1 * (logits - self.teacher(hidden)).square().mean()}
 
 
-def _in_training() -> bool:
-    """Return whether a forward pass draws from the generators of the training."""
+def _in_training():
     return torch.initial_seed() < 1000
 
 
-def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def train(rank, run_dir, options):
     warnings = collect_warnings()
     torch.manual_seed(0)
-    model, accumulates = (
-        SideEffects(raises=options.pop("raises", False)),
-        options.pop("adds", False),
-    )
+    model, accumulates = SideEffects(options.pop("raises", False)), options.pop("adds", False)
     model.noise.manual_seed(rank)
     ddp = DistributedDataParallel(model, **options.pop("ddp", {}))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(100 + rank)
     random.seed(rank)
     np.random.seed(rank)  # noqa: NPY002
-    scope = None
-    if run_dir is not None:
-        scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, overhead_budget=None, **options)
     gradients_kept = []
-    for step in range(STEPS):
-        if accumulates:
-            with ddp.no_sync():
-                ddp(**make_batch(rank, step + STEPS))["loss"].backward()
-        before = [id(p.grad) for p in model.parameters()]
-        output = ddp(**make_batch(rank, step))
-        gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
-        output["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        wait_for(scope, step - 1)
-    if scope is not None:
-        scope.close()
+    with watch(ddp, optimizer, run_dir=run_dir, **options) as scope:
+        for step in range(STEPS):
+            if accumulates:
+                with ddp.no_sync():
+                    ddp(**make_batch(rank, step + STEPS))["loss"].backward()
+            before = [id(p.grad) for p in model.parameters()]
+            output = ddp(**make_batch(rank, step))
+            gradients_kept.append(before == [id(p.grad) for p in model.parameters()])
+            output["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            wait_for(scope, step - 1)
     return {
         "bits": {
             **bits_of(model, [optimizer]),
-            "python": random.getstate(),
             "own": model.noise.get_state().numpy().tobytes(),
             "attributes": (model.calls, model.lengths, model.last.numpy().tobytes()),
         },
@@ -120,14 +109,14 @@ def train(rank: int, run_dir: str | None, options: dict[str, Any]) -> dict[str, 
 
 
 BUCKETS = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "bucket views": {"ddp": BUCKETS, "adds": True},
     "static graph": {"ddp": {"static_graph": True}},
     "raises": {"raises": True},
 }
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     hasten()
     results = {}
     for way, options in WAYS.items():
@@ -137,20 +126,18 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def trained(folder):
-    ranks = run_ranks(train_all, 2, str(folder))
-    return {way: [of_rank[way] for of_rank in ranks] for way in WAYS}
+trained = on_ranks(train_all, 2)
 
 
-def canary_steps(run: Run) -> list[int]:
+def canary_steps(run):
     steps, of_TW = run.per_worker("canary_of")
     return [int(step) for step, row in zip(steps, of_TW, strict=True) if np.isfinite(row).all()]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_has_the_same_bits_with_canaries(trained, folder, way):
-    for alone, watched in trained[way]:
+def test_training_has_the_same_bits_with_canaries(trained, way):
+    ranks, folder = trained
+    for alone, watched in (of_rank[way] for of_rank in ranks):
         assert alone["bits"] == watched["bits"]
         assert alone["gradients_kept"] == watched["gradients_kept"]
     assert Run.open(folder / way).status == "complete"
@@ -158,8 +145,9 @@ def test_training_has_the_same_bits_with_canaries(trained, folder, way):
 
 
 @pytest.mark.parametrize("way", ["bucket views", "static graph"])
-def test_healthy_workers_agree_in_every_bit(trained, folder, way):
-    assert [watched["warnings"] for _, watched in trained[way]] == [[], []]
+def test_healthy_workers_agree_in_every_bit(trained, way):
+    ranks, folder = trained
+    assert [of_rank[way][1]["warnings"] for of_rank in ranks] == [[], []]
     run = Run.open(folder / way)
     assert canary_steps(run) == [2 * LEAD, EVERY + 2 * LEAD]
     columns = run.columns(Table.WORKERS, "step", "canary_digest", "canary_again")
@@ -171,16 +159,17 @@ def test_healthy_workers_agree_in_every_bit(trained, folder, way):
     assert not [finding for finding in run.findings() if finding.id.startswith("canary")]
 
 
-def test_a_model_that_cannot_replay_is_left_alone(trained, folder):
+def test_a_model_that_cannot_replay_is_left_alone(trained):
+    ranks, folder = trained
     assert canary_steps(Run.open(folder / "raises")) == []
-    for _, watched in trained["raises"]:
-        [warning] = watched["warnings"]  # of two canaries on schedule
+    for of_rank in ranks:
+        [warning] = of_rank["raises"][1]["warnings"]  # of two canaries on schedule
         assert "no canary for scheduled" in warning
         assert "this model is peculiar" in warning
         assert "[traceback]" not in warning
 
 
-def differ(rank: int, run_dir: str, what: str) -> tuple[list[str], list[dict[str, Any]]]:
+def differ(rank, run_dir, what):
     """Train with something wrong on rank 1; ask for a canary while the books of step 4 are open."""
     hasten()
     loop = Loop(rank, run_dir)
@@ -235,17 +224,16 @@ def test_what_a_canary_tells(tmp_path, what, num_ranks, expected):
             given = make_batch(rank, bundle.step)
             assert batch.arrays[0].tolist() == given["input_ids"].tolist()
             assert batch.arrays[1].tolist() == given["labels"].tolist()
-        assert bundle.verdict is not None
         assert list(bundle.verdict.ranks) == expected[3]
 
 
 FAULTY, FIRST = 2, 20
 
 
-def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, Any]]]:
+def bad_labels(rank, run_dir):
     """Train to repeat the input; from one step on, one rank's labels are other tokens."""
     hasten()
-    told: list[Any] = []
+    told = []
     loop = Loop(rank, run_dir, on_finding=told.append)
     seen = None
     for step in range(70):
@@ -254,8 +242,7 @@ def bad_labels(rank: int, run_dir: str) -> tuple[Any, list[str], list[dict[str, 
         targets = (batch["input_ids"] + off) % 50
         batch["labels"] = torch.where(batch["labels"] < 0, batch["labels"], targets)
         loop.ddp(**batch)["loss"].backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
         wait_for(loop.scope, step - 1)
         if seen is None and any(finding.severity >= Severity.WARNING for finding in told):
             seen = step
@@ -295,10 +282,8 @@ def test_a_worker_with_bad_labels_has_bad_data_and_nothing_else(tmp_path):
     shown = CliRunner().invoke(app, shlex.split(assessed.command)[1:])
     assert shown.exit_code == 0, shown.output
     bundle = load_bundle(path)
-    assert bundle.finding is not None
     assert bundle.finding.ranks == (FAULTY,)
     assert (bundle.suspect, bundle.peer) == (FAULTY, 3)
-    assert bundle.verdict is not None
     assert bundle.verdict.exact
     given = make_batch(FAULTY, bundle.step)
     assert bundle.batches[0].arrays[0].tolist() == given["input_ids"].tolist()

@@ -1,8 +1,8 @@
 """``torch.compile`` around and inside DDP, before and after ``watch``."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.ranks import run_ranks
+from support.loops import watch
+from support.ranks import alone_and_watched
 
 pytestmark = pytest.mark.ranks
 
@@ -21,33 +21,18 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Dynamo traces the hooks of modules that are not torch's own."""
+    """Dynamo traces the hooks of modules that are not torch's own; a graph ends with a bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self, *widths):
         super().__init__()
-        self.head = nn.Linear(4, 1)
+        self.layers = nn.Sequential(*(nn.Linear(n, m) for n, m in pairwise(widths)))
+        self.head = nn.Linear(widths[-1], 1)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.head(torch.relu(inputs))
-        return outputs
-
-
-class Wide(nn.Module):
-    """Torch splits the graph where a bucket of DDP's ends: the first one at 1 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            *(nn.Linear(n, m) for n, m in ((4, 600), (600, 600), (600, 600)))
-        )
-        self.head = nn.Linear(600, 1)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.head(self.layers(inputs))
-        return outputs
+    def forward(self, inputs):
+        return self.head(self.layers(inputs).relu())
 
 
-def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Module:
+def build(way, net, watch):
     """Compile a model in one of many ways, before or after it is watched; return what is called."""
     where, when = way.split(", ")
     model = net if where.startswith("loop") else DistributedDataParallel(net)
@@ -76,15 +61,12 @@ WAYS = [
 ]
 
 
-def make_step(
-    way: str, net: nn.Module, called: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[torch.Tensor], None]:
-    """Return what trains on a batch, compiled as a whole or in part, or not."""
+def make_step(way, net, called, optimizer):
     update = optimizer.step
     if "optimizer" in way:
         update = torch.compile(update, backend="eager")
 
-    def step(inputs: torch.Tensor) -> None:
+    def step(inputs):
         called(inputs).square().mean().backward()
         if way.startswith("loop"):
             for parameter in net.parameters():
@@ -95,27 +77,24 @@ def make_step(
     return torch.compile(step, backend="eager") if "whole step" in way else step
 
 
-def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
+def count_graphs(rank, way, run_dir):
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._dynamo.utils.clear_compilation_metrics()
     torch.manual_seed(0)
-    net = Wide() if "buckets" in way else Net()
+    net = Net(4, 600, 600, 600) if "buckets" in way else Net(4)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    scopes = []
+    with ExitStack() as watched:
 
-    def watch(model: nn.Module) -> None:
-        if run_dir is not None:
-            options: dict[str, Any] = {"run_dir": run_dir, "overhead_budget": None}
-            scopes.append(rankscope.watch(model, optimizer, **options))
+        def begin(model):
+            watched.enter_context(watch(model, optimizer, run_dir=run_dir))
 
-    step = make_step(way, net, build(way, net, watch), optimizer)
-    for number in range(STEPS):
-        step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))
-    for scope in scopes:
-        scope.close()
+        step = make_step(way, net, build(way, net, begin), optimizer)
+        for number in range(STEPS):
+            step(torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank)))
     counted = torch._dynamo.utils.counters
-    facts: dict[str, Any] = {"bits": net.head.weight.detach().numpy().tobytes()}
+    facts = {"bits": net.head.weight.detach().numpy().tobytes()}
     facts["graphs"] = counted["stats"]["unique_graphs"], counted["stats"]["calls_captured"]
     if "optimizer" not in way and "whole step" not in way:  # an optimizer's hooks are breaks, too
         kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
@@ -124,19 +103,14 @@ def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
     return facts
 
 
-def count_all_graphs(rank: int, folder: str) -> list[tuple[Any, Any]]:
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-    return [
-        (count_graphs(rank, way, None), count_graphs(rank, way, f"{folder}/{way}")) for way in WAYS
-    ]
+counted = alone_and_watched(count_graphs, WAYS, 2)
 
 
-def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(tmp_path):
-    for results in run_ranks(count_all_graphs, 2, str(tmp_path), timeout=300):
-        for way, (alone, watched) in zip(WAYS, results, strict=True):
+def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(counted):
+    for way in WAYS:
+        for alone, watched in (results[way] for results in counted[0]):
             assert watched == alone, way
             assert alone["graphs"][0] > 0, way
-    for way in WAYS:
-        run = Run.open(tmp_path / way)
+        run = Run.open(counted[1] / way)
         assert run.table(Table.STEPS).num_rows == STEPS, way
         assert run.table(Table.WORKERS)["grad_norm"].null_count == 0, way

@@ -1,8 +1,6 @@
 """Every way of using DDP: what real ranks record, against an oracle; and the same bits as alone."""
 
 import threading
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,21 +9,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.loops import collect_warnings
+from rankscope.bus.replicas import TRACE_WIDTH
+from rankscope.gradients.digest import digest_tensor
+from support.loops import Loop, collect_warnings
+from support.models import make_batch
 from support.modes import (
     MODES,
     MORE_MODES,
     POISONED_STEP,
-    Mode,
     Training,
-    assert_same_bits,
     micro_batches,
 )
-from support.ranks import run_ranks
+from support.ranks import alone_and_watched, on_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
-
 STEPS = 4
 OTHERS = ("plain", "bucket views", "no_sync", "unused parameters")
 """Modes whose hooks are those of a harder one."""
@@ -35,24 +33,20 @@ PARTS = {"first part": range(1, 3), "second part": range(3, 4)}
 """Steps of the third training that are watched, by the ends of their runs' names."""
 
 
-def train_in_modes(rank: int, modes: list[Mode], folder: str) -> dict[str, dict[str, Any]]:
-    """Train in each mode alone, then watched with a look at the truth before each step.
-
-    The third time, parts of it are watched, and in the tier without sketches, where the reduced
-    gradient shows directions.
-    """
+def train_in_modes(rank, folder):
+    """Train in each mode alone, watched, and watched in parts in the tier without sketches."""
     warnings = collect_warnings()
-    results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in modes}
+    results = {mode.name: _train(rank, mode, f"{folder}/{mode.name}") for mode in ALL}
     assert warnings == []
     return results
 
 
-def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
+def _train(rank, mode, run_dir):
     alone = Training(rank, mode)
     for step in range(STEPS):
         alone.step(step)
     watched = Training(rank, mode, run_dir, sketch_width=WIDTH, reduced="sketch")
-    result: dict[str, Any] = {"truth": [], "reduced_norm": [], "grad_scale": []}
+    result = {"truth": [], "reduced_norm": [], "grad_scale": []}
     for step in range(STEPS):
         result["truth"].append(watched.oracle(step))
         result["grad_scale"].append(watched.multiplier)
@@ -71,32 +65,28 @@ def _train(rank: int, mode: Mode, run_dir: str) -> dict[str, Any]:
     return {**result, "bits": [each.state() for each in (alone, watched, in_parts)]}
 
 
-def what_is_there(training: Training) -> list[Any]:
-    """Return all that the monitor might have left in the training."""
+def what_is_there(training):
     hooks = [training.ddp._forward_pre_hooks, training.ddp._forward_hooks]
     hooks.append(training.optimizer._optimizer_step_post_hooks)
     for parameter in training.model.parameters():
-        hooks += [parameter._post_accumulate_grad_hooks, parameter._backward_hooks]  # type: ignore[attr-defined]
+        hooks += [parameter._post_accumulate_grad_hooks, parameter._backward_hooks]
     threads = [thread.name for thread in threading.enumerate() if "rankscope" in thread.name]
     shadow = DistributedDataParallel._match_all_reduce_for_bwd_pass
     return [[len(registered or ()) for registered in hooks], threads, shadow]
 
 
 class ModeRun(Recorded):
-    def __init__(self, ranks: list[dict[str, Any]], mode: Mode, folder: Path) -> None:
-        super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in ranks])
-        self.ranks = ranks
-        self.mode = mode
-        self._folder = folder
+    def __init__(self, ranks, folder, mode):
+        self.ranks, self.mode, self._folder = [rank[mode.name] for rank in ranks], mode, folder
+        super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in self.ranks])
         self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
 
-    def check_bits(self) -> None:
+    def check_bits(self):
         for rank in self.ranks:
             alone, *watched = rank["bits"]
-            for each in watched:
-                assert_same_bits(alone, each)
+            assert watched == [alone] * 2
 
-    def check_spreads_and_losses(self) -> None:
+    def check_spreads_and_losses(self):
         losses_TW, norms_TW = self.truth("loss"), self.truth("norm")
         np.testing.assert_allclose(self.per_worker("loss"), losses_TW, rtol=1e-6)
         close = {"rtol": 1e-4, "atol": 1e-9}
@@ -106,8 +96,7 @@ class ModeRun(Recorded):
             fine_W = ~self.overflowed_TW[step]
             np.testing.assert_allclose(found_T[step], norms_TW[step, fine_W].std(), **close)
 
-    def check_parts(self) -> None:
-        """Hold what was seen of each part against the truth, as a run of its own."""
+    def check_parts(self):
         learns = self.mode.checkpoint == "shared reentrant"
         for name, steps in PARTS.items():
             run = Run.open(self._folder / f"{self.mode.name} {name}")
@@ -121,7 +110,7 @@ class ModeRun(Recorded):
                 np.testing.assert_allclose(norms_W[fine_W], exact_W[fine_W], rtol=1e-6)
                 self.check_directions(run, row, step, known=bool(fine_W.all()))
 
-    def check_directions(self, run: Run, row: int, step: int, *, known: bool) -> None:
+    def check_directions(self, run, row, step, *, known):
         """Hold cosines with the others against the gradients in float64."""
         weighted = run.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"][row]
         cosines_W = run.per_worker("cosine_rest")[1][row]
@@ -137,7 +126,7 @@ class ModeRun(Recorded):
             if not self.mode.hook:
                 np.testing.assert_allclose(weighted, self.weighted_cosine(step), atol=1e-6)
 
-    def check_micro_batches(self) -> None:
+    def check_micro_batches(self):
         assert self.per_worker("loss_weight").tolist() == self.truth("tokens").tolist()
         rows = self.run.columns(Table.MICRO, "step", "rank", "micro", "loss_weight")
         several = self.mode.accumulate if self.mode.accumulate > 1 else 0
@@ -147,7 +136,7 @@ class ModeRun(Recorded):
             assert weight == (labels != -100).sum()
         self.check_micro_norms()
 
-    def check_scale_and_skipped_steps(self) -> None:
+    def check_scale_and_skipped_steps(self):
         expected_TW = np.array([rank["grad_scale"] for rank in self.ranks]).T
         np.testing.assert_allclose(self.per_worker("grad_scale"), expected_TW, rtol=1e-6)
         skipped = self.mode.scaler * (np.arange(STEPS) == POISONED_STEP)
@@ -157,7 +146,7 @@ class ModeRun(Recorded):
         assert nonfinite_TW.tolist() == self.overflowed_TW.tolist()
         assert all(finding.severity != "error" for finding in self.run.findings())
 
-    def check_reduction(self) -> None:
+    def check_reduction(self):
         """Hold the reduced gradient against the mean, or against what a hook makes of it."""
         fine = self.fine_steps()
         expected = np.array(self.ranks[0]["reduced_norm"])[fine]
@@ -179,14 +168,16 @@ class ModeRun(Recorded):
                 assert residuals[step] < 1e-5
 
 
-def to_bfloat16(values: np.ndarray) -> np.ndarray:
+def to_bfloat16(values):
     return torch.from_numpy(values).float().bfloat16().double().numpy()
 
 
+in_modes = on_ranks(train_in_modes, 3, timeout=240.0)
+
+
 @pytest.fixture(scope="module")
-def runs(folder):
-    ranks = run_ranks(train_in_modes, 3, ALL, str(folder), timeout=240)
-    return {mode.name: ModeRun([rank[mode.name] for rank in ranks], mode, folder) for mode in ALL}
+def runs(in_modes):
+    return {mode.name: ModeRun(*in_modes, mode) for mode in ALL}
 
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
@@ -222,3 +213,63 @@ def test_cosines_err_as_theory_says(runs):
     errors = np.concatenate([errors.ravel() for errors in by_mode])
     assert np.abs(errors).max() <= 4 / WIDTH**0.5
     assert np.sqrt(np.mean(errors**2)) <= 1.25 / WIDTH**0.5
+
+
+# Traces -----------------------------------------------------------------------------------------
+
+TRACED_STEPS = 5
+WAYS = {
+    "plain": {},
+    "micro-batches": {},
+    "bucket views": {"ddp": {"gradient_as_bucket_view": True}},
+    "unused": {"branch": True, "ddp": {"find_unused_parameters": True}},
+    "every second step": {"every": 2},
+}
+
+
+def train(rank, way, run_dir):
+    traced = {"trace": True} if run_dir else {}
+    loop = Loop(rank, run_dir, **WAYS[way], **traced)
+    seen = []
+
+    def see(step, kind):
+        for name, parameter in loop.model.named_parameters():
+            tensor = parameter.grad if kind == "reduced" else parameter
+            if tensor is not None:
+                norm = float(tensor.detach().double().norm())
+                seen.append((step, kind, name, int(digest_tensor(tensor)), norm))
+
+    see(-1, "parameter")
+    for step in range(TRACED_STEPS):
+        if way == "micro-batches":
+            with loop.ddp.no_sync():
+                loop.forward(10 + step).backward()
+        branch = {"use_branch": step % 2 == 0} if way == "unused" else {}
+        loss = loop.ddp(**make_batch(rank, step), **branch)["loss"]
+        loss.backward()
+        see(step, "reduced")
+        loop.update()
+        see(step, "parameter")
+    loop.close()
+    assert loop.warnings == []
+    return {"seen": seen, "bits": loop.bits()}
+
+
+trained = alone_and_watched(train, WAYS, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_trace_holds_what_the_training_held_and_changes_no_bit(trained, way):
+    ranks, folder = trained
+    for alone, traced in (rank[way] for rank in ranks):
+        assert traced["bits"] == alone["bits"]
+    every = WAYS[way].get("every", 1)
+    seen = [row for row in ranks[0][way][1]["seen"] if row[0] < 0 or row[0] % every == 0]
+    rows = Run.open(folder / way).table(Table.TRACES).to_pylist()
+    rows = [row for row in rows if row["kind"] != "buffer"]
+    found = {(r["step"], r["kind"], r["name"]): (r["digest"], r["norm"]) for r in rows}
+    assert len(found) == len(rows)
+    assert found.keys() == {row[:3] for row in seen}
+    for step, kind, name, digest, norm in seen:
+        assert found[step, kind, name] == (digest, pytest.approx(norm, rel=1e-6))
+    assert {len(row["sketch"]) for row in rows} == {TRACE_WIDTH}

@@ -2,13 +2,16 @@
 
 import contextlib
 import time
+from itertools import product
 
 import numpy as np
+import pytest
 import torch
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
+from rankscope.session.collector import MOVES, Event, Phase
 from support.accidents import wait_until
 from support.loops import Loop, collect_lines
 from support.models import make_batch
@@ -33,7 +36,6 @@ trained = on_ranks(train_all, 2)
 
 
 def told(trained, work):
-    """Return what both ranks have returned of one training, and its run."""
     ranks, folder = trained
     return [rank[work] for rank in ranks], Run.open(folder / work.__name__)
 
@@ -115,14 +117,12 @@ def interrupted_in_a_step(rank, run_dir):
             loop.forward(step).backward()
             if step == 4 and rank == 1:
                 raise KeyboardInterrupt
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
+            loop.update()
         raise KeyboardInterrupt
     return loop.warnings
 
 
 def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path):
-    """One worker's parameters are updated, the other's are not, and nothing is wrong."""
     assert run_ranks(interrupted_in_a_step, 2, str(tmp_path / "run")) == [[], []]
     wait_until(lambda: Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 5)
     found = Run.open(tmp_path / "run").findings()
@@ -152,11 +152,7 @@ def raising_callback(rank, run_dir):
     def on_finding(finding):
         raise ValueError("user's bug")
 
-    loop = Loop(rank, run_dir, on_finding=on_finding)
-    for step in range(4):
-        loop.step(step, rank=0)
-    loop.scope.close()
-    return loop.warnings
+    return Loop(rank, run_dir, on_finding=on_finding).train(4, rank=0)
 
 
 def test_a_callback_that_raises_changes_nothing(trained):
@@ -193,3 +189,30 @@ def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(trained):
     assert results[0] == results[1]
     assert results[0][1] == "data.duplicate_batches"
     assert run.table(Table.STEPS).num_rows == results[0][0]
+
+
+# The phases of a step ---------------------------------------------------------------------------
+
+MEANING = {
+    Phase.OPEN: (False, False),
+    Phase.REDUCED: (True, False),
+    Phase.UPDATED: (False, True),
+    Phase.APPLIED: (True, True),
+}
+EFFECT = {
+    Event.REDUCTION: lambda reduced, updated: (True, updated),
+    Event.OPTIMIZER_BEGINS: lambda reduced, updated: (reduced, False),
+    Event.OPTIMIZER_ENDS: lambda reduced, updated: (reduced, True),
+    Event.FORGET: lambda reduced, updated: (False, False),
+}
+
+
+@pytest.mark.parametrize(("event", "phase"), list(product(EFFECT, MEANING)))
+def test_an_event_changes_what_a_phase_means(event, phase):
+    moved = MOVES[event].get(phase, phase)
+    assert MEANING[moved] == EFFECT[event](*MEANING[phase])
+
+
+def test_a_step_that_is_handed_over_stays_so_until_the_next_one_begins():
+    assert {MOVES[Event.HAND_OVER][phase] for phase in MEANING} == {Phase.LEAVING}
+    assert not any(Phase.LEAVING in moves for moves in MOVES.values())

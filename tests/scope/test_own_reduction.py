@@ -10,19 +10,63 @@ from torch import nn
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Severity
-from support.bare import BareLoop
+from support.findings import faults
+from support.loops import PLAN, bits_of, collect_warnings, grad_norm, watch
+from support.models import make_batch, make_model
 from support.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
+STEPS, INFINITE = 6, 4
 
-STEPS = 6
-INFINITE = 4
+
+class BareLoop:
+    """A small training of a bare module; its norms are those of each step's local gradient."""
+
+    micro_batches = 1
+
+    def __init__(self, rank):
+        self.rank, self.num_workers = rank, dist.get_world_size()
+        self.model, self.norms = make_model(), []
+        self.parameters = list(self.model.parameters())
+        self.prepare()
+        self.optimizer = self.make_optimizer()
+        torch.manual_seed(100 + rank)
+
+    def prepare(self): ...
+
+    def make_optimizer(self):
+        return torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
+
+    def loss(self, step, micro):
+        batch = make_batch(self.rank, step * self.micro_batches + micro)
+        return self.model(**batch)["loss"] / self.micro_batches
+
+    def backward(self, loss):
+        loss.backward()
+
+    def reduce(self, step):
+        for parameter in self.parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.num_workers
+
+    def optimize(self):
+        self.optimizer.step()
+
+    def zero(self):
+        self.model.zero_grad()
+
+    def step(self, step):
+        for micro in range(self.micro_batches):
+            self.backward(self.loss(step, micro))
+        self.norms.append(grad_norm(self.model))
+        self.reduce(step)
+        self.optimize()
+        self.zero()
 
 
 class Sum(BareLoop):
     def reduce(self, step):
-        for parameter in self.trained:
+        for parameter in self.parameters:
             dist.all_reduce(parameter.grad)
 
 
@@ -32,11 +76,11 @@ class Accumulated(BareLoop):
 
 class FlatAndClipped(BareLoop):
     def reduce(self, step):
-        gradients = [parameter.grad for parameter in self.trained]
+        gradients = [parameter.grad for parameter in self.parameters]
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
         nn.utils.vector_to_parameters(flat / self.num_workers, gradients)
-        nn.utils.clip_grad_norm_(self.trained, 0.01)
+        nn.utils.clip_grad_norm_(self.parameters, 0.01)
 
 
 class ReducedInHooks(BareLoop):
@@ -44,7 +88,7 @@ class ReducedInHooks(BareLoop):
 
     def prepare(self):
         self.under_way, self.local = [], []
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(self.begin)
 
     def begin(self, parameter):
@@ -70,7 +114,7 @@ class KeptElsewhere(BareLoop):
 
     def prepare(self):
         self.kept, self.nodes, self.passes = {}, [], 0
-        for parameter in self.model.parameters():
+        for parameter in self.parameters:
             self.kept[parameter] = torch.zeros_like(parameter)
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             node.register_hook(lambda *_, parameter=parameter: self.move(parameter))
@@ -110,7 +154,7 @@ class ScaledInPlace(BareLoop):
 
     def optimize(self):
         self.norms[-1] /= self.scaler.get_scale()
-        self.scaler.step(self.optimizers[0])
+        self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def zero(self):
@@ -126,36 +170,36 @@ class ReducedToOwners(BareLoop):
     """ZeRO-1 by hand: each parameter's gradient goes to the rank that updates it."""
 
     def owner(self, parameter):
-        number = [each is parameter for each in self.model.parameters()].index(True)
+        number = [each is parameter for each in self.parameters].index(True)
         return number % self.num_workers
 
-    def make_optimizers(self):
-        own = [each for each in self.trained if self.owner(each) == self.rank]
-        return [torch.optim.AdamW(own, lr=0.01)]
+    def make_optimizer(self):
+        own = [each for each in self.parameters if self.owner(each) == self.rank]
+        return torch.optim.AdamW(own, lr=0.01)
 
     def reduce(self, step):
-        for parameter in self.trained:
+        for parameter in self.parameters:
             dist.reduce(parameter.grad, self.owner(parameter))
             parameter.grad /= self.num_workers
 
     def optimize(self):
         super().optimize()
-        for parameter in self.trained:
+        for parameter in self.parameters:
             dist.broadcast(parameter.data, self.owner(parameter))
 
 
 class TakenFromOthers(ReducedToOwners):
     """The same with whole optimizers, whose state exists for all parameters from the start."""
 
-    def make_optimizers(self):
-        optimizer = torch.optim.SGD(self.trained, lr=0.1, momentum=0.9)
-        for parameter in self.trained:
+    def make_optimizer(self):
+        optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
+        for parameter in self.parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return [optimizer]
+        return optimizer
 
     def reduce(self, step):
         super().reduce(step)
-        for parameter in self.trained:
+        for parameter in self.parameters:
             if self.owner(parameter) != self.rank:
                 parameter.grad = None
 
@@ -163,12 +207,12 @@ class TakenFromOthers(ReducedToOwners):
 class MatricesByHand(BareLoop):
     """Matrices are updated by code of the training's own, which uses up their gradients."""
 
-    def make_optimizers(self):
-        return [torch.optim.SGD([p for p in self.trained if p.dim() < 2], lr=0.1)]
+    def make_optimizer(self):
+        return torch.optim.SGD([p for p in self.parameters if p.dim() < 2], lr=0.1)
 
     def optimize(self):
         with torch.no_grad():
-            for parameter in self.trained:
+            for parameter in self.parameters:
                 if parameter.dim() > 1:
                     parameter.sub_(0.1 * parameter.grad)
                     parameter.grad = None
@@ -182,19 +226,19 @@ class MatricesByHand(BareLoop):
 class UpdatesCopies(BareLoop):
     """The optimizer holds copies, whose values go into the model afterwards."""
 
-    def make_optimizers(self):
-        self.copies = [nn.Parameter(parameter.detach().clone()) for parameter in self.trained]
-        return [torch.optim.SGD(self.copies, lr=0.1)]
+    def make_optimizer(self):
+        self.copies = [nn.Parameter(parameter.detach().clone()) for parameter in self.parameters]
+        return torch.optim.SGD(self.copies, lr=0.1)
 
     def optimize(self):
-        for parameter, copy in zip(self.trained, self.copies, strict=True):
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
             copy.grad = parameter.grad.clone()
         self.update_copies()
 
     def update_copies(self):
-        self.optimizers[0].step()
+        self.optimizer.step()
         with torch.no_grad():
-            for parameter, copy in zip(self.trained, self.copies, strict=True):
+            for parameter, copy in zip(self.parameters, self.copies, strict=True):
                 parameter.copy_(copy)
 
 
@@ -204,10 +248,10 @@ class SumsForCopies(UpdatesCopies):
     micro_batches = 3
 
     def step(self, step):
-        sums = [torch.zeros_like(parameter) for parameter in self.trained]
+        sums = [torch.zeros_like(parameter) for parameter in self.parameters]
         for micro in range(self.micro_batches):
             self.backward(self.loss(step, micro))
-            for parameter, total in zip(self.trained, sums, strict=True):
+            for parameter, total in zip(self.parameters, sums, strict=True):
                 total.add_(parameter.grad)
                 parameter.grad = None
         self.norms.append(float(nn.utils.parameters_to_vector(sums).double().norm()))
@@ -221,7 +265,7 @@ class Disturbed(BareLoop):
     """Replaces the gradient by one of its own: far from a mean, and equal on all workers."""
 
     def reduce(self, step):
-        for parameter in self.trained:
+        for parameter in self.parameters:
             noise = torch.randn_like(parameter) * parameter.grad.norm()
             own = parameter.grad.clamp(-1e-3, 1e-3) + noise
             dist.all_reduce(own)
@@ -230,79 +274,65 @@ class Disturbed(BareLoop):
 
 class ForgottenAndClipped(BareLoop):
     def reduce(self, step):
-        nn.utils.clip_grad_norm_(self.trained, 0.01)
+        nn.utils.clip_grad_norm_(self.parameters, 0.01)
 
 
 class OneForgotten(BareLoop):
     def reduce(self, step):
-        for parameter in self.trained:
+        for parameter in self.parameters:
             if parameter is not self.model.head.bias:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.num_workers
 
 
 HEALTHY = {
-    "sum": Sum,
-    "accumulated": Accumulated,
-    "flat and clipped": FlatAndClipped,
-    "in hooks": ReducedInHooks,
-    "kept elsewhere": KeptElsewhere,
-    "scaled in place": ScaledInPlace,
-    "compiled in place": CompiledInPlace,
-    "reduced to owners": ReducedToOwners,
-    "taken from others": TakenFromOthers,
-    "matrices by hand": MatricesByHand,
-    "updates copies": UpdatesCopies,
-    "disturbed": Disturbed,
+    kind.__name__: kind
+    for kind in (
+        *(Sum, Accumulated, FlatAndClipped, ReducedInHooks, KeptElsewhere, ScaledInPlace),
+        *(CompiledInPlace, ReducedToOwners, TakenFromOthers, MatricesByHand, UpdatesCopies),
+        Disturbed,
+    )
 }
-FAULTS = {
-    "forgotten and clipped": ForgottenAndClipped,
-    "one forgotten": OneForgotten,
-}
-
-
+FAULTS = {kind.__name__: kind for kind in (ForgottenAndClipped, OneForgotten)}
 VERIFIED = {
-    "reduced to owners": ("verify.agrees", "note", "what one process would compute"),
-    "taken from others": ("verify.agrees", "note", "what one process would compute"),
-    "sum": ("verify.scale", "warning", "as if summed over the workers and not averaged"),
-    "accumulated": ("verify.agrees", "note", "each with 3 micro-batches"),
-    "flat and clipped": ("verify.agrees", "note", "as clipping does"),
-    "disturbed": ("verify.declined", "note", "another gradient in place of the sum"),
+    "ReducedToOwners": ("verify.agrees", "note", "what one process would compute"),
+    "TakenFromOthers": ("verify.agrees", "note", "what one process would compute"),
+    "Sum": ("verify.scale", "warning", "as if summed over the workers and not averaged"),
+    "Accumulated": ("verify.agrees", "note", "each with 3 micro-batches"),
+    "FlatAndClipped": ("verify.agrees", "note", "as clipping does"),
+    "Disturbed": ("verify.declined", "note", "another gradient in place of the sum"),
 }
 """What a reference step says of the second step."""
 
 
 def train(rank, kind, run_dir, **options):
-    loop = kind(rank, run_dir, **options)
-    for step in range(STEPS):
-        loop.step(step)
-    loop.close()
-    return {"bits": loop.bits(), "warnings": loop.warnings, "norms": loop.norms}
+    warnings, loop = collect_warnings(), kind(rank)
+    with watch(loop.model, loop.optimizer, run_dir=run_dir, plan=PLAN, **options):
+        for step in range(STEPS):
+            loop.step(step)
+    bits = bits_of(loop.model, [loop.optimizer])
+    return {"bits": bits, "warnings": warnings, "norms": loop.norms}
 
 
 def train_all(rank, folder):
-    healthy = {
-        name: (train(rank, kind, None), train(rank, kind, f"{folder}/{name}", verify_at=[1]))
-        for name, kind in HEALTHY.items()
+    return {
+        name: [
+            train(rank, kind, run_dir, verify_at=[1] if name in HEALTHY else [])
+            for run_dir in (None, f"{folder}/{name}")
+        ]
+        for name, kind in {**HEALTHY, **FAULTS, "SumsForCopies": SumsForCopies}.items()
     }
-    faults = {name: train(rank, kind, f"{folder}/{name}") for name, kind in FAULTS.items()}
-    in_sums = f"{folder}/sums for copies"
-    copies = train(rank, SumsForCopies, None), train(rank, SumsForCopies, in_sums)
-    return healthy, faults, copies
 
 
 trained = on_ranks(train_all, 3, timeout=400.0)
 
 
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", [*HEALTHY, "SumsForCopies"])
 def test_the_training_keeps_its_bits_and_nothing_is_found_where_all_is_well(trained, name):
-    for healthy, *_ in trained[0]:
-        alone, watched = healthy[name]
-        assert alone["bits"] == watched["bits"]
-        assert watched["warnings"] == []
-    found = {f.cause: f for f in Run.open(trained[1] / name).findings()}
-    worse = {cause: f for cause, f in found.items() if f.severity > Severity.NOTE}
-    assert [f.explanation for cause, f in worse.items() if cause != "verify.scale"] == []
+    for alone, watched in (results[name] for results in trained[0]):
+        assert (watched["bits"], watched["warnings"]) == (alone["bits"], [])
+    worse = faults(Run.open(trained[1] / name)).values()
+    assert [f.explanation for f in worse if f.cause != "verify.scale"] == []
 
 
 @pytest.mark.parametrize("name", [*HEALTHY, *FAULTS])
@@ -311,15 +341,14 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
     assert run.table(Table.STEPS).num_rows == STEPS
     _, norms_TW = run.per_worker("grad_norm")
     _, losses_TW = run.per_worker("loss")
-    assert (losses_TW > 0).all() or name.startswith("scaled")
-    told = [healthy.get(name, faults.get(name)) for healthy, faults, _ in trained[0]]
-    expected_TW = np.array([(t if name in FAULTS else t[1])["norms"] for t in told]).T
+    assert (losses_TW > 0).all() or name == "ScaledInPlace"
+    expected_TW = np.array([results[name][1]["norms"] for results in trained[0]]).T
     finite_TW = np.isfinite(expected_TW)
-    assert finite_TW.sum() >= 3 * STEPS - 1 or name == "matrices by hand"
+    assert finite_TW.sum() >= 3 * STEPS - 1 or name == "MatricesByHand"
     assert (run.per_worker("micro_batches")[1] == (HEALTHY | FAULTS)[name].micro_batches).all()
     _, estimated_TW = run.per_worker("grad_norm_estimated")
-    assert (estimated_TW == (name == "kept elsewhere")).all()
-    close = 0.1 if name == "kept elsewhere" else 1e-5
+    assert (estimated_TW == (name == "KeptElsewhere")).all()
+    close = 0.1 if name == "KeptElsewhere" else 1e-5
     np.testing.assert_allclose(norms_TW[finite_TW], expected_TW[finite_TW], rtol=close)
 
 
@@ -329,8 +358,8 @@ def test_what_is_applied_is_audited_against_their_mean(trained, name):
     residuals_T = run.table(Table.STEPS)["reduction_residual"].to_numpy()
     known_T = np.isfinite(residuals_T)
     # where no worker has the whole of it, nor a share of its own; where the loop has another one
-    if name not in ("taken from others", "disturbed"):
-        assert known_T.sum() >= STEPS - name.startswith("scaled")
+    if name not in ("TakenFromOthers", "Disturbed"):
+        assert known_T.sum() >= STEPS - (name == "ScaledInPlace")
     assert (residuals_T[known_T] < 1e-6).all()
 
 
@@ -339,7 +368,7 @@ def test_what_is_wrong_is_found(trained, name):
     found = {f.cause: f for f in Run.open(trained[1] / name).findings()}
     finding = found["sync.not_reduced"]
     assert (str(finding.severity), finding.ranks) == ("error", (0, 1, 2))
-    assert ("head.bias" in finding.evidence["names"]) == (name == "one forgotten")  # no name: all
+    assert ("head.bias" in finding.evidence["names"]) == (name == "OneForgotten")  # no name: all
     assert "hidden.weight" not in finding.evidence["names"]
     assert str(found["state.parameters_differ"].severity) == "error"
 
@@ -354,23 +383,19 @@ def test_a_reference_step_tells_what_it_can(trained, name):
 
 
 def test_passes_whose_gradients_are_taken_away_for_copies_make_one_step(trained):
-    both = [copies for *_, copies in trained[0]]
-    for alone, watched in both:
-        assert (watched["bits"], watched["warnings"]) == (alone["bits"], [])
-    run = Run.open(trained[1] / "sums for copies")
+    run = Run.open(trained[1] / "SumsForCopies")
     _, micro_TW = run.per_worker("micro_batches")
     expected = [1] * SumsForCopies.micro_batches  # until an update has shown their number
     expected += [SumsForCopies.micro_batches] * (STEPS - 1)
     assert micro_TW.tolist() == [[number] * 3 for number in expected]
     _, norms_TW = run.per_worker("grad_norm")
-    expected_TW = np.array([watched["norms"] for _, watched in both]).T
+    expected_TW = np.array([results["SumsForCopies"][1]["norms"] for results in trained[0]]).T
     np.testing.assert_allclose(norms_TW[1 - STEPS :], expected_TW[1:], rtol=0.1)
-    assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
 def test_parameters_that_no_known_optimizer_holds_are_named(trained):
-    left_out = Run.open(trained[1] / "matrices by hand").info["training"]["unheld"]
+    left_out = Run.open(trained[1] / "MatricesByHand").info["training"]["unheld"]
     assert "hidden.weight" in left_out["names"]
     assert not any(name.endswith("bias") for name in left_out["names"])
-    for name in ("sum", "reduced to owners"):
+    for name in ("Sum", "ReducedToOwners"):
         assert "unheld" not in Run.open(trained[1] / name).info["training"]

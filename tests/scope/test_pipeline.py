@@ -1,15 +1,14 @@
 """Pipeline schedules over FSDP2: each stage is watched by itself, by the ranks that hold it."""
 
 import functools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -20,15 +19,16 @@ from torch.distributed.pipelining import (
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
+from rankscope.session.meetings import stages_begin_apart
 from support.findings import faults
-from support.loops import collect_warnings, watch
-from support.ranks import run_ranks
+from support.fsdp2_modes import Block
+from support.loops import bits_of, collect_warnings, watch
+from support.ranks import on_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
-
 STEPS, LATE, WIDTH, MICRO, BATCH = 5, 2, 8, 4, 8
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "1F1B": {},
     "interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2},
     "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
@@ -42,46 +42,28 @@ COMPARED = ("interleaved", "two calls")
 """Trained without the monitor, too."""
 
 
-class Block(nn.Module):
-    def __init__(self, tp: DeviceMesh | None = None) -> None:
-        super().__init__()
-        norm = nn.LayerNorm(WIDTH)
-        self.norm = norm if tp is None else SequenceParallelNorm(norm, tp.get_group())
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        added: Tensor = hidden + self.down(self.up(self.norm(hidden)).tanh())
-        return added
-
-
-def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
+def batch_of(worker, step):
     generator = torch.Generator().manual_seed(100 * step + worker)
     batch = torch.randn(BATCH, 4, WIDTH, generator=generator)
     return batch, batch.roll(1, -1)
 
 
-def mean_loss(output: Tensor, target: Tensor) -> Tensor:
+def mean_loss(output, target):
     return (output - target).square().mean()
 
 
-def block_of(number: int, tp: DeviceMesh | None = None) -> Block:
+def block_of(number, tp=None):
     torch.manual_seed(number)
-    return Block(tp)
+    block = Block(WIDTH)
+    if tp is not None:
+        block.norm = SequenceParallelNorm(block.norm, tp.get_group())
+    return block
 
 
-def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None) -> list[Any]:
-    return [
-        watch(part, optimizer, run_dir=run_dir / f"part {number}")
-        for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True))
-        if run_dir is not None
-    ]
-
-
-def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss_fn: Any) -> Any:
-    cpu, pp = torch.device("cpu"), mesh["pp"]
-    last = 2 * len(parts)
+def schedule_of(case, mesh, parts, loss_fn):
+    rank, of_all = mesh["pp"].get_local_rank(), (2 * len(parts), torch.device("cpu"))
     stages = [
-        PipelineStage(part, pp.get_local_rank() + 2 * number, last, cpu, group=pp.get_group())
+        PipelineStage(part, rank + 2 * number, *of_all, group=mesh["pp"].get_group())
         for number, part in enumerate(parts)
     ]
     make = case.get("schedule", Schedule1F1B)
@@ -91,21 +73,11 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
 
 
 @functools.cache
-def mesh_of(tp: int) -> DeviceMesh:
-    """Return the mesh of all trainings with so many ranks along ``tp``."""
+def mesh_of(tp):
     return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
-def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) -> list[Any]:
-    pp = mesh["pp"].get_local_rank()
-    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
-    for part in parts:
-        fully_shard(part, mesh=mesh["dp"])
-    return parts
-
-
-def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any) -> None:
-    """Call the schedule as often as an update needs it."""
+def call_schedule(schedule, case, step, optimizer):
     mesh = mesh_of(case.get("tp", 1))
     pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     fault = case.get("fault") if step >= LATE else None
@@ -116,16 +88,19 @@ def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any
         schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
 
 
-def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
-    tp = case.get("tp", 1)
+def train(run_dir, case):
+    tp, calls = case.get("tp", 1), case.get("calls", 1)
     mesh = mesh_of(tp)
     over = mesh["tp"] if tp > 1 else None
-    parts = parts_of(case, mesh, over)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    calls = case.get("calls", 1)
-    scopes = watched(parts, optimizers, run_dir)
+    parts, optimizers, scopes = [], [], []
+    for number in range(case.get("parts", 1)):
+        part = block_of(mesh["pp"].get_local_rank() + 2 * number, over)
+        parts.append(fully_shard(part, mesh=mesh["dp"]))
+        optimizers.append(torch.optim.SGD(part.parameters(), lr=0.1))
+        if run_dir is not None:
+            scopes.append(watch(part, optimizers[-1], run_dir=f"{run_dir}/part {number}"))
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    def loss_fn(output, target):
         loss = mean_loss(output, target)
         for scope in scopes[-1:]:
             scope.loss(loss)
@@ -142,35 +117,29 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
             optimizer.zero_grad()
     for scope in reversed(scopes):
         scope.close()
-    return [p.to_local().detach().numpy().tobytes() for part in parts for p in part.parameters()]
+    return [bits_of(part) for part in parts]
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     warnings = collect_warnings()
-    same = {}
     for name, case in CASES.items():
-        bits = train(Path(folder) / name, case)
-        if name in COMPARED:
-            same[name] = bits == train(None, case)
-    return {"same": same, "warnings": warnings}
+        bits = train(f"{folder}/{name}", case)
+        assert name not in COMPARED or bits == train(None, case), name
+    assert warnings == []
 
 
-@pytest.fixture(scope="module", autouse=True)
-def trained(folder):
-    for result in run_ranks(train_all, 8, str(folder), timeout=400):
-        assert all(result["same"].values()), result["same"]
-        assert result["warnings"] == []
+trained = on_ranks(train_all, 8, timeout=400.0)
 
 
-def run_of(folder: Path, case: str, first_rank: int, part: int = 0) -> Run:
+def run_of(trained, case, first_rank, part=0):
     name = f"part {part}" + (f"-from-rank-{first_rank}" if first_rank else "")
-    run = Run.open(folder / case / name)
+    run = Run.open(trained[1] / case / name)
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "observed")["observed"].tolist() == [True] * STEPS
     return run
 
 
-def oracle(num_blocks: int, worker: int) -> tuple[float, list[float]]:
+def oracle(num_blocks, worker):
     """Return the first step's loss and each block's gradient norm, of a model in one piece."""
     blocks = [block_of(number) for number in range(num_blocks)]
     given, target = batch_of(worker, 0)
@@ -181,11 +150,11 @@ def oracle(num_blocks: int, worker: int) -> tuple[float, list[float]]:
 
 
 @pytest.mark.parametrize(("case", "parts"), [("1F1B", 1), ("interleaved", 2)])
-def test_workers_of_each_stage_are_measured(folder, case, parts):
+def test_workers_of_each_stage_are_measured(trained, case, parts):
     exact = [oracle(2 * parts, worker) for worker in range(4)]
     for part in range(parts):
         for pp, first_rank in enumerate((0, 4)):
-            run = run_of(folder, case, first_rank, part)
+            run = run_of(trained, case, first_rank, part)
             assert (run.num_workers, faults(run)) == (4, {})
             _, norms_TW = run.per_worker("grad_norm")
             expected = [norms[pp + 2 * part] for _, norms in exact]
@@ -205,28 +174,95 @@ def test_workers_of_each_stage_are_measured(folder, case, parts):
             assert np.nanmax(columns["reduction_residual"]) < 1e-5
 
 
-def test_the_last_stage_has_the_loss(folder):
-    case = "1F1B"
-    _, losses_TW = run_of(folder, case, 4).per_worker("loss")
+def test_the_last_stage_has_the_loss(trained):
+    _, losses_TW = run_of(trained, "1F1B", 4).per_worker("loss")
     expected = [oracle(2, worker)[0] for worker in range(4)]
     np.testing.assert_allclose(losses_TW[0], expected, rtol=1e-5)
-    _, losses_TW = run_of(folder, case, 0).per_worker("loss")
+    _, losses_TW = run_of(trained, "1F1B", 0).per_worker("loss")
     assert np.isnan(losses_TW).all()
 
 
 @pytest.mark.parametrize(("first_rank", "lines"), [(0, [[0, 1], [2, 3]]), (4, [[4, 5], [6, 7]])])
-def test_a_partial_gradient_is_found_within_its_stage(folder, first_rank, lines):
-    found = faults(run_of(folder, "tensor parallel, norms are not summed", first_rank))
+def test_a_partial_gradient_is_found_within_its_stage(trained, first_rank, lines):
+    found = faults(run_of(trained, "tensor parallel, norms are not summed", first_rank))
     assert list(found) == ["sync.partial_gradient:tp"]
     [finding] = found.values()
     assert (finding.first_step, finding.evidence["lines"]) == (LATE, lines)
     assert sorted(finding.evidence["parameters"]) == ["norm.norm.bias", "norm.norm.weight"]
 
 
-def test_a_reset_between_calls_is_found(folder):
-    found = faults(run_of(folder, "two calls, reset in between", 4))
+def test_a_reset_between_calls_is_found(trained):
+    found = faults(run_of(trained, "two calls, reset in between", 4))
     accumulation = found["sync.accumulation"]
     assert (str(accumulation.severity), accumulation.first_step) == ("error", LATE)
     assert f"set to zero in 3 steps, since step {LATE}, before micro-batch {MICRO + 1}" in (
         accumulation.explanation
     )
+
+
+# Pipeline stages whose runs begin one after the other: they meet at their first update ----------
+
+LATE_STEPS = 8
+VOCABULARY = 24
+
+
+class Stage(nn.Module):
+    """A layer, and a copy of the weight that both stages share."""
+
+    def __init__(self, number, shared):
+        super().__init__()
+        torch.manual_seed(number)
+        if number == 0:
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        if number == 1:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.number = number
+        with torch.no_grad():
+            self.shared.copy_(shared)
+
+    @property
+    def shared(self):
+        return self.head.weight if self.number else self.embedding.weight
+
+    def forward(self, inputs):
+        hidden = self.layers(inputs if self.number else self.embedding(inputs))
+        return (self.head(hidden) if self.number else hidden).clone()
+
+
+def train_late(rank, folder):
+    warnings = collect_warnings()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number, worker = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    for name in ("summed", "apart"):
+        torch.manual_seed(9)
+        stage = Stage(number, torch.randn(VOCABULARY, WIDTH))
+        fully_shard(stage, mesh=mesh["dp"])
+        optimizer = torch.optim.SGD(stage.parameters(), lr=0.1)
+        with stages_begin_apart():
+            scope = watch(stage, optimizer, run_dir=f"{folder}/{name}")
+        for step in range(LATE_STEPS):
+            torch.manual_seed(100 * step + 10 * worker + number)
+            tokens = torch.randint(VOCABULARY, (4, 6))
+            loss = stage(tokens if number == 0 else torch.randn(4, 6, WIDTH)).square().mean()
+            scope.loss(loss)
+            loss.backward()
+            if name == "summed":
+                dist.all_reduce(stage.shared.grad.to_local(), group=mesh["pp"].get_group())
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.close()
+    return warnings
+
+
+def test_a_shared_weight_is_found_at_the_first_update_and_must_stay_equal(tmp_path):
+    for warnings in run_ranks(train_late, 4, str(tmp_path), timeout=200):
+        assert warnings == []
+    summed, apart = (
+        [f for run in tmp_path.glob(f"{name}*") for f in faults(Run.open(run)).values()]
+        for name in ("summed", "apart")
+    )
+    assert summed == []
+    [finding] = apart
+    assert (finding.cause, str(finding.severity)) == ("sync.tied_weights", "warning")
+    assert "embedding.weight = head.weight" in finding.explanation

@@ -1,15 +1,21 @@
 """A job that is killed and restarted, on real ranks; and the record against what was live."""
 
 import contextlib
+import copy
 import os
+import shutil
 import signal
 import time
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import Run
+from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
@@ -17,10 +23,12 @@ from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
 from rankscope.session import opening
 from rankscope.verdict.diagnosis import diagnose_run
-from support.loops import Loop, root_of
-from support.ranks import RankError, run_ranks
+from support.findings import told
+from support.loops import Loop, root_of, watch
+from support.ranks import RankError, on_ranks, run_ranks
 from support.same import assert_same
 
+pytestmark = pytest.mark.ranks
 KILLED_AFTER = 14
 
 
@@ -34,8 +42,8 @@ def last_on_disk(run_dir):
 def copied_batches(rank, run_dir, num_steps, kill):
     """Train with the same batches on both ranks; with ``kill``, die when all is on disk."""
     writer.STATE_BYTES_PER_FLUSH = 1  # so the state is older than the tables
-    told = []
-    loop = Loop(rank, run_dir, flush_seconds=0.0, on_finding=told.append)
+    heard = []
+    loop = Loop(rank, run_dir, flush_seconds=0.0, on_finding=heard.append)
     if not kill:  # from a checkpoint
         with torch.no_grad():
             next(loop.ddp.parameters()).mul_(0.5)
@@ -47,7 +55,7 @@ def copied_batches(rank, run_dir, num_steps, kill):
         os.kill(os.getpid(), signal.SIGKILL)
     loop.scope.close()
     findings = [finding.to_json() for finding in loop.scope.findings]
-    return loop.scope.latest.step, findings, told, loop.warnings
+    return loop.scope.latest.step, findings, heard, loop.warnings
 
 
 def train_beside(rank, run_dir):
@@ -88,41 +96,37 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     recorded = [finding.to_json() for finding in second.findings()]
     assert recorded == [finding.to_json() for finding in diagnose_run(second)]
     assert read_state(second.path / STATE_FILE)["num_steps"] == last + 11
-    for latest, findings, told, _ in results:
+    for latest, findings, heard, _ in results:
         assert latest == last + 10
         assert findings == recorded
-        assert {finding.step > last for finding in told} <= {True}
+        assert {finding.step > last for finding in heard} <= {True}
     [duplicates] = [f for f in second.findings() if f.cause == "data.duplicate_batches"]
     assert (duplicates.first_step, duplicates.last_step) == (0, last + 10)
     assert duplicates.evidence["steps"] == last + 11
     assert [len(warnings) for *_, warnings in results] == [1, 0]
 
 
-def few_steps(rank, run_dir, **options):
-    loop = Loop(rank, run_dir, **options)
-    for step in range(3):
-        loop.step(step)
-    loop.scope.close()
-    return loop.scope.latest.step, loop.warnings
+def few_steps(rank, run_dir):
+    loop = Loop(rank, run_dir)
+    return loop.train(3), loop.scope.latest.step
 
 
 def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
-    assert [result[0] for result in run_ranks(few_steps, 1, str(tmp_path / "run"))] == [2]
-    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[0] for result in results] == [2] * 2
-    assert "it had 1 workers, this job has 2" in results[0][1][0]
+    assert run_ranks(few_steps, 1, str(tmp_path / "run")) == [([], 2)]
+    (warnings, last), other = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert (last, other[1]) == (2, 2)
+    assert "it had 1 workers, this job has 2" in warnings[0]
     (tmp_path / "run-2" / STATE_FILE).write_bytes(b"torn")
-    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[0] for result in results] == [2] * 2
-    assert "damaged" in results[0][1][0]
+    (warnings, last), other = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert (last, other[1]) == (2, 2)
+    assert "damaged" in warnings[0]
     assert "continues" not in Run.open(tmp_path / "run-3").info
-    results = run_ranks(few_steps, 2, str(tmp_path / "run"))
-    assert [result[0] for result in results] == [5] * 2
+    (_, last), other = run_ranks(few_steps, 2, str(tmp_path / "run"))
+    assert (last, other[1]) == (5, 5)
     assert Run.open(tmp_path / "run-4").info["continues"] == "run-3"
 
 
 def seen_live(rank, run_dir):
-    """Train with and without accumulation; return each step as the detectors saw it."""
     seen = []
     loop = Loop(rank, run_dir, tier="sketch", every=2)
     if rank == 0:
@@ -139,8 +143,7 @@ def seen_live(rank, run_dir):
             last = micro == step % 3
             with contextlib.nullcontext() if last else loop.ddp.no_sync():
                 loop.forward(10 * step + micro).backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
     loop.scope.close()
     return seen, [finding.to_json() for finding in loop.scope.findings]
 
@@ -157,3 +160,89 @@ def test_the_record_holds_what_detectors_saw(tmp_path):
         assert_same(read, live)
     for _, findings in results:
         assert findings == [finding.to_json() for finding in diagnose_run(run)]
+
+
+# What the optimizer and random generators hold --------------------------------------------------
+
+STEPS = 5
+
+
+class Noisy(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(rank)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x):
+        x = x + 0.1 * torch.randn(x.shape, generator=self.generator)
+        return self.layers[1](self.layers[0](x).tanh()).square().mean()
+
+
+def train(rank, run_dir, sharded, saved=None, *, copied=False):
+    """Train from what was saved, ``copied`` from rank 0 in part; return what there is to save."""
+    torch.manual_seed(0)
+    net = Noisy(rank)
+    model = fully_shard(net) if sharded else DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    torch.manual_seed(1 + rank)
+    if saved is not None:
+        parameters, moments, random = copy.deepcopy(saved)
+        own = [random]
+        if sharded:
+            own = [state["exp_avg"].to_local() for state in moments["state"].values()]
+        for tensor in own if copied else ():
+            dist.broadcast(tensor, src=0)
+        net.load_state_dict(parameters)
+        optimizer.load_state_dict(moments)
+        net.generator.set_state(random)
+    with watch(model, optimizer, run_dir=run_dir, canary=False):
+        for _ in range(STEPS):
+            model(torch.randn(4, 6)).backward()
+            optimizer.step()
+            net.zero_grad()
+        states = net.state_dict(), optimizer.state_dict()
+        return *copy.deepcopy(states), net.generator.get_state()
+
+
+KINDS = {"DDP": False, "FSDP2": True}
+
+
+def train_all(rank, folder):
+    warnings.simplefilter("ignore")
+    for kind, sharded in KINDS.items():
+        saved = train(rank, f"{folder}/{kind}-first", sharded)
+        for name, copied in {kind: False, f"{kind} of rank 0": True}.items():
+            if rank == 0:
+                shutil.copytree(f"{folder}/{kind}-first", f"{folder}/{name}")
+            dist.barrier()
+            train(rank, f"{folder}/{name}", sharded, saved, copied=copied)
+
+
+restarted = on_ranks(train_all, 2, timeout=240)
+
+
+def found_in(restarted, name):
+    found = told(Run.open(restarted[1] / f"{name}-2"), "state.", "rng.", "sync.")
+    found.pop("rng-begun-again", None)  # each attempt seeds anew
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_versions_raise_nothing(restarted, kind):
+    assert found_in(restarted, kind) == {}
+
+
+COPIED = "rank 1 holds rank 0's"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause", "severity", "text"),
+    [
+        ("FSDP2", "state.resume_mismatch", Severity.ERROR, f"exp_avg is another rank's: {COPIED}"),
+        ("DDP", "rng.resume_mismatch", Severity.WARNING, COPIED),
+    ],
+)
+def test_what_a_restart_loses_is_named(restarted, kind, cause, severity, text):
+    found = found_in(restarted, f"{kind} of rank 0")[cause]
+    assert (found.severity, found.ranks, found.first_step) == (severity, (1,), STEPS)
+    assert text in found.explanation

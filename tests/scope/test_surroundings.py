@@ -1,8 +1,6 @@
 """What surrounds a step of the training does not see the monitor, whatever it does inside."""
 
-import hashlib
 import importlib
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,7 @@ from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
 from support.loops import PLAN, collect_lines, collect_warnings, wait_for, watch
 from support.ranks import run_ranks
-from support.surrounded_training import WRAPPERS, Training
-from support.surroundings import SURROUNDINGS
+from support.surroundings import SURROUNDINGS, WRAPPERS, Training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -33,7 +30,6 @@ NO_CANARY = {
     "dual level": "the forward pass runs under forward-mode differentiation",
 }
 VERIFIED = ("verify.agrees", "what one process")
-"""It was computed again, for the loss on which backward was called."""
 OTHERWISE_VERIFIED = {
     "checkpoint without generators": ("verify.gradient", "is not what one process would"),
     "reentrant checkpoint": (
@@ -43,10 +39,7 @@ OTHERWISE_VERIFIED = {
     "dual level": ("verify.declined", "forward-mode differentiation"),
 }
 """Without the generators, a recomputation drops other units: the gradient is wrong indeed.
-
-Autograd does not see through a reentrant checkpoint around the model, so that the loop's loss is
-not known.
-"""
+Autograd does not see through a reentrant checkpoint: the loop's loss is not known."""
 
 STEPS = 6
 KEEP, RUN, VERIFY = 2, 4, 5
@@ -54,18 +47,19 @@ KEEP, RUN, VERIFY = 2, 4, 5
 again; the others are only measured."""
 
 
-def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dict[str, Any]:
+def train(rank, wrapper, run_dir):
     canary_plan.LAG = 10**6  # none but those of the test
     collect_warnings()
     training = Training(rank, wrapper)
-    scope: Any = None
+    scope = None
     if run_dir is not None:
         scope = watch(training.called, training.optimizer, run_dir=run_dir, plan=PLAN)
     said = collect_lines()
     results = {}
-    for name in names:
+    for name in ways_of(wrapper):
         training.begin()
-        root = None if canary_of(scope) is None else Root(scope)
+        canary = None if scope is None else scope._collector._probes.get("canary")
+        root = None if canary is None else Root(scope, canary)
         first = -1 if scope is None else scope._collector.step
         wait_for(scope, first - 1)
         seen, raised = [], []
@@ -81,9 +75,8 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
                 training.optimizer.zero_grad()
             if scope is not None:
                 scope._collector.close_step()
-        bits = hashlib.sha256(b"".join(training.bits())).hexdigest()
         steps = range(first, first if scope is None else scope._collector.step)
-        results[name] = {"seen": seen, "raised": raised, "bits": bits, "left": left()}
+        results[name] = {"seen": seen, "raised": raised, "bits": training.bits(), "left": left()}
         results[name] |= {"said": said[:], "steps": steps}
         said.clear()
     if scope is not None:
@@ -91,33 +84,27 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     return results
 
 
-def canary_of(scope: Any) -> Any:
-    return None if scope is None else scope._collector._probes.get("canary")
-
-
 class Root:
     """Plays the root's part in a canary, which is to run in a certain step."""
 
-    def __init__(self, scope: Any) -> None:
-        self._scope, self._canary = scope, canary_of(scope)
-        self._answers: list[bytes] = []
-        self._canary._send = self._answers.append
+    def __init__(self, scope, canary):
+        self._scope, self._canary, self._answers = scope, canary, []
+        canary._send = self._answers.append
 
-    def before(self, step: int) -> None:
+    def before(self, step):
         now = self._scope._collector.step
         planned = Planned(ASKED_FOR, 0, 1, now, now)
         if step == KEEP:
             self._canary.plan(planned)
         if step == RUN:
-            answers: list[Any] = [None] * 2
+            answers = [None] * 2
             dist.all_gather_object(answers, self._answers)
             kept = [CanaryAnswer.unpack(one).batch for several in answers for one in several]
             if len(kept) == len(answers) and all(kept):
                 self._canary.ready(planned, tuple(map(unpack_batch, kept)))
 
 
-def left() -> list[Any]:
-    """Return what a step may have left behind of surroundings."""
+def left():
     return [
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
@@ -128,29 +115,27 @@ def left() -> list[Any]:
     ]
 
 
-def train_all(rank: int, folder: str, wrapper: str, names: list[str]) -> Any:
-    return train(rank, wrapper, None, names), train(rank, wrapper, f"{folder}/{wrapper}", names)
-
-
-def import_all() -> None:
+def import_all():
     """Import what would take every rank seconds to import."""
     for name in IMPORTED:
         importlib.import_module(name)
 
 
-def ways_of(wrapper: str) -> list[str]:
+def ways_of(wrapper):
     without = () if wrapper == "DDP" else UNDER_DDP_ALONE
     without += ("func.grad",) if wrapper == "FSDP2" else ()
     return [way for way in SURROUNDINGS if way not in without]
 
 
+def train_alone_and_watched(rank, folder, wrapper):
+    return [train(rank, wrapper, run_dir) for run_dir in (None, f"{folder}/{wrapper}")]
+
+
 @pytest.fixture(scope="module", params=WRAPPERS)
 def trained(request, folder):
     """Return a wrapper, what each rank has of each way, and the watched run."""
-    ways = ways_of(request.param)
-    ranks = run_ranks(
-        train_all, 2, str(folder), request.param, ways, timeout=300, prepare=import_all
-    )
+    given = (train_alone_and_watched, 2, str(folder), request.param)
+    ranks = run_ranks(*given, timeout=300, prepare=import_all)
     return request.param, ranks, Run.open(folder / request.param)
 
 

@@ -1,23 +1,27 @@
-"""Gradients that no reduction has seen, on real ranks: noticed, and never where all is well."""
+"""Gradients that no reduction has seen, or that it adds up: noticed, never where all is well."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from support.loops import PLAN, Loop, wait_for, watch
+from support.findings import faults
+from support.loops import PLAN, Loop, train_watched, wait_for
 from support.models import make_batch, make_model
 from support.ranks import alone_and_watched, on_ranks
 
 pytestmark = pytest.mark.ranks
+
 
 STEPS = 6
 
@@ -74,8 +78,7 @@ def train(rank, name, run_dir):
     loop = Loop(rank, run_dir)
     for step in range(STEPS):
         LOOPS[name][0](loop, step)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
     loop.close()
     return {"bits": loop.bits(), "warnings": loop.warnings}
 
@@ -127,13 +130,11 @@ def average(loop, *, take=True):
 
 
 def local_sgd(rank, run_dir, *, every=LOCAL, at=LOCAL - 1, steps=50, missed=None, **options):
-    """Train in local steps with an average after some of them."""
     loop = Loop(rank, run_dir, **options)
     for step in range(steps):
         wait_for(loop.scope, step - LAG)
         never_synchronised(loop, step)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        loop.update()
         if step % every == at:
             average(loop, take=not (rank == 1 and step == missed))
     loop.close()
@@ -179,7 +180,7 @@ trained_locally = on_ranks(train_locally, 2)
 def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name):
     run = Run.open(trained_locally[1] / name)
     assert run.table(Table.STEPS).num_rows == 50
-    told = {f.id: f for f in run.findings() if f.severity > Severity.NOTE}
+    told = faults(run)
     assert list(told) == (["averages-differ"] if name == "missed" else [])
     if told:
         finding = told["averages-differ"]
@@ -190,8 +191,9 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
 
 @pytest.mark.parametrize("name", ["by hand", "by torch"])
 def test_averages_without_a_plan_are_recognised(trained_locally, name):
-    found = {f.id: f for f in Run.open(trained_locally[1] / name).findings()}
-    assert [f.id for f in found.values() if f.severity > Severity.NOTE] == []
+    run = Run.open(trained_locally[1] / name)
+    found = {f.id: f for f in run.findings()}
+    assert faults(run) == {}
     assert "equal again now and then" in found["sync.not_reduced"].explanation
     assert "local_steps" in found["sync.not_reduced"].next_check
 
@@ -204,13 +206,12 @@ def unfreeze(rank, folder):
         ddp = DistributedDataParallel(model, find_unused_parameters=True)
         model.hidden.requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scope = watch(ddp, optimizer, run_dir=f"{folder}/{name}")
-        for step in range(STEPS):
+
+        def loss_of(step, model=model, ddp=ddp):
             model.hidden.requires_grad_(step > 1)
-            ddp(**make_batch(rank, step))["loss"].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        scope.close()
+            return ddp(**make_batch(rank, step))["loss"]
+
+        train_watched(ddp, optimizer, f"{folder}/{name}", STEPS, loss_of)
 
 
 def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(trained_locally):
@@ -222,3 +223,54 @@ def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(trai
     assert found["sync.not_reduced"].evidence["names"] == ["hidden.weight", "hidden.bias"]
     assert "sync.gradients_differ" not in found
     assert not [cause for cause in healthy if cause.startswith(("sync.", "state.param"))]
+
+
+# Sums -------------------------------------------------------------------------------------------
+
+SUMMED_STEPS, WIDTH = 20, 16
+
+
+def train_on_sums(rank, run_dir, by_loop, max_norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+    if not by_loop:
+        fully_shard(model)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(step):
+        torch.manual_seed(2 * step + rank)
+        batch = torch.randn(8, WIDTH)
+        return (model(batch) - batch.flip(1)).square().mean() / dist.get_world_size()
+
+    def reduce_and_clip(step):
+        for parameter in model.parameters() if by_loop else ():
+            dist.all_reduce(parameter.grad)
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+    train_watched(model, optimizer, run_dir, SUMMED_STEPS, loss_of, reduce_and_clip)
+
+
+SUMS = {
+    "loop": (True, None, 2.0),
+    "loop that clips": (True, 0.01, None),
+    "FSDP2 that clips": (False, 0.01, 2.0),
+}
+"""Whether the loop reduces, the largest norm, and how many workers are known to be added up."""
+
+
+def train_on_all_sums(rank, folder):
+    for name, (by_loop, max_norm, _) in SUMS.items():
+        train_on_sums(rank, f"{folder}/{name}", by_loop, max_norm)
+
+
+summed = on_ranks(train_on_all_sums, 2)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_losses_that_are_divided_by_the_workers_are_right(summed, name):
+    run = Run.open(summed[1] / name)
+    assert faults(run) == {}
+    assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {SUMS[name][2]}

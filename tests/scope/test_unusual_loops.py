@@ -5,9 +5,7 @@ Some train on in evaluation mode, some have passes that raise or that nothing co
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,20 +22,15 @@ pytestmark = pytest.mark.ranks
 
 STEPS, LEFT_AT = 4, 2
 UNMEASURED, CARRIED_OVER = "unmeasured", "carried over"
-
-Expected = str | float | tuple[float, float]
-"""What is recorded of a step on one rank: one of the words above, or the gradient's norm, to which
-some loops add the loss."""
+"""What loops yield of each step: one of these, or the gradient's norm, or that and the loss."""
 
 
-def run_passes(
-    loop: Loop, numbers: Any, *, used: tuple[bool, ...] = (), synchronise: bool = False
-) -> tuple[float, float]:
+def run_passes(loop, numbers, *, used=(), synchronise=False):
     """Run micro-batches; return their gradient's norm and loss. The last one, or all, reduce."""
     norm = loop.exact_norm(*numbers, branch=used)
     losses = []
     for index, number in enumerate(numbers):
-        batch: dict[str, Any] = make_batch(loop.rank, number)
+        batch = make_batch(loop.rank, number)
         last = synchronise or number == numbers[-1]
         with contextlib.nullcontext() if last else loop.ddp.no_sync():
             loss = loop.ddp(**batch, use_branch=bool(used) and used[index])["loss"]
@@ -46,28 +39,23 @@ def run_passes(
     return norm, float(np.mean(losses))
 
 
-def update(loop: Loop) -> None:
-    loop.optimizer.step()
-    loop.optimizer.zero_grad()
-
-
-def never_zeroed(loop: Loop) -> Iterator[Expected]:
+def never_zeroed(loop):
     for step in range(STEPS):
         norm, _ = run_passes(loop, [step])
         loop.optimizer.step()
         yield CARRIED_OVER if step else norm
 
 
-def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
+def micro_batches_that_all_synchronise(loop):
     """Each pass adds to what the one before has left; the optimizer's call ends the step."""
     for step, count in enumerate((3, 3, 1, 2)):
         norm, _ = run_passes(loop, range(3 * step, 3 * step + count), synchronise=True)
-        update(loop)
+        loop.update()
         moved = step == 0 and loop.ddp.gradient_as_bucket_view  # DDP has made its buckets anew
         yield UNMEASURED if moved else norm
 
 
-def backward_twice(loop: Loop) -> Iterator[Expected]:
+def backward_twice(loop):
     """The second pass adds the local gradient to the reduced one: a bug, but not the monitor's."""
     for step in range(STEPS):
         norm = loop.exact_norm(step)
@@ -75,33 +63,33 @@ def backward_twice(loop: Loop) -> Iterator[Expected]:
         if step == 1:
             loss.backward(retain_graph=True)
         loss.backward()
-        update(loop)
+        loop.update()
         yield UNMEASURED if step == 1 else norm
 
 
-def one_backward_for_two_forwards(loop: Loop) -> Iterator[Expected]:
+def one_backward_for_two_forwards(loop):
     for step in range(STEPS):
         norm = loop.exact_norm(2 * step, 2 * step + 1)
         (loop.forward(2 * step) + loop.forward(2 * step + 1)).backward()
-        update(loop)
+        loop.update()
         yield norm
 
 
-def branch_in_some_micro_batches(loop: Loop) -> Iterator[Expected]:
+def branch_in_some_micro_batches(loop):
     """A parameter that only an early micro-batch uses is not read in the last one."""
     for step in range(STEPS):
         used = [(True, True), (True, False), (False, True), (True, True)][step]
         if loop.rank == 1:
             used = (True, True)
         norm, _ = run_passes(loop, range(2 * step, 2 * step + 2), used=used)
-        update(loop)
+        loop.update()
         yield UNMEASURED if used == (True, False) else norm
 
 
-def odd_steps_after_many_alike(loop: Loop) -> Iterator[Expected]:
+def odd_steps_after_many_alike(loop):
     """By then most parameters have no hook any more."""
 
-    def one(*numbers: int, used: bool = True) -> float:
+    def one(*numbers, used=True):
         norm, _ = run_passes(loop, numbers, used=(used,) * len(numbers))
         loop.optimizer.step()
         if numbers != (11,):
@@ -110,7 +98,7 @@ def odd_steps_after_many_alike(loop: Loop) -> Iterator[Expected]:
 
     for step in range(10):
         yield one(step)
-    hooked = sum(bool(p._post_accumulate_grad_hooks) for p in loop.ddp.parameters())  # type: ignore[attr-defined]
+    hooked = sum(bool(p._post_accumulate_grad_hooks) for p in loop.ddp.parameters())
     views = loop.ddp.gradient_as_bucket_view
     assert loop.scope is None or hooked == (len(list(loop.ddp.parameters())) if views else 2)
     yield one(10, used=loop.rank == 1)
@@ -125,15 +113,15 @@ def odd_steps_after_many_alike(loop: Loop) -> Iterator[Expected]:
         yield one(step)
 
 
-def forgotten_evaluation(loop: Loop, *, accumulate: int = 1) -> Iterator[Expected]:
+def forgotten_evaluation(loop, *, accumulate=1):
     for step in range(STEPS):
         if step == LEFT_AT and loop.rank == 0:
             loop.ddp.eval()
         yield run_passes(loop, range(accumulate * step, accumulate * (step + 1)))
-        update(loop)
+        loop.update()
 
 
-def never_in_training_mode(loop: Loop) -> Iterator[Expected]:
+def never_in_training_mode(loop):
     """The training gives its losses."""
     loop.ddp.eval()
     for step in range(STEPS):
@@ -142,11 +130,11 @@ def never_in_training_mode(loop: Loop) -> Iterator[Expected]:
         if loop.scope is not None:
             loop.scope.loss(loss)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 
-def attacked(loop: Loop) -> Iterator[Expected]:
+def attacked(loop):
     """Another gradient is asked for in evaluation mode, also between forward and backward."""
     for step in range(STEPS):
         norm = loop.exact_norm(step)
@@ -154,11 +142,11 @@ def attacked(loop: Loop) -> Iterator[Expected]:
         loss = loop.forward(step)
         ask_for_another_gradient(loop)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 
-def ask_for_another_gradient(loop: Loop) -> None:
+def ask_for_another_gradient(loop):
     loop.ddp.eval()
     torch.autograd.grad(loop.forward(99), loop.model.head.bias)
     loop.ddp.train()
@@ -168,11 +156,11 @@ class InterruptedPassError(Exception):
     pass
 
 
-def stop(*_: Any) -> None:
+def stop(*_):
     raise InterruptedPassError
 
 
-def press_key(*_: Any) -> None:
+def press_key(*_):
     raise KeyboardInterrupt
 
 
@@ -183,7 +171,7 @@ PLACES = ("in forward", "at different places", "in an early micro-batch", "dropp
 """Where a pass ends. In the last case the training names its samples and gives its loss itself."""
 
 
-def interrupted(loop: Loop, *, place: str) -> Iterator[Expected]:
+def interrupted(loop, *, place):
     scope = loop.scope if place == "dropped" else None
     for number in range(len(LOST) + len(KEPT)):
         if scope is not None:
@@ -201,11 +189,11 @@ def interrupted(loop: Loop, *, place: str) -> Iterator[Expected]:
         if scope is not None:
             scope.loss(loss)
         loss.backward()
-        update(loop)
+        loop.update()
         yield norm, loss.item()
 
 
-def run_into(loop: Loop, number: int, place: str, scope: Any) -> None:
+def run_into(loop, number, place, scope):
     if place == "at different places":
         place = ("at the output", "in the model", "in the loss")[(number + loop.rank) % 3]
     if place == "in forward":
@@ -226,7 +214,7 @@ def run_into(loop: Loop, number: int, place: str, scope: Any) -> None:
     handle.remove()
 
 
-LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
+LOOPS = [
     never_zeroed,
     micro_batches_that_all_synchronise,
     backward_twice,
@@ -238,28 +226,28 @@ WITH_BRANCH = (branch_in_some_micro_batches, odd_steps_after_many_alike)
 IN_VIEWS = (never_zeroed, micro_batches_that_all_synchronise, *WITH_BRANCH)
 """Tried with gradients that are views of DDP's buckets as well."""
 
-EVALUATING: dict[str, tuple[Callable[[Loop], Iterator[Expected]], dict[int, int]]] = {
+EVALUATING = {
     "forgotten evaluation": (forgotten_evaluation, {0: LEFT_AT}),
     "forgotten while accumulating": (partial(forgotten_evaluation, accumulate=2), {0: LEFT_AT}),
     "never in training mode": (never_in_training_mode, {0: 0, 1: 0}),
     **({"attacked": (attacked, {})} if SINCE_TORCH_2_13 else {}),
 }
 """With the step since which a rank trains in evaluation mode."""
-WITH_LOSSES: dict[str, Callable[[Loop], Iterator[Expected]]] = {
+WITH_LOSSES = {
     **{name: loop for name, (loop, _) in EVALUATING.items()},
     **{place: partial(interrupted, place=place) for place in PLACES},
 }
-CASES: dict[str, Callable[[Loop], Iterator[Expected]]] = {
+CASES = {
     **{loop.__name__: loop for loop in LOOPS},
     **{f"{loop.__name__} in bucket views": loop for loop in IN_VIEWS},
     **WITH_LOSSES,
 }
 
 
-def train_all(rank: int, folder: str) -> dict[str, Any]:
+def train_all(rank, folder):
     results = {}
     for name, loop in CASES.items():
-        options: dict[str, Any] = {"ddp": {"gradient_as_bucket_view": "bucket views" in name}}
+        options = {"ddp": {"gradient_as_bucket_view": "bucket views" in name}}
         if loop is odd_steps_after_many_alike:  # statistics of an evaluation are its own
             options["ddp"]["broadcast_buffers"] = False
         if loop in WITH_BRANCH:

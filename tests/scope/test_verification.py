@@ -1,10 +1,7 @@
 """Reference steps inside trainings on real ranks: what they tell, and that they leave no trace."""
 
 import random
-from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
 from support import deepspeed_modes
 from support.findings import events_of
-from support.loops import collect_warnings, watch
+from support.loops import bits_of, collect_warnings, watch
 from support.models import TinyLM, make_batch
 from support.ranks import run_ranks
 
@@ -32,18 +29,10 @@ SAYS = {
     "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
     "clips by value": ("verify.agrees", "note", "clipped by value after the reduction"),
     "two passes apart": ("verify.declined", "note", "made of several reductions"),
-    "loss outside": (
-        "verify.agrees",
-        "note",
-        "The loss, which is computed outside of the model, was",
-    ),
+    "loss outside": ("verify.agrees", "note", "which is computed outside of the model, was"),
     "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "penalised": ("verify.agrees", "note", "each with 4 micro-batches"),
-    "penalised inside": (
-        "verify.declined",
-        "note",
-        "values of the forward pass that the model does",
-    ),
+    "penalised inside": ("verify.declined", "note", "of the forward pass that the model does"),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "weighted": ("verify.weighting", "error", "weights the micro-batches of rank 1 1.9 times"),
     "ignored": ("verify.parameters", "error", "in hidden.bias alone: not reduced"),
@@ -52,7 +41,8 @@ SAYS = {
     "asks on one": ("verify.declined", "note", "not asked for on all ranks in the same step"),
     "sharded, mixed": ("verify.agrees", "note", "ulp of bfloat16"),
     "sharded, sums": ("verify.agrees", "note", "is what one process would compute (within"),
-    "sharded, penalised": ("verify.declined", "note", "by itself, past the model's outputs, and"),
+    "sharded, penalised": ("verify.agrees", "note", "each with 1 micro-batch"),
+    "sharded, penalised in shares": ("verify.declined", "note", "past the model's outputs, and"),
     "sharded, passes an object": ("verify.declined", "note", "tuples and dicts of these can."),
     "sharded, asks on one": ("verify.declined", "note", "1 of 2 ranks had come"),
     "ZeRO 1 bf16 accumulate 2": ("verify.agrees", "note", "ulp of bfloat16"),
@@ -64,7 +54,7 @@ ACCUMULATES = {"penalised", "weighted", "changed", "sharded, mixed"}
 class Headless(TinyLM):
     """Leaves the loss to the loop."""
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, input_ids):
         hidden = self.hidden(self.dropout(self.embedding(input_ids)))
         return self.head(self.norm(hidden.flatten(0, 1)).relu())
 
@@ -74,32 +64,28 @@ class Off:
 
     __slots__ = ("kept",)
 
-    def __bool__(self) -> bool:
+    def __bool__(self):
         return False
 
 
 class Loop:
-    def __init__(self, rank: int, kind: str, run_dir: str | None) -> None:
+    def __init__(self, rank, kind, run_dir):
         self.rank, self.kind = rank, kind
         self.sharded = kind.startswith("sharded")
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
+        seed(0)
         model = Headless() if kind.startswith("loss outside") else TinyLM()
         self.model = model.bfloat16() if kind == "bfloat16" else model
         model.hidden.register_forward_hook(self._keep_inner)
         self.wrapped = self._wrap(model)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
-        self.scope: Any = None
-        if run_dir is not None:
-            options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
-            self.scope = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
+        options = {"plan": LOCAL, "verify_at": () if "asks" in kind else [AT]}
+        self.watched = watch(self.wrapped, self.optimizer, run_dir=run_dir, **options)
 
-    def _keep_inner(self, _: nn.Module, __: object, output: torch.Tensor) -> None:
+    def _keep_inner(self, _, __, output):
         self.inner = output
 
-    def _wrap(self, model: TinyLM) -> nn.Module:
+    def _wrap(self, model):
         if self.sharded:
             return self._shard(model)
         if self.kind == "ignored":
@@ -112,7 +98,7 @@ class Loop:
             model.norm.register_forward_hook(lambda m, a, output: output * draw())
         return DistributedDataParallel(model)
 
-    def _shard(self, model: TinyLM) -> nn.Module:
+    def _shard(self, model):
         mixed = MixedPrecisionPolicy()
         if self.kind == "sharded, mixed":  # not the batch norm
             mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
@@ -125,7 +111,7 @@ class Loop:
         return whole
 
     @contextmanager
-    def _without_reduction(self) -> Iterator[None]:
+    def _without_reduction(self):
         if not self.sharded:
             with self.wrapped.no_sync():
                 yield
@@ -134,16 +120,12 @@ class Loop:
         yield
         self.wrapped.set_requires_gradient_sync(True)
 
-    def train(self) -> None:
-        for step in range(STEPS):
-            if self.scope is not None and step == AT - 1 and "asks" in self.kind:
-                self._step(step, ask=self.rank == 0)
-            else:
-                self._step(step)
-        if self.scope is not None:
-            self.scope.close()
+    def train(self):
+        with self.watched as self.scope:
+            for step in range(STEPS):
+                self._step(step, ask="asks" in self.kind and step == AT - 1 and self.rank == 0)
 
-    def _step(self, step: int, *, ask: bool = False) -> None:
+    def _step(self, step, *, ask):
         if self.kind == "two passes apart":
             self._step_apart(step)
             return
@@ -156,15 +138,15 @@ class Loop:
             if self.kind.startswith("loss outside") and self.scope is not None:
                 over_workers = self.kind.endswith("over workers")
                 self.scope.loss(loss.detach() * (dist.get_world_size() if over_workers else 1))
-            if ask and not micro:
+            if ask and self.scope is not None:
                 self.scope.verify()
         with torch.no_grad():
             self._change()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _step_apart(self, step: int) -> None:
-        """Take each pass's reduced gradient away; apply what both make together, as in PCGrad."""
+    def _step_apart(self, step):
+        """Apply what the reduced gradients of two passes make together, as in PCGrad."""
         apart = []
         for number in range(2):
             self._loss(make_batch(self.rank, 2 * step + number), 1).backward()
@@ -176,7 +158,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _loss(self, batch: dict[str, torch.Tensor], count: int) -> torch.Tensor:
+    def _loss(self, batch, count):
         if self.kind.startswith("loss outside"):
             logits = self.wrapped(batch["input_ids"])
             found = F.cross_entropy(logits, batch["labels"].flatten())
@@ -192,33 +174,23 @@ class Loop:
             found = found * 1.9
         return found / count
 
-    def _penalty(self) -> torch.Tensor:
+    def _penalty(self):
         if self.kind == "penalised inside":
             return self.inner.square().mean()
-        whole = self.model.head.weight.square().sum()
-        return getattr(whole, "full_tensor", lambda: whole)()  # in shares under FSDP2
+        if self.sharded:
+            layer = self.model.hidden  # of which this rank holds a part by now
+            shares = layer.weight.square().sum()
+            return shares.full_tensor() if "shares" in self.kind else layer(torch.ones(1, 24)).sum()
+        return self.model.head.weight.square().sum()
 
-    def _change(self) -> None:
+    def _change(self):
         if self.kind == "clips by value":
             nn.utils.clip_grad_value_(self.wrapped.parameters(), 0.001)
         if self.kind == "changed":
             self.model.head.weight.grad[3] *= 1.5
 
-    def bits(self) -> dict[str, bytes]:
-        state = {**self.model.state_dict(), "rng": torch.get_rng_state()}
-        for number, each in enumerate(self.optimizer.state.values()):
-            state[f"momentum {number}"] = each["momentum_buffer"]
-        whole = {n: getattr(v, "full_tensor", lambda v=v: v)() for n, v in state.items()}
-        numpy = np.random.get_state(legacy=False)["state"]["key"]  # noqa: NPY002
-        return {
-            **{n: v.detach().contiguous().view(torch.uint8).numpy().tobytes() if v.dim() else
-               v.detach().float().numpy().tobytes() for n, v in whole.items()},
-            "others": numpy.tobytes() + repr(random.getstate()).encode(),
-        }  # fmt: skip
 
-
-def train_each(rank: int, folder: str) -> dict[str, Any]:
-    """Train each kind; return warnings, and whether one that is not wrong has its own bits."""
+def train_each(rank, folder):
     verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
     for kind in SAYS:
@@ -227,39 +199,35 @@ def train_each(rank: int, folder: str) -> dict[str, Any]:
             trained = [train_engine(rank, kind, run_dir) for run_dir in (f"{folder}/{kind}", None)]
             told[kind] = warnings, trained[0] == trained[1]
             continue
-        watched = Loop(rank, kind, f"{folder}/{kind}")
-        torch.manual_seed(7 + rank)
-        watched.train()
-        if SAYS[kind][1] == "error":
-            told[kind] = warnings, True
-            continue
-        mine, alone = watched.bits(), Loop(rank, kind, None)
-        torch.manual_seed(7 + rank)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002
-        alone.train()
-        told[kind] = warnings, mine == alone.bits()
+        bits = []
+        for run_dir in (f"{folder}/{kind}", None):
+            loop = Loop(rank, kind, run_dir)
+            seed(7 + rank)
+            loop.train()
+            bits.append(bits_of(loop.model, [loop.optimizer]))
+        told[kind] = warnings, SAYS[kind][1] == "error" or bits[0] == bits[1]
     return told
 
 
-def train_engine(rank: int, kind: str, run_dir: str | None) -> dict[str, bytes]:
-    """Train with DeepSpeed, watched or not; return the bits of all state."""
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002
+
+
+def train_engine(rank, kind, run_dir):
     (mode,) = (mode for mode in deepspeed_modes.MODES if mode.name == kind)
     engine = deepspeed_modes.make_engine(rank, mode, dropout=0.1)
-    scope = None
-    if run_dir is not None:
-        scope = watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL)
-    for step in range(STEPS):
-        deepspeed_modes.train_step(rank, mode, step, engine)
-    if scope is not None:
-        scope.close()
+    with watch(engine, run_dir=run_dir, verify_at=[AT], plan=LOCAL):
+        for step in range(STEPS):
+            deepspeed_modes.train_step(rank, mode, step, engine)
     state = deepspeed_modes.state_of(engine)
     engine.destroy()
     dist.barrier()
-    return {name: value.tobytes() for name, value in state.items()}
+    return state
 
 
-def findings(run_dir: Path, family: str) -> list[dict[str, Any]]:
+def findings(run_dir, family):
     return [event for event in events_of(run_dir) if event["cause"].startswith(family)]
 
 
@@ -281,7 +249,7 @@ def test_each_loop_is_judged_rightly_and_goes_on_with_the_same_bits(tmp_path):
         assert report(tmp_path / kind) == (1 if severity == "error" else 0)
 
 
-def report(run_dir: Path) -> int:
+def report(run_dir):
     """Return the exit code of a report, whose new diagnosis keeps what no table holds."""
     from rankscope.cli.main import app  # which no rank needs to import
 

@@ -27,8 +27,7 @@ class _Web(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         answer = self.server.answers.pop(0) if self.server.answers else 200
         code, place = answer if isinstance(answer, tuple) else (answer, None)
-        kind = self.headers["Content-Type"]
-        self.server.got.append((self.path, kind, json.loads(body), code))
+        self.server.got.append((self.path, self.headers["Content-Type"], json.loads(body), code))
         self.send_response(code)
         if place is not None:
             self.send_header("Location", place)
@@ -57,7 +56,6 @@ class MailServer(socketserver.ThreadingTCPServer):
 
     @property
     def place(self) -> str:
-        """Its host and port."""
         return f"127.0.0.1:{self.server_address[1]}"
 
 
@@ -93,7 +91,6 @@ Server = TypeVar("Server", WebServer, MailServer)
 
 @contextmanager
 def running(made: type[Server]) -> Iterator[Server]:
-    """Run a server in a thread."""
     with made() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

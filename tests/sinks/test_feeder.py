@@ -110,13 +110,11 @@ def test_a_sink_that_hangs_is_left_behind_and_others_are_not(tmp_path, told):
 
 def test_open_findings_are_counted_and_the_first_ranks_they_name_are_shown(tmp_path):
     seen = Gated(open_gate=True)
-    known = finding(id="old", severity=Severity.ERROR, ranks=(9,))
-    info = run_info(tmp_path, findings=(known,))
+    info = run_info(tmp_path, findings=(finding(id="old", severity=Severity.ERROR, ranks=(9,)),))
     sinks = Sinks([PlannedSink("seen", lambda: seen)], info)
-    everywhere = finding(id="all", severity=Severity.NOTE, ranks=tuple(range(40)))
     events = [
         [],
-        [FINDING, everywhere],
+        [FINDING, finding(id="all", severity=Severity.NOTE, ranks=tuple(range(40)))],
         [finding(severity=Severity.ERROR)],
         [finding(id="old", status="closed")],
     ]

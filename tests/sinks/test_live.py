@@ -1,26 +1,37 @@
-"""Sinks beside real training on two ranks."""
+"""Sinks, alerts and open runs of trackers beside real training on two ranks; the example."""
 
 import contextlib
 import json
+import logging
 import math
+import os
 import re
+import sys
 import time
 import urllib.request
+from pathlib import Path
 from unittest import mock
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import rankscope
-from rankscope import Run
+from rankscope import Run, WatchOptions
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
+from rankscope.report import write_report
+from rankscope.session.start import ALERTS
 from rankscope.sinks import specs
 from rankscope.sinks.grafana import dashboard
 from rankscope.sinks.prometheus import PrometheusSink
+from rankscope.sinks.tracked import open_run_of
+from rankscope.verdict.words import facts
+from sinks.servers import MailServer, WebServer, running
 from sinks.test_feeder import Gated
+from support.forked_ranks import torchrun
 from support.loops import Loop, wait_for
 from support.models import make_batch
-from support.ranks import on_ranks
+from support.ranks import on_ranks, run_ranks
 
 NUM_STEPS = 14
 QUIET = {"canary": False, "hang_seconds": None, "overhead_budget": None}
@@ -38,7 +49,6 @@ def train(loop):
 
 
 def scraped(port):
-    """Return what is served once the last step is there."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -49,7 +59,6 @@ def scraped(port):
 
 
 def problems_of(rank, ddp, run_dir):
-    """Return what all ranks raise when rank 0's sinks cannot work."""
     problems = []
     for sinks, missing in ((["csv"], False), (["wandb"], True)):
         hidden = mock.patch.object(specs, "find_spec", return_value=None)
@@ -62,7 +71,6 @@ def problems_of(rank, ddp, run_dir):
 
 
 def wait_until_served(loop, port):
-    """Return what Prometheus gets once the last step has come back from the root."""
     wait_for(loop.scope, loop.scope._collector.step - 1)
     until = time.monotonic() + 60
     while "rankscope_loss_mean" not in (text := scraped(port)):
@@ -96,9 +104,8 @@ def test_what_rank_0_cannot_do_is_raised_on_all_ranks_before_anything_is_written
     (usage, text), (missing, advice) = first
     assert (usage, missing) == ("UsageError", "MissingExtraError")
     assert "one of tensorboard" in text
-    assert advice == (
-        "the sink 'wandb' needs packages that are not installed: run " + install_command("wandb")
-    )
+    lacking = "the sink 'wandb' needs packages that are not installed: run "
+    assert advice == lacking + install_command("wandb")
     assert not (folder / "none").exists()
 
 
@@ -151,9 +158,119 @@ def test_everything_that_the_dashboard_asks_for_is_served(ranks):
     for name, inside in re.findall(r"(rankscope_\w+)\{(.*?)\}", text):
         for label, value in re.findall(r'(\w+)="(\w+)"', inside):
             assert (name, label, value) in labels
-    legends = [
-        target["legendFormat"] for panel in document["panels"] for target in panel["targets"]
-    ]
-    assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {
-        label for _, label, _ in labels
-    }
+    legends = [each["legendFormat"] for panel in document["panels"] for each in panel["targets"]]
+    assert set(re.findall(r"\{\{(\w+)\}\}", "\n".join(legends))) <= {each[1] for each in labels}
+
+
+SECRET = "tell-nobody"
+
+
+def train_with_alerts(rank, folder, hook, mail):
+    logging.getLogger("rankscope").setLevel(logging.DEBUG)
+    watched = []
+    for name, alerts in (("option", [hook, mail]), ("environment", ())):
+        if not alerts:
+            os.environ[ALERTS] = f"{hook} {mail}"
+        loop = Loop(rank, f"{folder}/{name}", agent="process", alerts=alerts, announce=True)
+        for step in range(NUM_STEPS):
+            loop.step(step, rank=0)
+        loop.close()
+        watched.append(loop)
+    plain = Loop(rank, None)
+    for step in range(NUM_STEPS):
+        plain.step(step, rank=0)
+    sent_here = {"rankscope.sinks.webhook", "rankscope.sinks.mail"} & set(sys.modules)
+    bits = [loop.bits() == plain.bits() for loop in watched]
+    return [loop.warnings for loop in watched], bits, sent_here
+
+
+@pytest.mark.ranks
+def test_alerts_come_from_the_agent_and_their_places_are_recorded_nowhere(tmp_path):
+    with running(WebServer) as http, running(MailServer) as mail:
+        hook = f"slack:http://127.0.0.1:{http.server_port}/T0/{SECRET}"
+        mailto = f"mailto:{SECRET}@example.org?smtp={mail.place}"
+        results = run_ranks(train_with_alerts, 2, str(tmp_path), hook, mailto)
+        messages, recipients = list(mail.messages), set(mail.recipients)
+        got = list(http.got)
+    assert results == [([[], []], [True, True], set())] * 2
+    assert {path for path, *_ in got} == {f"/T0/{SECRET}"}
+    assert all(body.keys() == {"text"} for _, _, body, _ in got)
+    for name in ("option", "environment"):
+        text = next(body["text"] for _, _, body, _ in got if body["text"].startswith(f"{name}: "))
+        assert "data.duplicate_batches opened on ranks 0 and 1" in text
+        assert f"rankscope report {tmp_path / name}" in text
+        run = Run.open(tmp_path / name)
+        write_report(run)
+        files = [path for path in run.path.rglob("*") if path.is_file()]
+        assert run.path / "report.html" in files
+        assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert recipients == {f"<{SECRET}@example.org>"}
+    assert {str(one["Subject"]).split(": ")[1] for one in messages} == {"option", "environment"}
+    assert SECRET not in repr(WatchOptions(alerts=[hook, mailto]))
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sinks.py"
+COMMAND = 'command:echo "$RANKSCOPE_SEVERITY $RANKSCOPE_CAUSE $RANKSCOPE_EVENT"'
+
+
+@pytest.mark.ranks
+def test_the_example_tells_of_its_fault(tmp_path):
+    assert COMMAND in EXAMPLE.read_text()
+    options = ["--steps", "20", "--forget-sampler", "--slowest", "--sink", "jsonl"]
+    command = [str(EXAMPLE), "--run-dir", "run", *options, "--sink", COMMAND]
+    code, out, err = torchrun(["--nproc-per-node", "2"], *command, folder=tmp_path)
+    assert code == 0, err
+    lines = out.splitlines()
+    opened = [line for line in lines if line.endswith("opened")]
+    assert opened == ["error data.duplicate_batches opened"]
+    [counts] = [line for line in lines if line.startswith("slowest")]
+    counted = sum(json.loads(counts.partition(": ")[2]))
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [row for row in map(json.loads, rows) if "step" in row]
+    busy = [row for row in steps if "rankscope_workers/busy_seconds/max" in row]
+    assert len(steps) == 20
+    assert counted == len(busy) > 10
+
+
+def test_nothing_is_taken_over_without_a_sink_or_a_run():
+    assert open_run_of([]) == {}
+    assert open_run_of(["jsonl", "webhook to example.org"]) == {}
+
+
+def begin(rank, folder):
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": folder}
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    assert open_run_of(["wandb", "mlflow"]) == {}
+    import mlflow
+    import wandb
+
+    mlflow.set_tracking_uri(f"file://{folder}/mlruns")
+    described = {"group": "seeds", "tags": ["a", "b"], "notes": "see https://me:pw@example.org/x"}
+    run = wandb.init(project="p", name="first try", **described) if rank == 0 else None
+    for name in ("wandb", "mlflow"):
+        if name == "mlflow" and rank == 0:
+            run.finish()
+            mlflow.start_run(run_name="second try", tags={"stage": "dev"}, description="why")
+        loop = Loop(rank, f"{folder}/beside-{name}", sinks=name)
+        loop.step(0)
+        loop.close()
+    if rank == 0:
+        mlflow.end_run()
+    return loop.warnings
+
+
+@pytest.mark.ranks
+def test_name_group_tags_and_notes_are_those_of_the_open_run(tmp_path):
+    assert run_ranks(begin, 2, str(tmp_path)) == [[], []]
+    info = Run.open(tmp_path / "beside-wandb").info
+    tracked = info["tracked"]
+    assert tracked.pop("notes").startswith("see https://")
+    assert "pw" not in str(info)
+    assert tracked == {
+        "tracker": "wandb", "name": "first try", "group": "seeds", "tags": ["a", "b"]
+    }  # fmt: skip
+    shown = dict(facts(info, "complete", 2, 1))
+    assert (shown["Run in wandb"], shown["Group"], shown["Tags"]) == ("first try", "seeds", "a, b")
+    assert Run.open(tmp_path / "beside-mlflow").info["tracked"] == {
+        "tracker": "mlflow", "name": "second try", "tags": ["stage=dev"], "notes": "why"
+    }  # fmt: skip

@@ -12,14 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rankscope.bus.evidence import Source, Table
 from rankscope.bus.finding import Severity
 from rankscope.evidence import columns_of
-from rankscope.sinks.base import (
-    MAX_NAMED,
-    MAX_RANKS,
-    SPREAD,
-    STEP_SIGNALS,
-    WORKER_SIGNALS,
-    step_values,
-)
+from rankscope.sinks import base
 from rankscope.sinks.prometheus import PrometheusSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
@@ -41,14 +34,10 @@ def serve(tmp_path):
 
 
 def scrape(sink):
-    """Return all samples by name and labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
-    return {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return {(one.name, *sorted(one.labels.items())): one.value for one in samples}
 
 
 def known(name, *labels):
@@ -58,7 +47,7 @@ def known(name, *labels):
 def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
     sink = serve()
     for step in (2, 3):
-        values = step_values(make_report(step), (), {})
+        values = base.step_values(make_report(step), (), {})
         sink.step(values)
     expected = {
         known("run_info", ("run", "run")): 1,
@@ -67,10 +56,11 @@ def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
         **{known(name): value for name, value in values.values.items()},
         **{known("findings_open", ("severity", str(severity))): 0 for severity in Severity},
     }
-    for signal in WORKER_SIGNALS:
+    for signal in base.WORKER_SIGNALS:
         spread = values.spread(signal.name)
         if spread is not None:
-            for which, value in zip(SPREAD, (spread.low, spread.mean, spread.high), strict=True):
+            ends = (spread.low, spread.mean, spread.high)
+            for which, value in zip(base.SPREAD, ends, strict=True):
                 expected[known(f"workers_{signal.name}", ("over", which))] = value
         for rank, value in values.by_rank(signal.name).items():
             expected[known(f"worker_{signal.name}", ("rank", str(rank)))] = value
@@ -78,18 +68,18 @@ def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
 
 
 def test_the_number_of_series_is_bounded(serve):
-    num_workers = MAX_RANKS
+    num_workers = base.MAX_RANKS
     sink = serve()
     report = make_report(0, num_workers)
     for signal in columns_of(Table.WORKERS, Source.LOCAL):
         report.gathered.workers[signal.name][:] = 1
     derived = {name: np.ones(num_workers) for name in report.derived}
     report = replace(report, derived=derived, values=dict.fromkeys(report.values, 1.0))
-    sink.step(step_values(report, range(MAX_NAMED)))
+    sink.step(base.step_values(report, range(base.MAX_NAMED)))
     for number in range(5000):
         sink.finding(finding(id=f"f{number}", ranks=(number % num_workers,)))
     read = scrape(sink)
-    bound = 3 + len(STEP_SIGNALS) + 3 + 1 + len(WORKER_SIGNALS) * (3 + MAX_RANKS)
+    bound = 3 + len(base.STEP_SIGNALS) + 3 + 1 + len(base.WORKER_SIGNALS) * (3 + base.MAX_RANKS)
     assert len(read) == bound
     assert read[known("findings", ("cause", FINDING.cause), ("severity", "warning"))] == 5000
 

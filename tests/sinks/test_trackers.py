@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 
@@ -22,7 +23,6 @@ TEXTS = ["warning: data.duplicate_batches opened", "warning: data.duplicate_batc
 
 
 def feed(sink, info):
-    """Let a sink go through a short run."""
     sink.open(info)
     for step in STEPS[:2]:
         sink.step(step)
@@ -34,7 +34,6 @@ def feed(sink, info):
 
 
 def expected(point):
-    """Return what a tracker must hold of each metric, as points that are made of step and value."""
     points = {}
     for step in STEPS:
         for name, value in step.flat().items():
@@ -57,10 +56,8 @@ def test_tensorboard_reads_the_same_scalars_and_the_texts(tmp_path):
     ended = time.time()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
-    read = {
-        name: [(event.step, event.wall_time, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
+    scalars = {name: events.Scalars(name) for name in events.Tags()["scalars"]}
+    read = {n: [(e.step, e.wall_time, e.value) for e in own] for n, own in scalars.items()}
     assert read == expected(lambda step, value: (step.step, step.time, single(value)))
     assert any(len(points) < 4 for points in read.values())  # what is undefined is left out
     assert "rankscope_ranks/grad_norm/1" in read
@@ -165,22 +162,15 @@ def client(tmp_path, monkeypatch):
 
 
 def metrics(client, run):
-    """Return all points of all metrics of an MLflow run."""
-    return {
-        name: [
-            (point.step, point.timestamp, point.value)
-            for point in client.get_metric_history(run.info.run_id, name)
-        ]
-        for name in run.data.metrics
-    }
+    history = partial(client.get_metric_history, run.info.run_id)
+    return {n: [(p.step, p.timestamp, p.value) for p in history(n)] for n in run.data.metrics}
 
 
 def test_mlflow_has_all_points_in_a_run_of_its_own(tmp_path, client):
     from rankscope.sinks.mlflow import MlflowSink
 
     feed(MlflowSink("an-experiment"), run_info(tmp_path))
-    experiment = client.get_experiment_by_name("an-experiment")
-    [run] = client.search_runs([experiment.experiment_id])
+    [run] = client.search_runs([client.get_experiment_by_name("an-experiment").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
     read = metrics(client, run)
     assert read == expected(lambda step, value: (step.step, round(1000 * step.time), value))
@@ -238,12 +228,8 @@ read = {
 }
 (folder / "read.json").write_text(json.dumps(read, default=str))
 """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TRACKIO_DIR": str(tmp_path / "trackio"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["TRACKIO_DIR"] = str(tmp_path / "trackio")
     command = [sys.executable, "-c", script, str(tmp_path)]
     subprocess.run(command, capture_output=True, env=environment, check=True)
     read = json.loads((tmp_path / "read.json").read_text())

@@ -1,9 +1,7 @@
-"""Reads what an offline run of Weights & Biases has left on disk.
+"""Reads what an offline run of Weights & Biases has left: protocol buffers in LevelDB's format.
 
-The file is a log of protocol buffers in LevelDB's format: after a header of 7 bytes, blocks of
-32 KiB (the first counts its header); in a block, pieces of a checksum (4 bytes), a length (2), a
-type (1: whole, 2: first, 3: middle, 4: last) and data; fewer than 7 bytes at a block's end are
-padding.
+After a header of 7 bytes, blocks of 32 KiB; in a block, pieces of checksum (4 bytes), length (2),
+type (1: whole, 2: first, 3: middle, 4: last) and data; fewer than 7 bytes at its end are padding.
 """
 
 import json
@@ -58,7 +56,6 @@ def history(path):
 
 
 def summary(path):
-    """Return what was put into the run's summary by hand."""
     merged = {}
     for record in records(path):
         if record.HasField("summary"):
@@ -67,6 +64,5 @@ def summary(path):
 
 
 def alerts(path):
-    """Return title, text and level of each alert."""
     found = [record.alert for record in records(path) if record.HasField("alert")]
     return [(alert.title, alert.text, alert.level) for alert in found]

@@ -24,11 +24,8 @@ def parts_of(vector):
 
 
 def audit(locals_, held, copies):
-    """Return what each worker learns ``[W, 1 + G]``."""
-    parts = [
-        AuditPart(parts_of(local)[0], *parts_of(own))
-        for local, own in zip(locals_, held, strict=True)
-    ]
+    pairs = zip(locals_, held, strict=True)
+    parts = [AuditPart(parts_of(local)[0], *parts_of(own)) for local, own in pairs]
     found = residuals_of_all(parts, FIRSTS, copies)
     hosts = [total_of(some, len(parts), copies) for some in (parts[:1], parts[1:])]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -69,8 +66,7 @@ def test_a_sharded_result_is_put_together(gradients, copies, shards):
     held = np.zeros((4, SIZE))
     for worker, indices in enumerate(np.array_split(np.arange(SIZE), shards) * copies):
         held[worker, indices] = reduced[indices]
-    found = audit(gradients, held, copies)
-    for own in found:  # all learn the same
+    for own in audit(gradients, held, copies):  # all learn the same
         np.testing.assert_allclose(own, expected(reduced, mean), rtol=1e-5)
 
 

@@ -1,6 +1,7 @@
 """Directions against naive loops over gradients in float64, and what must not change them."""
 
 import math
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -28,7 +29,6 @@ NAN = float("nan")
 
 
 def gradients(min_workers=1, max_workers=6):
-    """Gradients of moderate numbers; rows of zeros occur."""
     numbers = st.integers(-50, 50).map(lambda n: n / 8)
     shapes = st.tuples(st.integers(min_workers, max_workers), st.integers(1, 7))
     return shapes.flatmap(lambda shape: arrays(np.float64, shape, elements=numbers))
@@ -42,9 +42,7 @@ def naive_cosine(a, b):
 
 
 def naive_pairs(rows):
-    return [
-        naive_cosine(rows[i], rows[j]) for i in range(len(rows)) for j in range(i + 1, len(rows))
-    ]
+    return [naive_cosine(*pair) for pair in combinations(rows, 2)]
 
 
 def naive_weighted(rows):
@@ -68,10 +66,8 @@ def test_every_form_agrees_with_naive_loops(rows):
     pairs = naive_pairs(rows)
     defined = [value for value in pairs if not math.isnan(value)]
     np.testing.assert_allclose(upper_triangle(cosines_WW), pairs, atol=1e-11)
-    np.testing.assert_allclose(mean_and_min_cosine(cosines_WW)[0], naive_mean(pairs), atol=1e-11)
-    np.testing.assert_allclose(
-        mean_and_min_cosine(cosines_WW)[1], min(defined, default=NAN), atol=1e-11
-    )
+    expected = naive_mean(pairs), min(defined, default=NAN)
+    np.testing.assert_allclose(mean_and_min_cosine(cosines_WW), expected, atol=1e-11)
     np.testing.assert_allclose(norm_weighted_cosine(gram(rows)), naive_weighted(rows), atol=1e-11)
 
 
@@ -100,8 +96,7 @@ def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
 @pytest.mark.parametrize(("num_workers", "scale"), [(2, 1e30), (3, 1.0), (130, 1e-30)])
 def test_identical_gradients_have_cosine_exactly_one(num_workers, scale):
     row = np.random.default_rng(num_workers).standard_normal(4093) * scale
-    rows = np.tile(row.astype(np.float32), (num_workers, 1))
-    gram_WW = gram(rows)
+    gram_WW = gram(np.tile(row.astype(np.float32), (num_workers, 1)))
     assert (cosines_from_gram(gram_WW) == 1.0).all()
     assert (leave_one_out(gram_WW) == 1.0).all()
     assert norm_weighted_cosine(gram_WW) == 1.0
@@ -118,9 +113,8 @@ def test_a_worker_without_direction_is_left_out(poison):
     cosines_WW = cosines_from_gram(gram_WW)
     assert np.isnan(cosines_WW[1]).all()
     assert np.isnan(cosines_WW[:, 1]).all()
-    assert mean_and_min_cosine(cosines_WW)[0] == pytest.approx(
-        naive_mean(naive_pairs(healthy)), abs=1e-12
-    )
+    mean = naive_mean(naive_pairs(healthy))
+    assert mean_and_min_cosine(cosines_WW)[0] == pytest.approx(mean, abs=1e-12)
     assert norm_weighted_cosine(gram_WW) == pytest.approx(naive_weighted(healthy), abs=1e-12)
     rest = leave_one_out(gram_WW)
     assert math.isnan(rest[1])
@@ -134,9 +128,6 @@ def test_the_upper_triangle_holds_the_whole_matrix(rows):
         return  # a single direction has no pair that could tell of it
     again = from_upper_triangle(upper_triangle(cosines_WW), len(rows))
     np.testing.assert_array_equal(again, cosines_WW)
-
-
-BY_HALVES = 1e-4
 
 
 def workers(num_workers, seed=0, width=127, num_groups=2, common=0.3):
@@ -176,7 +167,7 @@ def test_it_finds_what_all_pairs_give(num_workers, common):
     sketches, groups = workers(num_workers, seed=num_workers, common=common)
     check_against_pairs(sketches, groups, 1e-11)
     halves = through_halves(sketches), np.stack([through_halves(rows) for rows in groups])
-    check_against_pairs(sketches, groups, BY_HALVES, halves)
+    check_against_pairs(sketches, groups, 1e-4, halves)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -185,9 +176,8 @@ def test_one_worker_that_is_not_finite_leaves_the_others_as_they_are_without_it(
     sketches[4, 7] = groups[1, 4, 3] = bad
     found = consensus_of(through_halves(sketches), np.stack([through_halves(r) for r in groups]))
     others = np.arange(9) != 4
-    expected = consensus_of(
-        through_halves(sketches[others]), np.stack([through_halves(r[others]) for r in groups])
-    )
+    kept = np.stack([through_halves(rows[others]) for rows in groups])
+    expected = consensus_of(through_halves(sketches[others]), kept)
     np.testing.assert_array_equal(found.cosine_rest_W[others], expected.cosine_rest_W)
     assert found.cosine_mean == pytest.approx(expected.cosine_mean, abs=1e-12)
     assert found.cosine_weighted == pytest.approx(expected.cosine_weighted, abs=1e-12)
@@ -208,8 +198,7 @@ def test_identical_workers_have_cosine_one_exactly():
 
 
 def test_folding_is_linear_and_leaves_narrow_rows_alone():
-    rng = np.random.default_rng(0)
-    rows = rng.integers(-9, 9, size=(2, 1021)).astype(np.float32)
+    rows = np.random.default_rng(0).integers(-9, 9, size=(2, 1021)).astype(np.float32)
     np.testing.assert_array_equal(fold(rows, 251).sum(axis=0), fold(rows.sum(0)[None], 251)[0])
     assert fold(rows, 1021) is rows
     signs = fold(np.eye(1021, dtype=np.float32), 251).sum(axis=1)

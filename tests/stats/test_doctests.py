@@ -8,11 +8,8 @@ import pytest
 
 from rankscope import bus, stats
 
-MODULES = [
-    module.name
-    for room in (stats, bus)
-    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}.")
-]
+ROOMS = [pkgutil.iter_modules(room.__path__, f"{room.__name__}.") for room in (stats, bus)]
+MODULES = [module.name for room in ROOMS for module in room]
 
 
 @pytest.mark.parametrize("name", MODULES)

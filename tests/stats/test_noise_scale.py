@@ -1,12 +1,20 @@
-"""Noise of gradients from norms alone, against gradients whose noise is known."""
+"""Noise of gradients from norms alone, and ratios over steps with their intervals."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rankscope.stats.noise_scale import Estimate, micro_shares, noise_of_steps, noise_scale
+from rankscope.stats.noise_scale import (
+    MOST_BLOCKS,
+    Estimate,
+    block_sums,
+    micro_shares,
+    noise_of_steps,
+    noise_scale,
+    ratio_of_sums,
+    student_975,
+)
 
 WORKERS, MICRO, SIZE = 4, 3, 200
 TRUTH = np.linspace(-0.3, 0.5, SIZE)
@@ -14,49 +22,24 @@ STD = np.linspace(0.5, 2.0, SIZE)
 SIGNAL, NOISE = float(TRUTH @ TRUTH), float(STD @ STD)
 
 
-def gradient_noise(norms, reduced, micro_squares_W, num_micro, share=math.nan):
-    """The noise of one step, as plain numbers."""
-    micro = math.nan if micro_squares_W is None else micro_squares_W.mean()
-    numbers = np.square(norms).mean(), reduced, micro, num_micro, share
-    found = noise_of_steps(*(np.array([number]) for number in numbers), len(norms))
-    names = ("between", "within", "noise", "signal", "units")
-    return SimpleNamespace(**{name: getattr(found, f"{name}_T")[0] for name in names})
-
-
-def share_of(scales_WM):
-    """Return the share of one step, given the multipliers of each worker's micro-batches."""
-    scales_WM = np.asarray(scales_WM)
-    with np.errstate(over="ignore"):
-        sums_W, squares_W = scales_WM.sum(axis=1), np.square(scales_WM).sum(axis=1)
-    return micro_shares(sums_W[None], squares_W[None], np.array([scales_WM.shape[1]]))[0]
-
-
-def observe(rng):
-    """Return the noise of one step of healthy workers."""
-    micro = TRUTH + STD * rng.standard_normal((WORKERS, MICRO, SIZE))
-    local = micro.mean(axis=1)
-    squares = np.square(np.linalg.norm(micro, axis=2)).sum(axis=1)
-    norms, reduced = np.linalg.norm(local, axis=1), float(np.linalg.norm(local.mean(axis=0)))
-    share = share_of(np.full((WORKERS, MICRO), 1 / MICRO))
-    return gradient_noise(norms, reduced, squares, MICRO, share)
-
-
-def means():
-    rng = np.random.default_rng(0)
-    steps = [observe(rng) for _ in range(400)]
-    return {
-        name: np.mean([getattr(step, name) for step in steps])
-        for name in ("between", "within", "noise", "signal", "units")
-    }
-
-
 def test_healthy_workers_give_the_true_noise_and_signal():
-    found = means()
-    assert found["noise"] == pytest.approx(NOISE, rel=0.02)
-    assert found["signal"] == pytest.approx(SIGNAL, rel=0.05)
-    assert found["between"] == pytest.approx(NOISE / MICRO, rel=0.02)
-    assert found["within"] == pytest.approx(NOISE / MICRO, rel=0.02)
-    assert found["units"] == WORKERS * MICRO
+    steps, rng = 400, np.random.default_rng(0)
+    micro_TWMP = TRUTH + STD * rng.standard_normal((steps, WORKERS, MICRO, SIZE))
+    local_TWP = micro_TWMP.mean(axis=2)
+    sums_TW = np.ones((steps, WORKERS))
+    found = noise_of_steps(
+        np.square(local_TWP).sum(axis=2).mean(axis=1),
+        np.linalg.norm(local_TWP.mean(axis=1), axis=1),
+        np.square(micro_TWMP).sum(axis=(2, 3)).mean(axis=1),
+        np.full(steps, MICRO),
+        micro_shares(sums_TW, sums_TW / MICRO, np.full(steps, MICRO)),
+        WORKERS,
+    )
+    assert found.noise_T.mean() == pytest.approx(NOISE, rel=0.02)
+    assert found.signal_T.mean() == pytest.approx(SIGNAL, rel=0.05)
+    assert found.between_T.mean() == pytest.approx(NOISE / MICRO, rel=0.02)
+    assert found.within_T.mean() == pytest.approx(NOISE / MICRO, rel=0.02)
+    assert found.units_T.mean() == WORKERS * MICRO
 
 
 def test_shares_of_micro_batches():
@@ -77,3 +60,39 @@ def test_an_interval_turned_round():
     hidden = noise_scale(Estimate(-0.1, -0.3, 0.2))
     assert (hidden.value, hidden.low, hidden.high) == (math.inf, 5.0, math.inf)
     assert math.isnan(noise_scale(Estimate(0.5)).low)
+
+
+@pytest.mark.parametrize(("steps", "blocks"), [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)])
+def test_no_step_is_lost_and_there_are_few_blocks(steps, blocks):
+    pairs_T2 = np.random.default_rng(steps).random((steps, 2))
+    sums_B2 = block_sums(*pairs_T2.T)
+    np.testing.assert_allclose(sums_B2.sum(axis=0), pairs_T2.sum(axis=0))
+    assert len(sums_B2) == blocks <= MOST_BLOCKS + 1
+
+
+def test_the_interval_is_the_textbook_jackknife():
+    sums = 1e-9 * np.random.default_rng(0).gamma(3.0, 1.0, (20, 2))
+    n, d = sums.sum(axis=0)
+    left_out = [math.sqrt((n - a) / (d - b)) for a, b in sums]
+    mean = math.fsum(left_out) / 20
+    error = math.sqrt(19 / 20 * math.fsum((x - mean) ** 2 for x in left_out))
+    found = ratio_of_sums(sums, root=True)
+    assert found.value == pytest.approx(math.sqrt(n / d))
+    assert found.high == pytest.approx(found.value + 2.093 * error, rel=1e-4)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """Scaled chi-square variances, whose level wanders from step to step, of ratio 1."""
+    rng = np.random.default_rng(1)
+    covered, num_runs = 0, 400
+    for _ in range(num_runs):
+        level = np.exp(rng.normal(0, 0.5, 150))
+        pairs = np.stack([level * rng.chisquare(7, 150) / 7, level * rng.chisquare(24, 150) / 24])
+        found = ratio_of_sums(block_sums(*pairs), root=True)
+        covered += found.low <= 1 <= found.high
+    assert 0.92 < covered / num_runs < 0.98
+
+
+@pytest.mark.parametrize(("degrees", "quantile"), [(7, 2.3646), (63, 1.9983)])
+def test_quantiles_of_student(degrees, quantile):
+    assert student_975(degrees) == pytest.approx(quantile, abs=1e-3)

@@ -1,7 +1,7 @@
 """The ledger against dictionaries and sets, and on streams whose counts are known."""
 
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import chain, combinations
 
 import numpy as np
 import pytest
@@ -21,14 +21,8 @@ streams = st.tuples(
 )
 
 
-def as_arrays(batches):
-    return [np.array(batch, np.int64) for batch in batches]
-
-
-def count(ledger, batches):
-    """Return the counts of one step."""
-    [counts] = ledger.observe(DrawnSamples([batches]).sorted())
-    return counts
+def drawn(*steps):
+    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
 
 
 class NaiveLedger:
@@ -52,9 +46,8 @@ class NaiveLedger:
                     if sample not in self.crossed:
                         crossing.update([rank, self.first_owner[sample]])
                         self.crossed.add(sample)
-        shared = Counter(
-            pair for ranks in ranks_of.values() for pair in combinations(sorted(ranks), 2)
-        )
+        pairs = (combinations(sorted(ranks), 2) for ranks in ranks_of.values())
+        shared = Counter(chain.from_iterable(pairs))
         counts = {
             "drawn": sum(map(len, batches)),
             "new": sum(not self.owners[sample] for sample in ranks_of),
@@ -76,7 +69,7 @@ def test_counts_agree_with_dictionaries(stream):
     naive, ledger = NaiveLedger(), SampleLedger()
     for batches in stream:
         expected = naive.observe(batches)
-        counts = count(ledger, as_arrays(batches))
+        [counts] = ledger.observe(drawn(batches).sorted())
         assert {name: getattr(counts, name) for name in expected} == expected
         assert ledger.distinct == len(naive.owners)
         assert ledger.exact
@@ -102,10 +95,6 @@ def test_a_map_agrees_with_a_dict_however_it_is_filled(num_keys):
     assert count_common(everything, np.array(list(truth))) == len(truth)
 
 
-def drawn(*steps):
-    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
-
-
 @pytest.mark.parametrize("halvings", [1, 5])
 def test_a_share_is_nested_and_of_its_size(halvings):
     share = SampleShare()
@@ -117,8 +106,7 @@ def test_a_share_is_nested_and_of_its_size(halvings):
         assert not (admitted & ~before).any()
         before = admitted
     p = 0.5**halvings
-    error = np.sqrt(len(samples) * p * (1 - p))
-    assert abs(before.sum() - len(samples) * p) <= 5 * error
+    assert abs(before.sum() - len(samples) * p) <= 5 * np.sqrt(len(samples) * p * (1 - p))
     assert share.one_in == 2**halvings
 
 
@@ -137,10 +125,7 @@ def test_how_many_steps_are_taken_together_makes_no_difference(capacity):
         found = list(together.observe(drawn(*steps)))
         for one, other in zip(found, expected, strict=True):
             assert one.samples.tolist() == other.samples.tolist()
-            assert (one.counts, one.drawn, one.remembered) == (
-                other.counts,
-                other.drawn,
-                other.remembered,
-            )
+            for name in ("counts", "drawn", "remembered"):
+                assert getattr(one, name) == getattr(other, name)
     assert together.one_in == alone.one_in
     assert (together.one_in > 1) == (capacity == 1500)

@@ -70,23 +70,13 @@ def test_an_object_goes_on_with_the_same_values_of_the_same_kinds():
     restored, original = Outer(8), filled()
     restored.restore(original.state())
     assert restored.limit == 8
-    assert restored.number == -math.inf
-    assert restored.maybe == (1, "two", 3.5)
-    assert restored.best == Mark(3, math.inf, (1, 2))
-    assert restored.marks == {7: Mark(4, 0.1), 9: None}
-    assert restored.colour is Colour.BLUE
-    assert restored.pairs[0, 3] == (1, 2)
-    np.testing.assert_array_equal(restored.pairs["text"][0], np.arange(3))
-    assert restored.pairs["text"][1] == {4}
+    for name in ("number", "maybe", "best", "marks", "colour", "pairs", "recent", "flags"):
+        assert repr(getattr(restored, name)) == repr(getattr(original, name))
     assert restored.seen == {(1, 2), (3,)}
-    assert restored.recent == deque([2, 3, 4], maxlen=3)
-    assert restored.recent.maxlen == 3
     assert restored.history[0][0].tobytes() == original.history[0][0].tobytes()
     assert restored.history[0][1] == 5
-    assert restored.inner.values.tobytes() == original.inner.values.tobytes()
+    assert repr(restored.inner.values) == repr(original.inner.values)
     assert [inner.values.tolist() for inner in restored.inners] == [[0], [9]]
-    assert restored.flags.dtype == bool
-    assert restored.flags.tolist() == [[False, False], [True, True]]
 
 
 @pytest.mark.parametrize(

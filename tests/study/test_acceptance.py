@@ -1,9 +1,6 @@
 """The paper's experiment with eight workers, in six trainings that are just long enough.
 
-On the first 512 records of the real Alpaca file where it lies beside the checkout (or where
-``RANKSCOPE_ALPACA`` says), otherwise on built-in data. Samples are cut at 64 tokens. Longer
-trainings show nothing else here. CI has run that study already, as its demo:
-``RANKSCOPE_STUDY`` says where it is.
+On real Alpaca records, where they are. ``RANKSCOPE_STUDY`` says where CI has run it already.
 """
 
 import io

@@ -37,7 +37,10 @@ def stopped(study, folder):
 
 
 def says_how_to_go_on(done):
-    line = f"rankscope: Interrupted. What was measured is in {done.path}; continue with --resume."
+    line = (
+        f"rankscope: Interrupted. What was measured is in {done.path}; to go on, give the same "
+        "command again, with --resume."
+    )
     return done.err.splitlines()[-1] == line
 
 
@@ -53,8 +56,7 @@ def test_ctrl_c_ends_in_one_line(stopped):
 
 
 def test_what_was_measured_is_readable(stopped):
-    run = Run.open(stopped.path / "runs" / "replicated-s1-1")
-    steps, losses_TW = run.per_worker("loss")
+    steps, losses_TW = Run.open(stopped.path / "runs" / "replicated-s1-1").per_worker("loss")
     assert 0 < len(steps) < 120
     assert list(steps) == list(range(len(steps)))
     assert np.isfinite(losses_TW).all()
@@ -106,8 +108,7 @@ def test_a_killed_worker_ends_the_study(study, folder):
     path = folder / "killed"
     begun = study.begin(path, **LONG)
     begun.wait_until(lambda: has_rows(path / "runs" / "sharded-s1-1"))
-    ranks = Run.open(path / "runs" / "sharded-s1-1").info["ranks"]
-    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    os.kill(Run.open(path / "runs" / "sharded-s1-1").info["ranks"][1]["pid"], signal.SIGKILL)
     done = Done(path, begun.finish())
     assert done.code == 3
     assert "rankscope: worker 1 failed: Signal 9 (SIGKILL)" in done.err.splitlines()[-1]

@@ -3,32 +3,29 @@ import json
 import pytest
 import sentencepiece
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rankscope.errors import UsageError
-from rankscope.lab.study import models
-from rankscope.lab.study.base import train_tokenizer
+from rankscope.lab.study import base, models
+from rankscope.lab.study.base import BaseConfig, cache_key, load_base, train_tokenizer
 from rankscope.lab.study.builtin import generate
-from rankscope.lab.study.data import Record
+from rankscope.lab.study.data import Record, load_records
 from rankscope.lab.study.encoding import encode
 from rankscope.lab.study.models import build_pangu, load_model
+from support.ranks import forked
 
 RECORDS = [Record(index, **row) for index, row in enumerate(generate(0, 64))]
-TINY_LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
+TINY_LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """A Hugging Face directory with a model and its own tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM  # a second, for all who collect tests
 
     tokenizer = train_tokenizer(RECORDS, 300)
-    config = LlamaConfig(vocab_size=len(tokenizer), **TINY_LLAMA)
+    config = LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=1, **TINY_LLAMA)
     path = tmp_path / "someones-model"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -42,9 +39,7 @@ def test_padding_does_not_change_the_loss(tmp_path):
     with torch.no_grad():
         alone = [loaded.model(**samples.collate([p])[0]).loss.double() for p in positions]
         together = loaded.model(**samples.collate(positions)[0]).loss.double()
-    counts = torch.tensor(
-        [float((samples.collate([p])[0]["labels"] >= 0).sum()) for p in positions]
-    )
+    counts = torch.tensor([(samples.collate([p])[0]["labels"] >= 0).sum() for p in positions])
     expected = (torch.stack(alone) * counts).sum() / counts.sum()
     assert float(together) == pytest.approx(float(expected), rel=1e-5)
 
@@ -75,7 +70,6 @@ def test_remote_code_is_refused(directory, tmp_path):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Shrink the architecture, so that weights for it are quickly written."""
     config = models.pangu_config()
     config.vocab_size, config.hidden_size, config.intermediate_size = 2100, 48, 64
     config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads = 2, 4, 2
@@ -86,7 +80,6 @@ def small(monkeypatch):
 
 @pytest.fixture
 def published(small, tmp_path):
-    """A directory as published, in two shards, and the model that it was made from."""
     from transformers import LlamaForCausalLM  # a second, for all who collect tests
 
     torch.manual_seed(3)
@@ -168,3 +161,87 @@ def test_sentencepiece_tokenizer(published, tmp_path):
     assert (encoded.tokens[encoded.starts[1:] - 1] == tokenizer.eos_token_id).all()
     tokenizer.save_pretrained(tmp_path / "saved")
     assert (tmp_path / "saved" / "tokenizer.model").is_file()
+
+
+SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)
+
+
+def _bits(model):
+    return {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+
+
+def _load(cache, records=RECORDS, **options):
+    chosen = {"seed": 0, "steps": 3, "config": SMALL, **options}
+    return load_base(records, cache_dir=cache, **chosen)[0]
+
+
+def _load_in_process(cache, together, queue):
+    together.wait()
+    queue.put(_bits(_load(cache)))
+
+
+def test_second_load_reads_the_cache(tmp_path, monkeypatch):
+    first = _bits(_load(tmp_path))
+    monkeypatch.setattr(base, "train", lambda *_: pytest.fail("trained again"))
+    assert _bits(_load(tmp_path)) == first
+    assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path):
+    first = _bits(_load(tmp_path / "a"))
+    threads = torch.get_num_threads()
+    torch.manual_seed(99)
+    torch.set_num_threads(2)
+    try:
+        assert _bits(_load(tmp_path / "b")) == first
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert _bits(_load(tmp_path / "a", seed=1)) != first
+
+
+@pytest.mark.parametrize("damage", ["config.json", "cut"])
+def test_a_damaged_entry_is_made_anew(tmp_path, damage):
+    first = _bits(_load(tmp_path))
+    entry = tmp_path / cache_key(RECORDS, 0, 3, SMALL)
+    if damage == "cut":
+        weights = entry / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:100])
+    else:
+        (entry / damage).unlink()
+    assert _bits(_load(tmp_path)) == first
+    assert (entry / "config.json").is_file()
+    assert (entry / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(tmp_path):
+    context = forked()
+    together, queue = context.Barrier(2), context.Queue()
+    other = context.Process(target=_load_in_process, args=(tmp_path, together, queue))
+    other.start()
+    together.wait(timeout=240)
+    assert _bits(_load(tmp_path)) == queue.get(timeout=240) == _bits(_load(tmp_path))
+    other.join()
+    assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(load_records(None).held_out)
+
+
+def _ids(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_text_survives(tokenizer, text):
+    assert tokenizer.decode(_ids(tokenizer, text)) == text
+
+
+def test_special_tokens_inside_a_text_are_text(tokenizer):
+    for text in ("a</s>b", "<s>", "<pad>"):
+        assert not {0, 1, 2} & set(_ids(tokenizer, text))
+        assert tokenizer.decode(_ids(tokenizer, text)) == text

@@ -4,34 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.lab.study.rounding import (
-    Reducer,
-    StudiedReduction,
-    prepare_growth,
-    relative_distance,
-    run_growth,
-)
-from rankscope.lab.study.rounding_result import (
-    BFLOAT16,
-    CONTROL,
-    DATA,
-    FLOAT16,
-    FLOAT16_SCALED,
-    ORDER,
-    WORKERS,
-    GrowthOptions,
-    fit_growth,
-)
+from rankscope.lab.study import rounding
+from rankscope.lab.study import rounding_result as pairs
+from rankscope.lab.study.rounding_result import ORDER, GrowthOptions, fit_growth
 from support.benchmarks import load_benchmark
 from support.ranks import run_ranks
 
 STEPS = 5
-BASE_STEPS = 10
 
 
 @pytest.fixture(scope="module")
 def result():
-    return run_growth(GrowthOptions(steps=STEPS, workers=4, base_steps=BASE_STEPS, evaluations=2))
+    return rounding.run_growth(GrowthOptions(steps=STEPS, workers=4, base_steps=10, evaluations=2))
 
 
 def pair_of(result, name):
@@ -40,23 +24,17 @@ def pair_of(result, name):
     return pair
 
 
-def reduce_once(gradients, arithmetic):
-    return Reducer(arithmetic, 1000, 0).reduce(gradients)
-
-
 def test_the_same_training_again_gives_the_same_bits(result):
-    control = pair_of(result, CONTROL)
+    control = pair_of(result, pairs.CONTROL)
 
     assert control.identical
     assert control.first_step is None
-    assert control.distance == [0.0] * STEPS
-    assert control.differing == [0.0] * STEPS
-    assert control.loss_difference == [0.0] * STEPS
+    assert control.distance == control.differing == control.loss_difference == [0.0] * STEPS
     assert not any(control.evaluation)
     assert [layer["first_step"] for layer in control.layers] == [None] * len(control.layers)
 
 
-@pytest.mark.parametrize("name", [ORDER, WORKERS])
+@pytest.mark.parametrize("name", [ORDER, pairs.WORKERS])
 def test_the_order_alone_parts_at_once_by_the_size_of_rounding(result, name):
     pair = pair_of(result, name)
 
@@ -70,8 +48,9 @@ def test_the_order_alone_parts_at_once_by_the_size_of_rounding(result, name):
 
 
 def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(result):
-    order, data = pair_of(result, ORDER), pair_of(result, DATA)
-    for name, roundoff in ((BFLOAT16, 2.0**-8), (FLOAT16, 2.0**-11), (FLOAT16_SCALED, 2.0**-11)):
+    order, data = pair_of(result, ORDER), pair_of(result, pairs.DATA)
+    sizes = {pairs.BFLOAT16: 2.0**-8, pairs.FLOAT16: 2.0**-11, pairs.FLOAT16_SCALED: 2.0**-11}
+    for name, roundoff in sizes.items():
         pair = pair_of(result, name)
         assert pair.skipped == 0
         assert roundoff / 10 < pair.gradient_distance[0] < 4 * roundoff
@@ -81,11 +60,13 @@ def test_16_bit_buffers_part_by_more_than_the_order_and_by_less_than_other_data(
 
 def test_loss_scale_saves_small_gradients_from_a_16_bit_buffer():
     tiny = torch.randn(16, 5000, generator=torch.Generator().manual_seed(1)) * 1e-8
-    plain = reduce_once(tiny, StudiedReduction(8, dtype="float16"))
-    scaled = reduce_once(tiny, StudiedReduction(8, dtype="float16", loss_scale=65536.0))
-
-    assert relative_distance(tiny.double().mean(0), plain) > 0.5
-    assert relative_distance(tiny.double().mean(0), scaled) < 0.01
+    far = []
+    for options in ({}, {"loss_scale": 65536.0}):
+        arithmetic = rounding.StudiedReduction(8, dtype="float16", **options)
+        reduced = rounding.Reducer(arithmetic, 1000, 0).reduce(tiny)
+        far.append(rounding.relative_distance(tiny.double().mean(0), reduced))
+    assert far[0] > 0.5
+    assert far[1] < 0.01
 
 
 def test_growth_is_fitted_by_the_law_that_made_it():
@@ -104,27 +85,26 @@ def test_growth_is_fitted_by_the_law_that_made_it():
     assert late.laws[0].rate == pytest.approx(1.5)
     assert late.factor == pytest.approx(1000)
     assert fit_growth([0.0, 0.0]) is None
-    assert fit_growth([1e-8, 2e-8]).laws == ()
+    assert fit_growth([1e-8, 2e-8, 2e-8]) is None
     assert "less than threefold" in fit_growth([1e-8, 1.1e-8, 1.2e-8, 1.3e-8, 1.2e-8]).words
     assert "in jumps" in fit_growth([1e-8, 1e-8, 1e-8, 1e-8, 1e-3, 1e-3, 1e-3, 1.1e-3]).words
 
 
 def _two_bucket_sizes(rank):
     options = GrowthOptions(steps=STEPS, workers=3, base_steps=0)
-    ingredients = prepare_growth(options)
+    ingredients = rounding.prepare_growth(options)
     benchmark = load_benchmark("rounding_growth")
     train_with_ddp, distances = benchmark.train_with_ddp, benchmark.distances
     one = train_with_ddp(options, ingredients, 25.0)
     again = train_with_ddp(options, ingredients, 25.0)
-    many = train_with_ddp(options, ingredients, 0.05)
-    return distances(one, again), distances(one, many)
+    return distances(one, again), distances(one, train_with_ddp(options, ingredients, 0.05))
 
 
 @pytest.mark.ranks
 def test_real_ranks_with_another_bucket_size_part_like_the_simulated_order():
     results = run_ranks(_two_bucket_sizes, 3)  # the fewest that have more than one order
     options = GrowthOptions(steps=STEPS, workers=3, base_steps=0, pairs=(ORDER,))
-    simulated = pair_of(run_growth(options), ORDER).distance[-1]
+    simulated = pair_of(rounding.run_growth(options), ORDER).distance[-1]
 
     for again, apart in results:
         assert again == [0.0] * STEPS

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -56,8 +57,7 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(first):
     assert facts["skipped_empty"] == 2
     assert facts["skipped_truncated"] == 1
     assert facts["samples"] == 216 - 3
-    run = Run.open(first.path / "runs" / "replicated-s1-3")
-    assert run.info["config"]["skipped_empty"] == 2
+    assert Run.open(first.path / "runs" / "replicated-s1-3").info["config"]["skipped_empty"] == 2
     begun, left_out = first.err.splitlines()[:2]
     assert begun.startswith("Preparing data and model, which may take a minute; then ")
     assert left_out == (
@@ -77,8 +77,7 @@ def test_the_files(first):
 
 
 def test_accumulation_is_recorded_by_micro_batch(first):
-    wanted = ("step", "rank", "micro", "loss", "loss_weight")
-    micro = first.columns(ALL[0], Table.MICRO, *wanted)
+    micro = first.columns(ALL[0], Table.MICRO, *("step", "rank", "micro", "loss", "loss_weight"))
     assert len(micro["step"]) == STEPS * WORKERS * MICRO
     assert sorted(set(micro["micro"])) == [0, 1]
     workers = first.columns(ALL[0], Table.WORKERS, "step", "rank", "loss", "loss_weight")
@@ -94,14 +93,12 @@ def test_saved_models_load_and_have_a_card(first):
 
     path = first.path / "models" / ALL[1]
     model = AutoModelForCausalLM.from_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    inputs = tokenizer("Add the two numbers", return_tensors="pt")
+    inputs = AutoTokenizer.from_pretrained(path)("Add the two numbers", return_tensors="pt")
     assert torch.isfinite(model(**inputs).logits).all()
 
     card = (path / "README.md").read_text()
     entry = next(entry for entry in first.summary() if entry["run"] == f"runs/{ALL[1]}")
-    metadata = card.split("---")[1]
-    assert "library_name: transformers" in metadata
+    assert "library_name: transformers" in card.split("---")[1]
     for words in (
         f"| Setting | {entry['setting'].upper()}",
         "| Reading | sharded |",
@@ -123,7 +120,6 @@ def test_saved_models_load_and_have_a_card(first):
 
 @pytest.fixture(scope="module")
 def runs(first):
-    """Each run, recomputed from its files."""
     return {name: Recomputed(first.path / "runs" / name) for name in ALL}
 
 
@@ -176,19 +172,14 @@ def test_resuming_a_finished_study_repeats_nothing(study, first, copied, command
     assert tree(copied / "runs") == before
 
 
-def import_transformers():
-    importlib.import_module("transformers")
-
-
 def test_ranks_of_a_launcher_overwrite_a_study_with_the_same_numbers(study, first, copied):
     (copied / "notes.txt").write_text("mine")
     old = tree(copied / "runs")
     options = {"settings": "s1-2", "save_all": True, "json": True, "overwrite": True}
     words = study.arguments(copied, {**OPTIONS, **options})
     cache = {name: study.environment[name] for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE")}
-    code, out, err = run_on_ranks(
-        WORKERS, words, copied.parent, prepare=import_transformers, **cache
-    )
+    cache["prepare"] = partial(importlib.import_module, "transformers")
+    code, out, err = run_on_ranks(WORKERS, words, copied.parent, **cache)
     done = Done(copied, subprocess.CompletedProcess(words, code, out, err))
     assert done.code == 0, done.err
     assert json.loads(done.out) == done.summary()  # --json: the rest is said on the other stream
@@ -211,11 +202,8 @@ def test_another_number_of_ranks_than_of_workers(study, command, tmp_path, monke
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "TORCHELASTIC_RUN_ID": "one"}
     for name, value in {**sizes, **address}.items():
         monkeypatch.setenv(name, value)
-    assert command(*study.arguments(tmp_path / "out", {})) == (
-        2,
-        "",
-        "rankscope: torchrun started 1 ranks, the study has --workers 2; make them equal\n",
-    )
+    words = "torchrun started 1 ranks, the study has --workers 2; make them equal"
+    assert command(*study.arguments(tmp_path / "out", {})) == (2, "", f"rankscope: {words}\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,8 +245,7 @@ def test_options_that_cannot_work(refused, options, message):
 
 
 def test_an_existing_study_is_refused(refused, copied):
-    message = refused(copied, **OPTIONS)
-    assert message == f"{copied} exists already; use --resume or --overwrite"
+    assert refused(copied, **OPTIONS) == f"{copied} exists already; use --resume or --overwrite"
 
 
 @pytest.mark.parametrize("flag", ["resume", "overwrite"])

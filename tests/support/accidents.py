@@ -9,12 +9,9 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
 
-from support.loops import Loop
 from support.ranks import forked
 
 _COUNT = struct.Struct("=q")
@@ -23,23 +20,22 @@ _COUNT = struct.Struct("=q")
 class Counter:
     """How many steps a rank has ended, in memory that outlives it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         if not path.exists():
             path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     @property
-    def value(self) -> int:
+    def value(self):
         return int(_COUNT.unpack_from(self._memory)[0])
 
     @value.setter
-    def value(self, value: int) -> None:
+    def value(self, value):
         _COUNT.pack_into(self._memory, 0, value)
 
 
-def train(loop: Loop, counter: Counter) -> None:
-    """Train for ever."""
+def train(loop, counter):
     for step in count():
         time.sleep(0.01)  # of thousands of steps, some that are meant to be healthy would not be
         loop.step(step)
@@ -49,7 +45,7 @@ def train(loop: Loop, counter: Counter) -> None:
 class Job:
     """Ranks that train, each a process, and the agent that they have started."""
 
-    def __init__(self, folder: Path, work: Callable[..., Any], num_ranks: int = 2) -> None:
+    def __init__(self, folder, work, num_ranks=2):
         self.folder = folder
         self.run_dir = folder / "run"
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,10 +62,10 @@ class Job:
             self._results.append(receiving)
         self.agent = -1
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self.ranks:
             process.kill()
             process.join()
@@ -78,22 +74,22 @@ class Job:
                 os.kill(self.agent, signal.SIGKILL)
 
     @property
-    def done(self) -> list[int]:
+    def done(self):
         return [counter.value for counter in self.counters]
 
-    def wait_for_steps(self, number: int) -> None:
+    def wait_for_steps(self, number):
         """Wait until all ranks have ended so many steps; note the agent's process."""
         wait_until(lambda: min(self.done) >= number)
         if self.agent < 0:
             self.agent = self._find_agent()
 
-    def kill(self, *ranks: int) -> float:
+    def kill(self, *ranks):
         """Kill ranks at once; return when."""
         for rank in ranks:
             os.kill(self.ranks[rank].pid, signal.SIGKILL)
         return time.time()
 
-    def results(self) -> list[Any]:
+    def results(self):
         found = []
         for rank, pipe in enumerate(self._results):
             assert pipe.poll(150.0), f"rank {rank} hangs"
@@ -102,14 +98,13 @@ class Job:
             found.append(result)
         return found
 
-    def wait_for_agent(self) -> None:
-        """Wait until the agent has ended."""
+    def wait_for_agent(self):
         wait_until(lambda: state_of(self.agent) in ("", "Z", "X"))
 
-    def info(self) -> dict[str, Any]:
+    def info(self):
         return dict(json.loads((self.run_dir / "run.json").read_text()))
 
-    def _find_agent(self) -> int:
+    def _find_agent(self):
         children = Path(f"/proc/{self.ranks[0].pid}/task").glob("*/children")
         pids = [int(pid) for each in children for pid in each.read_text().split()]
         agents = [pid for pid in pids if b"rankscope.agent" in _command(pid)]
@@ -117,14 +112,14 @@ class Job:
         return agents[0]
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(true, seconds=60.0):
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, f"it did not come within {seconds} s"
         time.sleep(0.01)
 
 
-def state_of(pid: int) -> str:
+def state_of(pid):
     """Return the letter of a process's state; empty once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -132,14 +127,14 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def _command(pid: int) -> bytes:
+def _command(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return b""
 
 
-def _main(work: Any, rank: int, num_ranks: int, store: str, folder: str, pipe: Any) -> None:
+def _main(work, rank, num_ranks, store, folder, pipe):
     import torch
     import torch.distributed as dist
 

@@ -1,34 +1,25 @@
-"""Trainings that accumulate, healthy ones and such that change what they accumulate.
-
-Under FSDP2, gradients wait whole for their reduction (``Waits``), or each pass reduces and shards
-add up (``Reduces``). Under DDP (``UnderDDP``) they wait.
-"""
-
-from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Any
+"""Trainings under FSDP2 and DDP that accumulate, healthy ones and such that change their sums."""
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from support.loops import watch
+from support.loops import bits_of, watch
 
 MICRO = 3
 
 
 class Net(nn.Module):
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_layers))
         self.gate = nn.Linear(8, 1)  # one row: most ranks hold none of it
         self.scale = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: Tensor, *, scaled: bool = True) -> Tensor:
+    def forward(self, x, *, scaled=True):
         for layer in self.layers:
             x = x + layer(x).tanh()
         x = x * self.gate(x).sigmoid()
@@ -38,23 +29,19 @@ class Net(nn.Module):
 class Waits:
     """A healthy training whose last micro-batch alone reduces."""
 
-    # How many, the first in which something goes wrong, and that since which it is known how
-    # gradients are read.
-    steps, late, learnt = 6, 3, 0
+    steps, late, learnt = 6, 3, 0  # since when something is wrong, and how gradients are read known
     num_layers = 2
     reduces = False
-    options: dict[str, Any] = {}  # noqa: RUF012
+    options = {}  # noqa: RUF012
     replicas = False
-    model: Any
-    optimizer: torch.optim.Optimizer
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         torch.manual_seed(0)
         self.rank, self.net = rank, Net(self.num_layers)
         self.wrap()
         torch.manual_seed(1 + rank)
 
-    def wrap(self) -> None:
+    def wrap(self):
         world = dist.get_world_size()
         mesh = init_device_mesh("cpu", (world,))
         if self.replicas:
@@ -64,40 +51,36 @@ class Waits:
         self.model = fully_shard(self.net, mesh=mesh, **self.options)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
-    def synchronise(self, *, on: bool) -> None:
+    def synchronise(self, *, on):
         self.model.set_requires_gradient_sync(on)
 
-    def num_micro(self, step: int) -> int:
+    def num_micro(self, step):
         return MICRO
 
-    def loss(self, step: int, micro: int) -> Tensor:
-        output: Tensor = self.model(torch.randn(4, 8))
+    def loss(self, step, micro):
+        output = self.model(torch.randn(4, 8))
         return output.float().square().mean() / MICRO
 
-    def after_pass(self, step: int, micro: int) -> None: ...
+    def after_pass(self, step, micro): ...
 
-    def before_pass(self, step: int, micro: int) -> None: ...
+    def before_pass(self, step, micro): ...
 
-    def reduced(self, step: int) -> None: ...
+    def reduced(self, step): ...
 
-    def zero(self, step: int) -> None:
+    def zero(self, step):
         self.optimizer.zero_grad()
 
-    def gradients(self) -> Iterator[Tensor]:
-        """Return what has been accumulated, wherever that is."""
+    def gradients(self):
         kept = self.sharded if self.reduces else list(self.net.parameters())
         return (p.grad for p in kept if p.grad is not None)
 
     @property
-    def sharded(self) -> list[Tensor]:
+    def sharded(self):
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def train(self, run_dir: str | None) -> list[bytes]:
+    def train(self, run_dir):
         """Return this rank's part of the parameters' bits; without a directory, train alone."""
-        watched: Any = nullcontext()
-        if run_dir is not None:
-            watched = watch(self.model, self.optimizer, run_dir=run_dir, canary=False)
-        with watched:
+        with watch(self.model, self.optimizer, run_dir=run_dir, canary=False):
             for step in range(self.steps):
                 count = self.num_micro(step)
                 for micro in range(count):
@@ -111,8 +94,7 @@ class Waits:
                 self.reduced(step)
                 self.optimizer.step()
                 self.zero(step)
-        own = [p.to_local() if isinstance(p, DTensor) else p for p in self.sharded]
-        return [p.detach().numpy().tobytes() for p in own]
+        return bits_of(self.net)
 
 
 class Reduces(Waits):
@@ -120,7 +102,7 @@ class Reduces(Waits):
 
 
 class WaitsClipped(Waits):
-    def reduced(self, step: int) -> None:
+    def reduced(self, step):
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3)
 
 
@@ -136,7 +118,7 @@ class WaitsInBF16(Waits):
 
 
 class WaitsUnsharded(Waits):
-    def wrap(self) -> None:
+    def wrap(self):
         super().wrap()
         self.model.set_reshard_after_backward(False)
 
@@ -146,53 +128,53 @@ class ReducesOffloaded(Reduces):
 
 
 class WaitsInShorterWindows(Waits):
-    def num_micro(self, step: int) -> int:
+    def num_micro(self, step):
         return (3, 1, 2)[step % 3]
 
 
 class AlwaysOne(Waits):
-    def num_micro(self, step: int) -> int:
+    def num_micro(self, step):
         return 1
 
 
 class ZeroedInPlace(AlwaysOne):
-    def zero(self, step: int) -> None:
+    def zero(self, step):
         self.optimizer.zero_grad(set_to_none=False)
 
 
 class WaitsWithAPenalty(Waits):
     """Other gradients are taken in passes that accumulate nothing; the last one's reduces."""
 
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss(self, step, micro):
         x = torch.randn(4, 8, requires_grad=True)
         loss = self.model(x).square().mean()
         [gradient] = torch.autograd.grad(loss, [x], retain_graph=True)
-        return loss + gradient.sum()  # type: ignore[no-any-return]
+        return loss + gradient.sum()
 
 
 class WaitsWithAScaleOutsideLater(Waits):
     """A parameter of the root is reached before what the model returned, later alone."""
 
-    def loss(self, step: int, micro: int) -> Tensor:
-        output: Tensor = self.model(torch.randn(4, 8), scaled=False)
+    def loss(self, step, micro):
+        output = self.model(torch.randn(4, 8), scaled=False)
         return (output * self.net.scale if micro else output).square().mean()
 
 
 class ReducesWithDecayInTheLoss(Reduces):
     """The loss uses the sharded parameters themselves."""
 
-    def loss(self, step: int, micro: int) -> Tensor:
-        decay = sum(p.to_local().square().sum() for p in self.sharded)  # type: ignore[attr-defined]
+    def loss(self, step, micro):
+        decay = sum(p.to_local().square().sum() for p in self.sharded)
         return super().loss(step, micro) + 1e-3 * decay
 
 
 class SharpnessAware(Waits):
     """The first pass only tells where the second one computes its gradient."""
 
-    def num_micro(self, step: int) -> int:
+    def num_micro(self, step):
         return 2
 
-    def climb(self) -> None:
+    def climb(self):
         with torch.no_grad():
             for parameter in self.sharded:
                 if parameter.grad is not None:
@@ -201,7 +183,7 @@ class SharpnessAware(Waits):
 
 
 class ReducesSharpnessAware(SharpnessAware, Reduces):
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss(self, step, micro):
         loss = super().loss(step, micro)
         if micro:
             self.climb()
@@ -209,13 +191,13 @@ class ReducesSharpnessAware(SharpnessAware, Reduces):
 
 
 class WaitsResetInPlace(WaitsUnsharded):
-    def after_pass(self, step: int, micro: int) -> None:
+    def after_pass(self, step, micro):
         if micro == 2:
             self.net.zero_grad(set_to_none=False)
 
 
 class ReducesDivided(Reduces):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         for gradient in self.gradients():
             gradient.div_(MICRO)
 
@@ -225,27 +207,23 @@ class ReplicasDivided(ReducesDivided):
 
 
 class ReducesOneLayer(Reduces):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         if micro == 2:
-            gradient = self.sharded[1].grad
-            assert gradient is not None
-            gradient.zero_()
+            self.sharded[1].grad.zero_()
 
 
 class ReducesDoubledByOne(Reduces):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         if self.rank == 1 and micro == 1:
             for gradient in self.gradients():
                 gradient.mul_(2)
 
 
 class ReducesChangedAfterwards(ReducesClipped):
-    def reduced(self, step: int) -> None:
+    def reduced(self, step):
         super().reduced(step)
         if self.rank and step >= self.late:
-            gradient = self.sharded[2].grad
-            assert gradient is not None
-            gradient.mul_(3)
+            self.sharded[2].grad.mul_(3)
 
 
 class UnderDDP(Waits):
@@ -254,25 +232,25 @@ class UnderDDP(Waits):
     steps, late, learnt = 8, 4, 4
     num_layers = 9
 
-    def wrap(self) -> None:
+    def wrap(self):
         self.model = DistributedDataParallel(self.net, **self.options)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
 
-    def synchronise(self, *, on: bool) -> None:
+    def synchronise(self, *, on):
         self.model.require_backward_grad_sync = on
 
 
 class DDPInBuckets(UnderDDP):
     options = {"gradient_as_bucket_view": True}  # noqa: RUF012
 
-    def zero(self, step: int) -> None:
+    def zero(self, step):
         self.optimizer.zero_grad(set_to_none=False)
 
 
 class DDPPreparedLate(UnderDDP):
     """All forward passes are inside no_sync; the training prepares the reduction after the last."""
 
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss(self, step, micro):
         with self.model.no_sync():
             loss = super().loss(step, micro)
         if micro == MICRO - 1:
@@ -284,18 +262,18 @@ class DDPPreparedLate(UnderDDP):
 class DDPReducedElsewhere(DDPPreparedLate):
     """Its communication hook leaves gradients alone; the training reduces them later."""
 
-    def wrap(self) -> None:
+    def wrap(self):
         super().wrap()
         self.model.register_comm_hook(None, leave)
 
-    def reduced(self, step: int) -> None:
+    def reduced(self, step):
         for gradient in self.gradients():
             dist.all_reduce(gradient)
             gradient.div_(dist.get_world_size())
 
 
-def leave(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
+def leave(state, bucket):
+    done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
@@ -311,42 +289,40 @@ class DDPAlwaysOne(UnderDDP, AlwaysOne):
 class DDPWithAScaleOutside(UnderDDP):
     """The backward pass reaches a parameter before it reaches what the model returned."""
 
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss(self, step, micro):
         output = self.model(torch.randn(4, 8), scaled=False)
-        return (output * self.net.scale).square().mean()  # type: ignore[no-any-return]
+        return (output * self.net.scale).square().mean()
 
 
 class DDPSharpnessAware(UnderDDP, SharpnessAware):
-    def loss(self, step: int, micro: int) -> Tensor:
+    def loss(self, step, micro):
         if micro:
             self.climb()
         return super().loss(step, micro)
 
 
 class DDPResetInPlace(DDPInBuckets):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         if micro == 2:
             self.optimizer.zero_grad(set_to_none=False)
 
 
 class DDPDoubledBehindAutograd(UnderDDP):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         for gradient in self.gradients():
             gradient.data.mul_(2)  # its version stays
 
 
 class DDPOneLayer(UnderDDP):
-    def before_pass(self, step: int, micro: int) -> None:
+    def before_pass(self, step, micro):
         if micro == 2:
-            gradient = self.net.layers[5].weight.grad
-            assert gradient is not None
-            gradient.zero_()
+            self.net.layers[5].weight.grad.zero_()
 
 
 class DDPLeftOver(DDPAlwaysOne):
     steps = 13
 
-    def zero(self, step: int) -> None:
+    def zero(self, step):
         if step % 4 != 3:
             self.optimizer.zero_grad()
 
@@ -354,9 +330,8 @@ class DDPLeftOver(DDPAlwaysOne):
 class DDPLayerChangedAfterwards(DDPAlwaysOne):
     steps = 13
 
-    def reduced(self, step: int) -> None:
+    def reduced(self, step):
         for parameter in self.net.layers[2].parameters() if step >= self.late else ():
-            assert parameter.grad is not None
             parameter.grad.mul_(3)
 
 
@@ -367,7 +342,7 @@ ABSTRACT = (
 """Those of which only a derived one is trained."""
 
 
-def cases(base: type[Waits]) -> dict[str, type[Waits]]:
+def cases(base):
     found = {} if base.__name__ in ABSTRACT else {base.__name__: base}
     for each in base.__subclasses__():
         found |= cases(each)

@@ -3,12 +3,11 @@
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def load_benchmark(name: str) -> ModuleType:
+def load_benchmark(name):
     sys.path.insert(0, str(FOLDER))
     try:
         return importlib.import_module(name)

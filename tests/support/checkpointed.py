@@ -1,9 +1,7 @@
 """A small language model under activation checkpointing of every kind."""
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -13,12 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 
 class CheckpointedLM(nn.Module):
-    """Two blocks, in checkpoints that are "reentrant" or "non-reentrant", or in none.
+    """Two blocks in checkpoints: if "shared", the second twice; if "everything", in one more."""
 
-    After "shared", the second block is used twice; after "everything", one is around the model.
-    """
-
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
@@ -30,29 +25,28 @@ class CheckpointedLM(nn.Module):
         )
         self.head = nn.Linear(24, 50)
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids, labels):
         if not self.kind.startswith("everything"):
             return {"loss": self._loss(input_ids, labels)}
         one = torch.ones((), requires_grad=True)
-        loss: Tensor = checkpoint(self._loss, input_ids, labels, one, use_reentrant=True)
+        loss = checkpoint(self._loss, input_ids, labels, one, use_reentrant=True)
         return {"loss": loss}
 
-    def _loss(self, input_ids: Tensor, labels: Tensor, one: Tensor | float = 1.0) -> Tensor:
+    def _loss(self, input_ids, labels, one=1.0):
         hidden = self.embedding(input_ids) * one
         for block in (self.blocks[0], *[self.blocks[1]] * self.times):
             hidden = hidden + self._call(block, hidden)
         logits = self.head(hidden).flatten(0, 1)
         return F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
 
-    def _call(self, block: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def _call(self, block, hidden):
         if not self.kind.endswith("reentrant") or self.kind.startswith("everything"):
             return block(hidden)
         reentrant = "non-reentrant" not in self.kind
-        output: Tensor = checkpoint(block, hidden, use_reentrant=reentrant)
-        return output
+        return checkpoint(block, hidden, use_reentrant=reentrant)
 
 
-def wrapped_in_checkpoints(model: CheckpointedLM) -> CheckpointedLM:
+def wrapped_in_checkpoints(model):
     """Wrap each block as torch's own tools do, which changes the parameters' names."""
     for index, block in enumerate(model.blocks):
         model.blocks[index] = checkpoint_wrapper(block, CheckpointImpl.NO_REENTRANT)

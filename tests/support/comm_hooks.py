@@ -1,16 +1,10 @@
 """Communication hooks that a user may have registered with DDP."""
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 
-def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
-    """Register a hook by name; none for the empty one."""
+def register_comm_hook(ddp, name):
     if name == "all-reduce":
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
     elif name == "rounding":
@@ -24,8 +18,8 @@ def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
         assert not name
 
 
-def round_and_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def round_and_reduce(state, bucket):
     """Round to bfloat16 before the reduction: torch refuses its own such hook on a CPU."""
     rounded = bucket.buffer().bfloat16().float() / dist.get_world_size()
-    future: Any = dist.all_reduce(rounded, async_op=True).get_future()
+    future = dist.all_reduce(rounded, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])

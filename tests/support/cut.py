@@ -2,8 +2,6 @@
 
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import rankscope
 
@@ -11,30 +9,26 @@ _PACKAGE = str(Path(rankscope.__file__).parent)
 
 
 class Cut:
-    """Raises KeyboardInterrupt at one of the lines that the monitor runs in this thread.
+    """Raises KeyboardInterrupt at one of the monitor's lines in this thread, or counts them."""
 
-    Without a number, it counts them all; those of one function, or of files with a word in their
-    names, alone.
-    """
-
-    def __init__(self, at: int | None = None, *, file: str = "", function: str = "") -> None:
+    def __init__(self, at=None, *, file="", function=""):
         self.count = 0
         self.cut = False
         self._at, self._file, self._function = at, file, function
 
-    def __enter__(self) -> "Cut":
+    def __enter__(self):
         sys.settrace(self._enter)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         sys.settrace(None)
 
-    def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _enter(self, frame, event, arg):
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         chosen = path.startswith(_PACKAGE) and self._file in path[len(_PACKAGE) :]
         return self._line if chosen and self._function in ("", name) else None
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _line(self, frame, event, arg):
         if event == "line":
             self.count += 1
             if self._at is not None and self.count > self._at:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -43,7 +42,7 @@ class Mode:
     in_parts: bool = False  # the accumulated gradient is never whole
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self):
         return LOSS_SCALE if self.dtype == "fp16" else 1.0
 
 
@@ -77,20 +76,16 @@ if SINCE_TORCH_2_13:  # before, DeepSpeed's gradients are zero where another eng
 
 
 class CheckpointedLM(TinyLM):
-    """Recomputes layers in the backward pass.
+    """Recomputes layers; one is used twice, unless DeepSpeed refuses to reduce a gradient twice."""
 
-    One layer is used twice, unless reentrant passes meet sharded gradients: DeepSpeed refuses to
-    reduce a gradient twice.
-    """
-
-    def __init__(self, mode: Mode, *, dropout: float) -> None:
+    def __init__(self, mode, *, dropout):
         super().__init__(dropout=dropout)
         self._reentrant = mode.checkpoint == "reentrant"
         first = nn.Linear(24, 24)
         refused = self._reentrant and mode.stage >= 2
         self.layers = nn.ModuleList([first, nn.Linear(24, 24) if refused else first])
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids, labels):
         hidden = self.embedding(input_ids)
         for layer in self.layers:
             hidden = checkpoint(layer, self.dropout(hidden).tanh(), use_reentrant=self._reentrant)
@@ -99,37 +94,28 @@ class CheckpointedLM(TinyLM):
         return {"loss": loss}
 
 
-def import_deepspeed(rank: int = 0) -> Any:
-    """Import DeepSpeed so that it runs on the CPU, compiles nothing, and does so fast.
-
-    A rank that is killed while it compiles leaves a lock behind that hangs the next one. The CPU
-    accelerator refuses fp16 where the processor has no fast instructions for it; torch has slow
-    ones. The Muon optimizer, imported with others, asks torch for a compiler that takes seconds
-    to import.
-    """
+def import_deepspeed(rank=0):
+    """Import DeepSpeed without compilers, of which a killed rank leaves a lock behind."""
     os.environ["LOCAL_RANK"] = str(rank)
     return _import_deepspeed()
 
 
 @functools.cache
-def _import_deepspeed() -> Any:
+def _import_deepspeed():
     os.environ["DS_ACCELERATOR"] = "cpu"
     with mock.patch.object(torch, "compile", lambda function=None, **options: function):
         import deepspeed
-        import deepspeed.runtime.zero.muon.original_muon
+        import deepspeed.runtime.zero.muon.original_muon  # asks for a compiler
     from deepspeed.accelerator import get_accelerator
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("ERROR")
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # torch has it, if slowly
     gc.freeze()  # DeepSpeed collects garbage whenever it makes an engine
     return deepspeed
 
 
-def make_engine(
-    rank: int, mode: Mode, *, dropout: float = 0.1, model: nn.Module | None = None
-) -> Any:
-    """Return an engine around a model that is the same on all ranks."""
+def make_engine(rank, mode, *, dropout=0.1, model=None):
     deepspeed = import_deepspeed(rank)
     model = _make_model(mode, dropout) if model is None else model
     config = {
@@ -152,26 +138,25 @@ def make_engine(
     return engine
 
 
-def _make_model(mode: Mode, dropout: float) -> nn.Module:
+def _make_model(mode, dropout):
     if mode.checkpoint:
         torch.manual_seed(0)
         return CheckpointedLM(mode, dropout=dropout)
     return make_model(dropout=dropout, branch=bool(mode.branch))
 
 
-def _engine_divides(mode: Mode) -> bool:
-    """Return whether the engine divides the loss by the number of micro-batches."""
+def _engine_divides(mode):
     return mode.style in ("engine", "torch", "unmanaged")
 
 
-def _batch(rank: int, mode: Mode, step: int, micro: int) -> dict[str, Any]:
-    batch: dict[str, Any] = make_batch(rank, mode.accumulate * step + micro)
+def _batch(rank, mode, step, micro):
+    batch = make_batch(rank, mode.accumulate * step + micro)
     if mode.branch == "rank 0" and rank == 0:
         batch["use_branch"] = True
     return batch
 
 
-def train_step(rank: int, mode: Mode, step: int, engine: Any) -> None:
+def train_step(rank, mode, step, engine):
     context = engine.coalesce_grad_reduction if mode.style == "coalesce" else contextlib.nullcontext
     with context():
         for micro in range(mode.accumulate):
@@ -182,7 +167,7 @@ def train_step(rank: int, mode: Mode, step: int, engine: Any) -> None:
         engine.step()
 
 
-def run_micro_batch(rank: int, mode: Mode, step: int, micro: int, engine: Any) -> None:
+def run_micro_batch(rank, mode, step, micro, engine):
     last = micro == mode.accumulate - 1
     if mode.style == "boundary":
         engine.set_gradient_accumulation_boundary(last)
@@ -197,7 +182,7 @@ def run_micro_batch(rank: int, mode: Mode, step: int, micro: int, engine: Any) -
             engine.backward(loss)
 
 
-def micro_gradients(rank: int, mode: Mode, step: int, engine: Any) -> list[dict[str, Tensor]]:
+def micro_gradients(rank, mode, step, engine):
     """Return the gradient of each micro-batch, computed on a copy without DeepSpeed."""
     alone = _make_model(mode, 0.0).to(_DTYPES[mode.dtype])
     alone.load_state_dict(full_parameters(engine) | dict(engine.module.named_buffers()))
@@ -215,7 +200,7 @@ def micro_gradients(rank: int, mode: Mode, step: int, engine: Any) -> list[dict[
     return gradients
 
 
-def accumulated(mode: Mode, micro: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def accumulated(mode, micro):
     """Return the sum of micro-batches' gradients, rounded as this mode's training does."""
     dtype = torch.float64 if mode.in_parts else _DTYPES[mode.sums or mode.dtype]
     total = {name: gradient.to(dtype, copy=True) for name, gradient in micro[0].items()}
@@ -225,7 +210,7 @@ def accumulated(mode: Mode, micro: list[dict[str, Tensor]]) -> dict[str, Tensor]
     return total
 
 
-def full_parameters(engine: Any) -> dict[str, Tensor]:
+def full_parameters(engine):
     """Return copies of all parameters; collective in stage 3."""
     import deepspeed
 
@@ -235,8 +220,7 @@ def full_parameters(engine: Any) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
-def state_of(engine: Any) -> dict[str, np.ndarray]:
-    """Return every byte of the training's state, as far as this rank can know it."""
+def state_of(engine):
     state = full_parameters(engine) | dict(engine.module.named_buffers())
     if engine.zero_optimization_stage() == 3:
         state |= _optimizer_state_of_stage_3(engine)
@@ -245,10 +229,10 @@ def state_of(engine: Any) -> dict[str, np.ndarray]:
             state[f"master {index}"] = master.detach()
             state |= {f"{name} {index}": value for name, value in values.items()}
     state["rng"] = torch.get_rng_state()
-    return {name: v.reshape(-1).view(torch.uint8).numpy().copy() for name, v in state.items()}
+    return {n: v.reshape(-1).view(torch.uint8).numpy().tobytes() for n, v in state.items()}
 
 
-def _optimizer_state_of_stage_3(engine: Any) -> dict[str, Tensor]:
+def _optimizer_state_of_stage_3(engine):
     """Gather what the optimizer holds, without the padding of shards, which is never written."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

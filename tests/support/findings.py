@@ -1,26 +1,24 @@
 """What runs of real ranks found."""
 
 import json
-from pathlib import Path
-from typing import Any
 
-from rankscope import Finding, Run, Severity
+from rankscope import Severity
 from rankscope.verdict.diagnosis import diagnose_run
 
 
-def told(run: Run, *kinds: str) -> dict[str, Finding]:
+def told(run, *kinds):
     """Return findings whose causes begin in these ways, by id: live ones, as from the record."""
     findings = {f.id: f for f in run.findings() if f.cause.startswith(kinds)}
     assert {f.id: f for f in diagnose_run(run) if f.id in findings} == findings
     return findings
 
 
-def events_of(run_dir: Path) -> list[dict[str, Any]]:
+def events_of(run_dir):
     """Return the events of a run's findings so far; none before the first."""
     file = run_dir / "findings.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def faults(run: Run) -> dict[str, Finding]:
+def faults(run):
     """Return all findings above a note, by id."""
     return {f.id: f for f in run.findings() if f.severity > Severity.NOTE}

@@ -1,7 +1,4 @@
-"""Runs ranks that are forked from a process that has already imported torch.
-
-They find what a launcher gives them, its variables and its store. Where a test is not about how a
-launcher starts ranks, this is the same in a small part of the time.
+"""Runs ranks that are forked from a process that has imported torch; they find a launcher's things.
 
 As a program it is ``torchrun`` whose ranks are forks: its agent, its store and how it ends and
 restarts ranks are torch's own.
@@ -16,30 +13,19 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
 
 from support.ranks import close_patiently, forked
 
 
 def run_on_ranks(
-    num_ranks: int,
-    words: Sequence[str],
-    folder: Path,
-    *,
-    timeout: float = 200.0,
-    prepare: Callable[[], object] | None = None,
-    script: bool = False,
-    **variables: str,
-) -> tuple[int, str, str]:
+    num_ranks, words, folder, *, timeout=200.0, prepare=None, script=False, **variables
+):
     """Run ``rankscope`` with these words on every rank, in a folder that it may import from.
 
-    ``rankscope run`` goes on in its process as the interpreter would that it starts, so that what
-    it waits for has been imported before; ``prepare`` imports what else takes seconds. With
-    ``script``, the first word is a script, which runs in the place of ``rankscope``. Returns the
-    largest exit code of a rank, and what all of them printed to both streams.
+    ``prepare`` imports what takes seconds; with ``script``, the first word is a script. Returns
+    the largest exit code of a rank, and what all of them printed to both streams.
     """
     import torch.distributed as dist
 
@@ -59,24 +45,13 @@ def run_on_ranks(
     return _run(_fork_ranks, given, timeout)
 
 
-def torchrun(
-    options: Sequence[str],
-    *command: str,
-    folder: Path | None = None,
-    timeout: float = 200.0,
-    **variables: str,
-) -> tuple[int, str, str]:
-    """Run a script or a module as ``torchrun`` does, on ranks that are forked.
-
-    Returns as :func:`run_on_ranks` does.
-    """
+def torchrun(options, *command, folder=None, timeout=200.0, **variables):
+    """Run a script or a module as ``torchrun`` does, on ranks that are forked."""
     given = ([*options, *command], None if folder is None else str(folder), variables)
     return _run(_fork_under_torchrun, given, timeout)
 
 
-def _run(
-    lead: Callable[..., None], given: Sequence[object], timeout: float
-) -> tuple[int, str, str]:
+def _run(lead, given, timeout):
     """Fork a leader of ranks; return its exit code and what all have printed and said."""
     with tempfile.TemporaryDirectory() as printed:
         process = forked().Process(target=_lead, args=(lead, given, printed))
@@ -91,7 +66,7 @@ def _run(
     return process.exitcode, out, err
 
 
-def _lead(lead: Callable[..., None], given: Sequence[Any], printed: str) -> None:
+def _lead(lead, given, printed):
     """Be the process that all ranks are forked from; end as the worst of them does."""
     os.setpgid(0, 0)
     for number, name in ((1, "out"), (2, "err")):
@@ -100,14 +75,7 @@ def _lead(lead: Callable[..., None], given: Sequence[Any], printed: str) -> None
     lead(*given)
 
 
-def _fork_ranks(
-    main: Callable[..., None],
-    prepare: Callable[[], object] | None,
-    num_ranks: int,
-    words: list[str],
-    folder: str,
-    variables: dict[str, str],
-) -> None:
+def _fork_ranks(main, prepare, num_ranks, words, folder, variables):
     import rankscope.cli.main  # noqa: F401
 
     if prepare is not None:
@@ -121,7 +89,7 @@ def _fork_ranks(
     end_with(ranks)
 
 
-def end_with(ranks: Sequence[Any]) -> None:
+def end_with(ranks):
     """Start ranks, wait for them, and end as the worst of them does."""
     for process in ranks:
         process.start()
@@ -130,7 +98,7 @@ def end_with(ranks: Sequence[Any]) -> None:
     sys.exit(max(abs(process.exitcode or 0) for process in ranks))
 
 
-def _become_rank(rank: int, folder: str, variables: Mapping[str, str]) -> None:
+def _become_rank(rank, folder, variables):
     import torch
 
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -139,18 +107,18 @@ def _become_rank(rank: int, folder: str, variables: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
 
 
-def _run_script(rank: int, words: list[str], folder: str, variables: Mapping[str, str]) -> None:
+def _run_script(rank, words, folder, variables):
     _become_rank(rank, folder, variables)
     _interpret(*words)
 
 
-def _main(rank: int, words: list[str], folder: str, variables: Mapping[str, str]) -> None:
+def _main(rank, words, folder, variables):
     from rankscope.cli import main
 
     _become_rank(rank, folder, variables)
     sys.argv = ["rankscope", *words]
     os.execve = _leave
-    become: Sequence[Any] = ()
+    become = ()
     try:
         main.run()
     except _LeftError as left:
@@ -163,11 +131,11 @@ class _LeftError(BaseException):
     """What ends the command ``rankscope run`` where it would become the script."""
 
 
-def _leave(path: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _leave(path, command, environment):
     raise _LeftError(command, environment)
 
 
-def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _become(command, environment):
     """Go on as the interpreter that ``rankscope run`` starts, but with torch imported."""
     from rankscope.integrations import catch
 
@@ -181,13 +149,11 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
         atexit._run_exitfuncs()  # which a fork leaves out
 
 
-def _fork_under_torchrun(
-    words: list[str], folder: str | None = None, variables: Mapping[str, str] | None = None
-) -> None:
+def _fork_under_torchrun(words, folder=None, variables=None):
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
-    def launch(config: Any, entrypoint: str) -> Callable[..., object]:
+    def launch(config, entrypoint):
         config.start_method = "fork"
         return lambda unbuffered, *command: elastic_launch(config, _interpret)(*command)
 
@@ -199,7 +165,7 @@ def _fork_under_torchrun(
     run.main(words)
 
 
-def _interpret(*command: str) -> None:
+def _interpret(*command):
     """Run a script or a module as the interpreter does that is started with these words."""
     close_patiently()
     if command[0] == "-m":

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
@@ -21,28 +21,27 @@ NUM_TOKENS = 22
 class Block(nn.Module):
     """A residual layer; its sizes divide by few numbers of ranks."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 24)
         self.down = nn.Linear(24, width, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        added: Tensor = hidden + self.down(self.up(self.norm(hidden)).relu())
-        return added
+    def forward(self, hidden):
+        return hidden + self.down(self.up(self.norm(hidden)).relu())
 
 
 class Net(nn.Module):
     """Embedding, two blocks, a gate with fewer rows than there are ranks, and a head."""
 
-    def __init__(self, width: int = 50) -> None:
+    def __init__(self, width=50):
         super().__init__()
         self.embedding = nn.Embedding(NUM_TOKENS, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(2))
         self.gate = nn.Linear(width, 2)
         self.head = nn.Linear(width, NUM_TOKENS)
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids, labels):
         hidden = self.embedding(ids)
         for block in self.blocks:
             hidden = block(hidden)
@@ -50,12 +49,12 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(hidden).flatten(0, 1).float(), labels.flatten())
 
 
-def make_net(width: int = 50) -> Net:
+def make_net(width=50):
     torch.manual_seed(0)
     return Net(width)
 
 
-def make_batches(worker: int, step: int, count: int) -> list[tuple[Tensor, Tensor]]:
+def make_batches(worker, step, count):
     batches = []
     for micro in range(count):
         generator = torch.Generator().manual_seed(1000 * (step * count + micro) + worker)
@@ -81,20 +80,20 @@ class Mode:
     tier: str = "sketch"
 
 
-def _reentrant(net: Net) -> nn.Module:
+def _reentrant(net):
     for index, block in enumerate(net.blocks):
         net.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
     return net
 
 
-def _freeze(net: Net) -> nn.Module:
+def _freeze(net):
     net.embedding.requires_grad_(False)
     net.blocks[0].up.requires_grad_(False)
     net.head.bias.requires_grad_(False)
     return net
 
 
-def _divide(model: Any) -> nn.Module:
+def _divide(model):
     for module in [model, *model.blocks]:
         module.set_gradient_divide_factor(2.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -104,35 +103,28 @@ def _divide(model: Any) -> nn.Module:
 class OwnReduceScatter:
     """A user's own communication, in double precision."""
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: Any,
-        op: Any,
-        async_op: Any = False,
-    ) -> None:
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         exact = input_tensor.double()
         dist.all_reduce(exact, group=group)
         chunk = (exact / group.size()).chunk(group.size())[group.rank()]
         output_tensor.copy_(chunk)
 
 
-def _own_reduce_scatter(model: Any) -> nn.Module:
+def _own_reduce_scatter(model):
     for module in [model, *model.blocks]:
         module.set_custom_reduce_scatter(OwnReduceScatter())
     return model
 
 
-def _own_all_reduce(model: Any) -> nn.Module:
+def _own_all_reduce(model):
     model.blocks[0].set_all_reduce_hook(lambda output: output.mul_(0.5))
     return model
 
 
-def _cut_second_dimension(parameter: nn.Parameter) -> Shard | None:
+def _cut_second_dimension(parameter):
     return (
         Shard(1)
         if parameter.dim() == 2 and parameter.shape[1] % dist.get_world_size() == 0
@@ -181,5 +173,5 @@ MODES = [
 ]
 
 
-def mode_named(name: str) -> Mode:
+def mode_named(name):
     return next(mode for mode in MODES if mode.name == name)

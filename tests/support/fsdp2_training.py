@@ -1,13 +1,12 @@
 """Training under the modes of FSDP2, and what an unsharded copy of the model says about it."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,8 +19,6 @@ from support.fsdp2_modes import Mode, make_batches, make_net
 
 @dataclass
 class Session:
-    """A sharded model with its optimizer, and the workers that are compared."""
-
     mode: Mode
     model: nn.Module
     root: Any
@@ -31,7 +28,7 @@ class Session:
     worker: int
 
 
-def start(mode: Mode) -> Session:
+def start(mode):
     world = dist.get_world_size()
     shape, names = {
         "1-D": ((world,), ("dp",)),
@@ -63,13 +60,7 @@ def start(mode: Mode) -> Session:
     return Session(mode, model, root, oracle, optimizer, data_mesh, worker)
 
 
-def train_step(
-    session: Session,
-    step: int,
-    *,
-    begin: Callable[[], object] = lambda: None,
-    see: Callable[[Tensor], object] = lambda loss: None,
-) -> None:
+def train_step(session, step, *, begin=lambda: None, see=lambda loss: None):
     """Run the backward passes of a step; ``begin`` comes before each, ``see`` is given its loss."""
     mode = session.mode
     batches = make_batches(session.worker, step, mode.accumulate)
@@ -81,21 +72,18 @@ def train_step(
         (loss / len(batches)).backward()
 
 
-def optimize(session: Session) -> None:
+def optimize(session):
     session.optimizer.step()
     session.optimizer.zero_grad(set_to_none=not session.mode.zero_in_place)
 
 
-def local_gradient(session: Session, step: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Compute this worker's gradient without FSDP2, and the squared norms of its micro-batches.
-
-    Under TP: this rank's part of each parameter's gradient.
-    """
+def local_gradient(session, step):
+    """Return this worker's gradient, under TP a part, and micro-batches' squared norms, exactly."""
     oracle = session.oracle
     _copy_parameters(session, oracle)
     policy = session.mode.options.get("mp_policy")
     net = copy.deepcopy(oracle).to(policy.param_dtype) if policy else oracle
-    totals: dict[str, Tensor] = {}
+    totals = {}
     squared_norms = []
     batches = make_batches(session.worker, step, session.mode.accumulate)
     for ids, labels in batches:
@@ -113,7 +101,7 @@ def local_gradient(session: Session, step: int) -> tuple[dict[str, Tensor], list
     return totals, squared_norms
 
 
-def _copy_parameters(session: Session, oracle: nn.Module) -> None:
+def _copy_parameters(session, oracle):
     whole = {
         canonical_name(name): parameter.full_tensor()
         for name, parameter in session.model.named_parameters()
@@ -122,26 +110,8 @@ def _copy_parameters(session: Session, oracle: nn.Module) -> None:
     oracle.load_state_dict(whole)
 
 
-def _part(session: Session, name: str, gradient: Tensor) -> Tensor:
+def _part(session, name, gradient):
     if session.mode.mesh != "TP" or "blocks" not in name or "norm" in name:
         return gradient
     half = dist.get_rank() % 2
     return gradient.chunk(2, dim=1 if "down" in name else 0)[half]
-
-
-def state_of(session: Session) -> list[bytes]:
-    """Return all bits of this rank's parameters, optimizer state and random generator."""
-    parameters = [_local(parameter) for parameter in session.model.parameters()]
-    moments = [
-        _local(value)
-        for state in session.optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    tensors = [*parameters, *moments, torch.get_rng_state()]
-    return [tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.reshape(-1)

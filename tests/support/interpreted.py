@@ -1,44 +1,28 @@
-"""The Triton kernel, run by Triton's interpreter on the CPU.
-
-Triton decides when it is first imported whether it interprets, so that this needs a process of its
-own.
-"""
+"""The Triton kernel on the CPU, by Triton's interpreter, which needs a process of its own."""
 
 import io
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from rankscope.bus.groups import Groups, Sections
 from rankscope.gradients.kernels.interface import period_signs
-from rankscope.gradients.sketch import Sketcher
-from rankscope.gradients.totals import Folding, GradientTotals
+from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import launch
 from support.kernel_checks import CPU
 
 
 @contextmanager
-def interpreter() -> Iterator[ProcessPoolExecutor]:
+def interpreter():
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, context, initializer=_begin) as process:
         yield process
 
 
-def measure_interpreted(
-    process: ProcessPoolExecutor,
-    meter: type[Sketcher],
-    groups: Groups,
-    sections: Sections | None,
-    gradients: dict[str, Tensor],
-    **options: int,
-) -> GradientTotals:
+def measure_interpreted(process, meter, groups, sections, gradients, **options):
     """Measure several gradients at once, each at an address that is as aligned as it is here."""
     shape = (len(groups) if sections is None else len(sections), options["width"])
     offsets = [gradient.storage_offset() for gradient in gradients.values()]
@@ -48,14 +32,7 @@ def measure_interpreted(
     return GradientTotals(memory, *shape)
 
 
-def _run_many(
-    meter: type[Sketcher],
-    groups: Groups,
-    sections: Sections | None,
-    names: list[str],
-    sent: bytes,
-    options: dict[str, int],
-) -> bytes:
+def _run_many(meter, groups, sections, names, sent, options):
     width, seed = options["width"], options["seed"]
     sketcher = meter(CPU, groups, width, seed, sections)
     from rankscope.gradients.kernels.fused import TritonKernel
@@ -71,12 +48,7 @@ def _run_many(
     return _packed(totals.memory)
 
 
-def launch_interpreted(
-    process: ProcessPoolExecutor,
-    measured: LocalGradient,
-    folding: Folding,
-    take: Callable[[int], Tensor],
-) -> Tensor:
+def launch_interpreted(process, measured, folding, take):
     """Gather what was measured, as :func:`rankscope.wrappers.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
     others = (
@@ -87,7 +59,7 @@ def launch_interpreted(
     return take(len(gathered)).view(torch.float64).copy_(gathered)
 
 
-def _run_launch(sent: bytes, folding: Folding) -> bytes:
+def _run_launch(sent, folding):
     (local, reduced), (micro, carried, product, kept) = _unpacked(sent)
     measured = LocalGradient(
         GradientTotals(*local),
@@ -100,16 +72,16 @@ def _run_launch(sent: bytes, folding: Folding) -> bytes:
     return _packed(launch(measured, folding))
 
 
-def _begin() -> None:
+def _begin():
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
 
 
-def _packed(*values: Any) -> bytes:
+def _packed(*values):
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer.getvalue()
 
 
-def _unpacked(packed: bytes) -> Any:
+def _unpacked(packed):
     return torch.load(io.BytesIO(packed))

@@ -2,14 +2,14 @@
 
 import math
 import shutil
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
 
-from rankscope.gradients.kernels.interface import Kernel, ParameterSigns
+from rankscope.gradients.kernels.interface import ParameterSigns
 from rankscope.gradients.totals import GradientTotals
-from support.sketch_oracle import Truth
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,11 +19,10 @@ needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None, reason="without a C compiler, the package has no native kernels"
 )
 """Where there is a compiler, a test of a native kernel fails if the package lacks it."""
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="no Triton for this platform")
 
 
-def measured(
-    kernel: Kernel, *parts: torch.Tensor, width: int = WIDTH, start: int = 0
-) -> GradientTotals:
+def measured(kernel, *parts, width=WIDTH, start=0):
     """Measure consecutive parts of one parameter into the second of three groups."""
     totals = GradientTotals.zeros(3, width, CPU)
     signs = ParameterSigns("weight", SEED, CPU)
@@ -33,12 +32,12 @@ def measured(
     return totals
 
 
-def random(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random(size, dtype=torch.float32):
     values = torch.randn(size, generator=torch.Generator().manual_seed(size))
     return values.mul_(1e-3).to(dtype)
 
 
-def expect(totals: GradientTotals, exact: Truth) -> None:
+def expect(totals, exact):
     """Compare one group's totals with the truth, and the others with nothing."""
     scale = math.sqrt(exact.squared_norm / len(exact.sketch))
     np.testing.assert_allclose(

@@ -1,24 +1,21 @@
 """Megatron-core's DistributedDataParallel in a plain loop, on the CPU, and what it should measure.
 
-It asks for the current CUDA device, so one function of torch's is patched here. Its schedule and
-its optimizer for float32 put one tensor each on a CUDA device, which is made on the host instead.
-Its distributed optimizer is not run: torch's updates a worker's shards.
+What it makes on a CUDA device is made on the host instead. Its distributed optimizer is not run:
+torch's updates a worker's shards.
 """
 
 import contextlib
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from support.loops import PLAN, collect_warnings, watch
+from support.loops import PLAN, bits_of, collect_warnings, grad_norm, watch
 from support.models import make_batch, make_model
 from support.recorded import Truth
 
@@ -39,11 +36,8 @@ class Mode:
     tier: str = "sketch"
 
     @property
-    def factor(self) -> float:
-        """What losses are multiplied by, in the median over workers; undone in what is recorded.
-
-        It counts once for each micro-batch.
-        """
+    def factor(self):
+        """What losses are multiplied by, in the median over workers; undone in what is recorded."""
         return 9.0 if self.summed else 1 / self.accumulate  # of 12, 9 and 6 label tokens
 
 
@@ -59,11 +53,11 @@ MODES = [
 
 
 @functools.cache
-def import_megatron() -> Any:
+def import_megatron():
     """Import Megatron-core so that it works on the CPU; without a compiler, which takes seconds."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"
 
-    def leave(function: Any = None, **options: Any) -> Any:
+    def leave(function=None, **options):
         return leave if function is None else function
 
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", leave):
@@ -76,7 +70,7 @@ def import_megatron() -> Any:
     return megatron.core
 
 
-def make_ddp(module: nn.Module, mode: Mode) -> Any:
+def make_ddp(module, mode):
     core = import_megatron()
     if not core.parallel_state.model_parallel_is_initialized():
         core.parallel_state.initialize_model_parallel()
@@ -100,27 +94,22 @@ def make_ddp(module: nn.Module, mode: Mode) -> Any:
 class MegatronLoop:
     """A small training on one rank, watched if ``run_dir`` is given."""
 
-    def __init__(self, rank: int, mode: Mode, run_dir: str | None, **options: Any) -> None:
+    def __init__(self, rank, mode, run_dir, **options):
         self.rank, self.mode = rank, mode
         self.warnings = collect_warnings()
         self.model = make_model().to(mode.dtype)
         self.ddp = make_ddp(self.model, mode)
-        self.held = list(_shards(self.ddp)) if mode.sharded else self._all()
+        whole = [(p, p.main_grad) for p in self.model.parameters()]
+        self.held = list(_shards(self.ddp)) if mode.sharded else whole
         self.optimizer = torch.optim.SGD([p for p, _ in self.held], lr=0.05, momentum=0.9)
         self.outer = self._prepare_for_the_schedule() if mode.schedule else None
         torch.manual_seed(100 + rank)
-        self.scope: Any = None
+        self.scope = None
         if run_dir is not None:
             known = self.outer or self.optimizer
             self.scope = watch(self.ddp, known, run_dir=run_dir, **{"plan": PLAN, **options})
 
-    def step(
-        self,
-        step: int,
-        *,
-        before_sync: Callable[[Any], None] = lambda ddp: None,
-    ) -> None:
-        """Do a step, as Megatron's training loop and schedule do."""
+    def step(self, step, *, before_sync=lambda ddp: None):
         self.ddp.zero_grad_buffer()
         if self.outer is not None:
             self.outer.zero_grad()
@@ -135,7 +124,7 @@ class MegatronLoop:
         if self.mode.sharded:
             self.ddp.start_param_sync()
 
-    def _run(self, step: int, before_sync: Callable[[Any], None]) -> None:
+    def _run(self, step, before_sync):
         for micro in range(self.mode.accumulate):
             silent = self.mode.no_sync and micro < self.mode.accumulate - 1
             with self.ddp.no_sync() if silent else contextlib.nullcontext():
@@ -145,11 +134,11 @@ class MegatronLoop:
         if self.mode.summed:
             self.ddp.scale_gradients(1 / self._tokens(step))
 
-    def _prepare_for_the_schedule(self) -> Any:
+    def _prepare_for_the_schedule(self):
         core, config = import_megatron(), self.ddp.config
         config.finalize_model_grads_func = core.distributed.finalize_model_grads
         config.no_sync_func = self.ddp.no_sync if self.mode.no_sync else None
-        model: Any = self.model
+        model = self.model
         model.set_input_tensor = lambda tensors: None
         model.model_type = core.enums.ModelType.encoder_or_decoder
         optimizers = core.optimizer.optimizer
@@ -157,7 +146,7 @@ class MegatronLoop:
         with on_the_host("tensor"):
             return optimizers.FP32Optimizer(self.optimizer, settings, lambda optimizer: None)
 
-    def _run_schedule(self, step: int) -> None:
+    def _run_schedule(self, step):
         with on_the_host("zeros"):
             import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
@@ -168,11 +157,11 @@ class MegatronLoop:
                 micro_batch_size=3,
             )
 
-    def _forward_step(self, batches: Iterator[dict[str, Tensor]], model: nn.Module) -> Any:
+    def _forward_step(self, batches, model):
         batch = next(batches)
         num_tokens = (batch["labels"] != -100).sum()
 
-        def loss_func(loss: Tensor) -> Any:
+        def loss_func(loss):
             total = loss * num_tokens
             if self.scope is not None:
                 self.scope.loss(total, num_tokens, factor=num_tokens)
@@ -180,12 +169,8 @@ class MegatronLoop:
 
         return model(**batch)["loss"], loss_func
 
-    def truth(self, step: int) -> Truth:
-        """Return what is true of the next step, of the loss before it is scaled.
-
-        Computed on a copy without Megatron-core, with the random numbers that the training will
-        draw; summed in float32.
-        """
+    def truth(self, step):
+        """Return what is true of the next step, from a copy without Megatron, summed in float32."""
         state = torch.get_rng_state()
         alone = make_model().to(self.mode.dtype)
         torch.set_rng_state(state)
@@ -202,63 +187,49 @@ class MegatronLoop:
                 losses.append(
                     loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
                 )
-                own = {name: p.grad.float() for name, p in named.items() if p.grad is not None}
-                parts = [gradient.double().flatten() for gradient in own.values()]
-                norms.append(torch.cat(parts).norm().item() / self.mode.factor)
-                for name, gradient in own.items():
-                    total[name] += gradient
+                norms.append(grad_norm(alone) / self.mode.factor)
+                for name, parameter in named.items():
+                    total[name] += parameter.grad.float()
         scale = self.mode.factor * self.mode.accumulate
         gradient = {name: g.double().flatten().numpy() / scale for name, g in total.items()}
         return Truth(gradient, norms, sum(losses) / len(losses))
 
-    def bits(self) -> dict[str, bytes]:
-        state = {name: value.detach() for name, value in self.model.state_dict().items()}
-        for index, (parameter, _) in enumerate(self.held):
-            state[f"momentum {index}"] = self.optimizer.state[parameter]["momentum_buffer"]
-        state["rng"] = torch.get_rng_state()
-        return {
-            n: v.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            for n, v in state.items()
-        }
+    def bits(self):
+        return bits_of(self.model, [self.optimizer])
 
-    def left(self) -> int:
+    def left(self):
         """Return how many functions of the wrapper and its buckets are replaced."""
         groups = sum("start_grad_sync" in vars(group) for group in self.ddp.bucket_groups)
         return groups + ("finish_grad_sync" in vars(self.ddp))
 
-    def _all(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(p, p.main_grad) for p in self.model.parameters()]
-
-    def _batch(self, step: int, micro: int) -> dict[str, Tensor]:
+    def _batch(self, step, micro):
         return make_batch(self.rank, self.mode.accumulate * step + micro)
 
-    def _loss(self, model: nn.Module, step: int, micro: int) -> Tensor:
+    def _loss(self, model, step, micro):
         batch = self._batch(step, micro)
-        loss: Tensor = model(**batch)["loss"]
+        loss = model(**batch)["loss"]
         if self.mode.summed:
             return loss * (batch["labels"] != -100).sum()
         return loss / self.mode.accumulate
 
-    def _tokens(self, step: int) -> float:
-        """Return the number of label tokens of all workers in a step."""
+    def _tokens(self, step):
         batches = [make_batch(rank, step) for rank in range(dist.get_world_size())]
         return float(sum((batch["labels"] != -100).sum() for batch in batches))
 
 
 @contextlib.contextmanager
-def on_the_host(name: str) -> Iterator[None]:
+def on_the_host(name):
     """Let a function of torch's make its tensors on the host, wherever it is told to."""
     make = getattr(torch, name)
 
-    def make_on_the_host(*args: Any, device: Any = None, **options: Any) -> Tensor:
-        made: Tensor = make(*args, **options)
-        return made
+    def make_on_the_host(*args, device=None, **options):
+        return make(*args, **options)
 
     with mock.patch.object(torch, name, make_on_the_host):
         yield
 
 
-def _shards(ddp: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _shards(ddp):
     """Yield this worker's shard of the parameters and of their gradient, of each bucket."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for group in ddp.bucket_groups:

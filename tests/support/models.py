@@ -1,14 +1,14 @@
 """Small models and batches for tests on real ranks."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 
 class TinyLM(nn.Module):
     """Embedding, dropout, a layer with a buffer, an optional unused branch, and a head."""
 
-    def __init__(self, *, dropout: float = 0.1, branch: bool = False) -> None:
+    def __init__(self, *, dropout=0.1, branch=False):
         super().__init__()
         self.embedding = nn.Embedding(50, 24)
         self.dropout = nn.Dropout(dropout)
@@ -17,24 +17,21 @@ class TinyLM(nn.Module):
         self.branch = nn.Linear(40, 40) if branch else None
         self.head = nn.Linear(40, 50)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, *, use_branch: bool = False
-    ) -> dict[str, Tensor]:
+    def forward(self, input_ids, labels, *, use_branch=False):
         hidden = self.hidden(self.dropout(self.embedding(input_ids)))
         hidden = self.norm(hidden.flatten(0, 1)).relu()
         if use_branch:
-            assert self.branch is not None
             hidden = self.branch(hidden)
         loss = F.cross_entropy(self.head(hidden), labels.flatten(), ignore_index=-100)
         return {"loss": loss}
 
 
-def make_model(seed: int = 0, *, dropout: float = 0.1, branch: bool = False) -> TinyLM:
+def make_model(seed=0, *, dropout=0.1, branch=False):
     torch.manual_seed(seed)
     return TinyLM(dropout=dropout, branch=branch)
 
 
-def make_batch(rank: int, step: int, *, size: int = 3, length: int = 5) -> dict[str, Tensor]:
+def make_batch(rank, step, *, size=3, length=5):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(50, (size, length), generator=generator)
     labels = torch.randint(50, (size, length), generator=generator)

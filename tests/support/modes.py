@@ -1,19 +1,17 @@
 """Training loops under the ways of using DDP that must be watched, run on real ranks."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
+from support.loops import bits_of, grad_norm, watch
 from support.models import make_batch, make_model
 from support.recorded import Truth
 
@@ -33,11 +31,8 @@ class Mode:
     clip: bool = False
     replicates: bool = False  # by ``replicate``, in the place of DDP
 
-    def shows_both_gradients(self) -> bool:
-        """Return whether the reduced gradient is there while the local one still is.
-
-        Not where DDP reduces in place, or ends inside of a checkpoint's own backward pass.
-        """
+    def shows_both_gradients(self):
+        """Return whether DDP neither reduces in place nor ends inside of a backward pass."""
         if self.checkpoint == "everything reentrant":
             return False
         return "gradient_as_bucket_view" not in self.ddp
@@ -72,7 +67,7 @@ POISONED_STEP = 1
 class Training:
     """One rank's training in one mode; the same bits every time."""
 
-    def __init__(self, rank: int, mode: Mode, run_dir: str | None = None, **options: Any) -> None:
+    def __init__(self, rank, mode, run_dir=None, **options):
         self.rank, self.mode = rank, mode
         self.model = make_mode_model(mode)
         wrap = replicate if mode.replicates else DistributedDataParallel
@@ -83,23 +78,21 @@ class Training:
         )
         if not mode.hook_after_watch:
             register_comm_hook(self.ddp, mode.hook)
-        self.scope: rankscope.Scope | None = None
+        self.scope = None
         if run_dir is not None:
             self.watch(run_dir, **options)
         if mode.hook_after_watch:
             register_comm_hook(self.ddp, mode.hook)
         torch.manual_seed(100 + rank)
 
-    def watch(self, run_dir: str, **options: Any) -> None:
-        """Record the run from now on, gradients in every step."""
-        options = {"overhead_budget": None, **options}
-        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
+    def watch(self, run_dir, **options):
+        self.scope = watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
-    def close(self) -> None:
+    def close(self):
         if self.scope is not None:
             self.scope.close()
 
-    def step(self, step: int) -> float:
+    def step(self, step):
         """Train for one step; return the norm of the reduced gradient of the unscaled loss."""
         batches = micro_batches(self.rank, step, self.mode)
         for micro, batch in enumerate(batches):
@@ -108,34 +101,31 @@ class Training:
                 loss = self._forward(self.ddp, batch)
                 with self._poison(step):
                     self.scaler.scale(loss / self._divisor).backward()
-        parts = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.stack([part.double().square().sum() for part in parts]).sum().sqrt()
-        norm = norm / self.multiplier
+        norm = grad_norm(self.model) / self.multiplier
         self._optimize()
-        return norm.item()
+        return norm
 
-    def oracle(self, step: int) -> Truth:
+    def oracle(self, step):
         """Return what is true of the step that comes next, computed without DDP or monitor."""
         return _compute(self.rank, self.mode, step, self.model, self._forward)
 
-    def state(self) -> dict[str, Any]:
-        return {**state_of(self.model, self.optimizer), "scale": self.scaler.get_scale()}
+    def state(self):
+        return bits_of(self.model, [self.optimizer]), self.scaler.get_scale()
 
     @property
-    def multiplier(self) -> float:
+    def multiplier(self):
         """What the sum of the micro-batches' gradients is multiplied by now, to be their mean."""
         return self.scaler.get_scale() * self.mode.accumulate / self._divisor
 
     @property
-    def _divisor(self) -> int:
+    def _divisor(self):
         return self.mode.accumulate if self.mode.divide else 1
 
-    def _forward(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    def _forward(self, model, batch):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.mode.scaler):
-            loss: Tensor = model(**batch)["loss"]
-        return loss
+            return model(**batch)["loss"]
 
-    def _optimize(self) -> None:
+    def _optimize(self):
         self.scaler.unscale_(self.optimizer)
         if self.mode.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
@@ -144,7 +134,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=not self.mode.zero_in_place)
 
     @contextlib.contextmanager
-    def _poison(self, step: int) -> Any:
+    def _poison(self, step):
         """Let a gradient overflow on one rank, as half precision now and then does."""
         if not (self.mode.scaler and step == POISONED_STEP and self.rank == 1):
             yield
@@ -155,30 +145,24 @@ class Training:
         handle.remove()
 
 
-def make_mode_model(mode: Mode) -> nn.Module:
+def make_mode_model(mode):
     if not mode.checkpoint:
         return make_model(branch=bool(mode.branch))
     model = CheckpointedLM(mode.checkpoint)
     return wrapped_in_checkpoints(model) if mode.checkpoint == "wrapper" else model
 
 
-def micro_batches(rank: int, step: int, mode: Mode) -> list[dict[str, Any]]:
+def micro_batches(rank, step, mode):
     batches = []
     for micro in range(mode.accumulate):
-        batch: dict[str, Any] = make_batch(rank, mode.accumulate * step + micro)
+        batch = make_batch(rank, mode.accumulate * step + micro)
         if mode.branch == "rank 0" and rank == 0:
             batch["use_branch"] = True
         batches.append(batch)
     return batches
 
 
-def train_step(
-    rank: int,
-    mode: Mode,
-    step: int,
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-) -> None:
+def train_step(rank, mode, step, ddp, optimizer):
     batches = micro_batches(rank, step, mode)
     for micro, batch in enumerate(batches):
         last = micro == len(batches) - 1
@@ -188,35 +172,7 @@ def train_step(
     optimizer.zero_grad(set_to_none=not mode.zero_in_place)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {
-        "parameters": {k: v.numpy().copy() for k, v in model.state_dict().items()},
-        "optimizer": [
-            {k: v.numpy().copy() for k, v in state.items()}
-            for state in optimizer.state_dict()["state"].values()
-        ],
-        "rng": torch.get_rng_state().numpy().copy(),
-    }
-
-
-def assert_same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["scale"] == other["scale"]
-    for name, value in one["parameters"].items():
-        assert value.tobytes() == other["parameters"][name].tobytes(), name
-    assert len(one["optimizer"]) == len(other["optimizer"]) > 0
-    for before, after in zip(one["optimizer"], other["optimizer"], strict=True):
-        for name, value in before.items():
-            assert value.tobytes() == after[name].tobytes(), name
-    assert one["rng"].tobytes() == other["rng"].tobytes()
-
-
-def _compute(
-    rank: int,
-    mode: Mode,
-    step: int,
-    model: nn.Module,
-    forward: Callable[[nn.Module, dict[str, Any]], Tensor],
-) -> Truth:
+def _compute(rank, mode, step, model, forward):
     """Use the random numbers that the training is about to draw, and put the generator back."""
     with torch.random.fork_rng(devices=[]):
         alone = make_mode_model(mode)
@@ -237,7 +193,7 @@ def _compute(
     return Truth(mean, norms, float(np.mean(losses)), sum(tokens))
 
 
-def _gradient_by_name(model: nn.Module) -> dict[str, np.ndarray]:
+def _gradient_by_name(model):
     return {
         name.replace("_checkpoint_wrapped_module.", ""): (
             torch.zeros_like(p) if p.grad is None else p.grad

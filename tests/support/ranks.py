@@ -7,10 +7,8 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,24 +39,15 @@ class RankError(AssertionError):
     """A rank raised, died, or did not finish in time."""
 
 
-def forked() -> Any:
+def forked():
     """Return the context whose processes are forked from one that has imported all of that."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
 
-def run_ranks(
-    work: Callable[..., Any],
-    num_ranks: int,
-    *args: Any,
-    timeout: float = 120.0,
-    prepare: Callable[[], object] | None = None,
-) -> list[Any]:
-    """Run ``work(rank, *args)`` on every rank and return the results in rank order.
-
-    ``work`` is a function of a module. It finds a default process group of ``num_ranks`` ranks.
-    """
+def run_ranks(work, num_ranks, *args, timeout=120.0, prepare=None):
+    """Run ``work(rank, *args)``, a function of a module, on ranks; return what each returned."""
     context = forked()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
@@ -81,35 +70,27 @@ def run_ranks(
                 _end(process, of_a_group=prepare is not None)
 
 
-def on_ranks(work: Callable[..., Any], num_ranks: int, **options: Any) -> Any:
-    """Return a fixture of a module: what ``work(rank, folder)`` returned on the ranks, and folder.
-
-    The options are those of :func:`run_ranks`.
-    """
+def on_ranks(work, num_ranks, **options):
+    """Return a fixture of a module: what ``work(rank, folder)`` returned on ranks, and folder."""
 
     @pytest.fixture(scope="module")
-    def ran() -> Iterator[tuple[list[Any], Path]]:
+    def ran():
         with tempfile.TemporaryDirectory() as folder:
             yield run_ranks(work, num_ranks, folder, **options), Path(folder)
 
     return ran
 
 
-def alone_and_watched(train: Callable[..., Any], ways: Iterable[str], num_ranks: int) -> Any:
-    """Return a fixture as :func:`on_ranks` does: by way, a training alone and the watched one.
-
-    ``train(rank, way, run_dir)`` trains alone without a run directory.
-    """
+def alone_and_watched(train, ways, num_ranks):
+    """Return a fixture as on_ranks(): by way, what ``train`` returned unwatched and watched."""
     return on_ranks(partial(_train_alone_and_watched, train, tuple(ways)), num_ranks)
 
 
-def _train_alone_and_watched(
-    train: Callable[..., Any], ways: Iterable[str], rank: int, folder: str
-) -> dict[str, tuple[Any, Any]]:
+def _train_alone_and_watched(train, ways, rank, folder):
     return {way: (train(rank, way, None), train(rank, way, f"{folder}/{way}")) for way in ways}
 
 
-def _end(process: Any, *, of_a_group: bool) -> None:
+def _end(process, *, of_a_group):
     process.join(timeout=10)
     if process.is_alive():
         if of_a_group:
@@ -119,7 +100,7 @@ def _end(process: Any, *, of_a_group: bool) -> None:
         process.join()
 
 
-def _receive(rank: int, pipe: Any, timeout: float) -> Any:
+def _receive(rank, pipe, timeout):
     if not pipe.poll(timeout):
         raise RankError(f"rank {rank} did not finish within {timeout} s")
     try:
@@ -131,7 +112,7 @@ def _receive(rank: int, pipe: Any, timeout: float) -> Any:
     return result
 
 
-def _prepare(prepare: Any, calls: Any) -> None:
+def _prepare(prepare, calls):
     os.setpgid(0, 0)
     prepare()
     gc.freeze()
@@ -144,14 +125,14 @@ def _prepare(prepare: Any, calls: Any) -> None:
         process.join()
 
 
-def close_patiently() -> None:
+def close_patiently():
     """Let scopes wait longer for their agents as they close: other tests keep processors busy."""
     from rankscope.session.scope import Scope
 
     Scope.close.__defaults__ = (40.0,)
 
 
-def _main(work: Any, rank: int, num_ranks: int, store: str, pipe: Any, args: Any) -> None:
+def _main(work, rank, num_ranks, store, pipe, args):
     import torch
     import torch.distributed as dist
 

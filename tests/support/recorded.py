@@ -1,14 +1,9 @@
-"""What real ranks record of their gradients, held against the truth in float64.
+"""What real ranks record of their gradients, held against the truth in float64."""
 
-Arrays over steps T, workers W.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope import Run
 from rankscope.bus.evidence import Table
 
 WIDTH = 1021
@@ -26,49 +21,44 @@ class Truth:
     tokens: int = 0  # label tokens in all micro-batches
 
     @property
-    def whole(self) -> np.ndarray:
+    def whole(self):
         return np.concatenate(list(self.gradient.values()))
 
     @property
-    def norm(self) -> float:
+    def norm(self):
         return float(np.linalg.norm(self.whole))
 
     @property
-    def largest(self) -> float:
+    def largest(self):
         return float(np.abs(self.whole).max())
 
 
 class Recorded:
-    """A run, and the truth about each step of each worker."""
+    """A run and its truth, over steps and workers: columns are [T] or [T, W], gradients [W, P]."""
 
-    def __init__(self, run: Run, truths_WT: Sequence[Sequence[Truth]]) -> None:
+    def __init__(self, run, truths_WT):
         self.run = run
         self.truths = truths_WT
         self.num_steps, self.num_workers = len(truths_WT[0]), len(truths_WT)
         self.steps = np.flatnonzero(self.column("observed"))
         self.overflowed_TW = np.zeros((self.num_steps, self.num_workers), bool)
 
-    def column(self, name: str) -> np.ndarray:
-        """Return a column of the steps table ``[T]``."""
+    def column(self, name):
         return self.run.columns(Table.STEPS, name)[name]
 
-    def per_worker(self, name: str) -> np.ndarray:
-        """Return a column of the workers table ``[T, W]``."""
+    def per_worker(self, name):
         return self.run.per_worker(name)[1]
 
-    def truth(self, name: str) -> np.ndarray:
-        """Return an attribute of the truth ``[T, W]``."""
+    def truth(self, name):
         return np.array([[getattr(one, name) for one in of_worker] for of_worker in self.truths]).T
 
-    def gradients(self, step: int) -> np.ndarray:
-        """Return the workers' gradients ``[W, P]``."""
+    def gradients(self, step):
         return np.array([of_worker[step].whole for of_worker in self.truths])
 
-    def fine_steps(self) -> list[int]:
-        """Return the observed steps without an overflow."""
+    def fine_steps(self):
         return [step for step in self.steps.tolist() if not self.overflowed_TW[step].any()]
 
-    def check_norms(self, rtol: float = 1e-6) -> None:
+    def check_norms(self, rtol=1e-6):
         fine = ~self.overflowed_TW[self.steps]
         for column, name in {"grad_norm": "norm", "grad_max": "largest"}.items():
             found, exact = self.per_worker(column)[self.steps], self.truth(name)[self.steps]
@@ -76,7 +66,7 @@ class Recorded:
             if name == "norm" or not self.per_worker("grad_norm_estimated").any():
                 np.testing.assert_allclose(found[fine], exact[fine], rtol=rtol)
 
-    def check_groups(self, rtol: float = 1e-6) -> None:
+    def check_groups(self, rtol=1e-6):
         names = {name: group_of(name) for name in self.truths[0][0].gradient}
         rows = self.run.columns(Table.GROUPS, "step", "rank", "group", "grad_norm")
         assert set(rows["group"]) == set(names.values())
@@ -86,7 +76,7 @@ class Recorded:
                 parts = [vector for name, vector in gradient.items() if names[name] == group]
                 np.testing.assert_allclose(norm, np.linalg.norm(np.concatenate(parts)), rtol=rtol)
 
-    def check_reduced(self, rtol: float, *, sketched: bool = True) -> None:
+    def check_reduced(self, rtol, *, sketched=True):
         """Hold the reduced gradient against the mean: its norm, and by its sketch, itself."""
         expected = [np.linalg.norm(self.gradients(step).mean(axis=0)) for step in self.steps]
         found = self.column("grad_norm_reduced")[self.steps]
@@ -94,7 +84,7 @@ class Recorded:
         residuals = self.column("reduction_residual")[self.steps]
         assert (residuals < rtol).all() if sketched else np.isnan(residuals).all()
 
-    def check_micro_norms(self, first: float = 1e-6, others: float = 4 * SKETCH_NORM_ERROR) -> None:
+    def check_micro_norms(self, first=1e-6, others=4 * SKETCH_NORM_ERROR):
         """Hold norms of micro-batches against the truth, within relative errors."""
         rows = self.run.columns(Table.MICRO, "step", "rank", "micro", "grad_norm")
         for step, rank, micro, norm in zip(*rows.values(), strict=True):
@@ -102,14 +92,14 @@ class Recorded:
                 exact = self.truths[rank][step].micro_norms[micro]
                 np.testing.assert_allclose(norm, exact, rtol=others if micro else first)
 
-    def weighted_cosine(self, step: int) -> float:
+    def weighted_cosine(self, step):
         """Return the cosine over all pairs, each with the product of its norms as its weight."""
         gram = self.gradients(step) @ self.gradients(step).T
         norms = np.sqrt(gram.diagonal())
         upper = np.triu_indices(self.num_workers, 1)
         return float(gram[upper].sum() / np.outer(norms, norms)[upper].sum())
 
-    def cosine_errors(self) -> np.ndarray:
+    def cosine_errors(self):
         """Return the errors of all pairs in the fine steps ``[T, pairs]``."""
         _, cosines_TWW = self.run.cosines()
         upper = np.triu_indices(self.num_workers, 1)
@@ -120,17 +110,17 @@ class Recorded:
         return np.array(errors)
 
 
-def group_of(parameter: str) -> str:
+def group_of(parameter):
     parts = parameter.split(".")
     return ".".join(parts[: 2 if parts[0] in ("blocks", "layers") else 1])
 
 
-def cosines(gradients_WP: np.ndarray) -> np.ndarray:
+def cosines(gradients_WP):
     units = gradients_WP / np.linalg.norm(gradients_WP, axis=1)[:, None]
     return units @ units.T
 
 
-def cosines_with_the_rest(gradients_WP: np.ndarray, sent_WP: np.ndarray) -> np.ndarray:
+def cosines_with_the_rest(gradients_WP, sent_WP):
     """Return the cosine of each worker's gradient with what is left of the sum without it."""
     rests_WP = sent_WP.sum(axis=0) - gradients_WP
     lengths_W = np.linalg.norm(gradients_WP, axis=1) * np.linalg.norm(rests_WP, axis=1)

@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 
-def assert_same(read: Any, original: Any, where: str = "report") -> None:
+def assert_same(read, original, where="report"):
     """Assert that two values are equal in kind, type and bits; NaN equals NaN."""
     assert type(read) is type(original) or isinstance(read, Mapping), where
     if dataclasses.is_dataclass(original):

@@ -16,7 +16,7 @@ from support.streams import gathered
 
 AT_ONCE = 64
 """Steps that are handed over together, as agents do when there are many; the test of
-``verdict/test_together.py`` is that this tells what steps do that come one by one."""
+``verdict/test_restart.py`` is that this tells what steps do that come one by one."""
 
 _MEMORIES = WeakKeyDictionary()
 

@@ -1,25 +1,19 @@
-"""Simulated jobs: which samples each worker draws at each step, and the steps they would report.
+"""Simulated jobs: which samples each worker draws, by samplers written with numpy alone."""
 
-The samplers follow the published behaviour of the usual ones, written with numpy alone.
-"""
-
-from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence import columns_of
 
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}
 
-Batches = list[np.ndarray]
 
-
-def worker_columns(num_workers: int, **known) -> dict[str, np.ndarray]:
+def worker_columns(num_workers, **known):
     """Return all columns that workers send, without a value where none is known."""
     columns = {
         s.name: np.full(num_workers, _MISSING[s.dtype], _NUMPY[s.dtype])
@@ -30,7 +24,7 @@ def worker_columns(num_workers: int, **known) -> dict[str, np.ndarray]:
     }
 
 
-def gathered(step: int, samples: Batches, sketches_WK=None, **columns) -> GatheredStep:
+def gathered(step, samples, sketches_WK=None, **columns):
     """Return a step in which workers drew these samples and report these columns."""
     num_samples = [len(batch) for batch in samples]
     workers = worker_columns(len(samples), **{"num_samples": num_samples, **columns})
@@ -44,7 +38,7 @@ def gathered(step: int, samples: Batches, sketches_WK=None, **columns) -> Gather
     )
 
 
-def reports(stream: Iterator[Batches], num_steps: int, *, named: bool = True) -> list[StepReport]:
+def reports(stream, num_steps, *, named=True):
     return [
         summarize(gathered(t, batches, samples_named=[named] * len(batches)))
         for t, batches in enumerate(islice(stream, num_steps))
@@ -52,10 +46,7 @@ def reports(stream: Iterator[Batches], num_steps: int, *, named: bool = True) ->
 
 
 def shard(num_samples, num_workers, rank, seed, epoch, *, drop_last=False, shuffle=True):
-    """One worker's share of one epoch: every W-th sample of a permutation that all workers know.
-
-    The permutation is padded from its own start, or cut, to a multiple of W.
-    """
+    """One worker's share of an epoch: every W-th sample of a permutation that is padded or cut."""
     order = np.arange(num_samples)
     if shuffle:
         order = np.random.default_rng([seed, epoch]).permutation(num_samples)
@@ -76,7 +67,7 @@ def sharded(
     loader_drop_last=False,
     shuffle=True,
     reshuffle=True,
-) -> Iterator[Batches]:
+):
     """Yield batches of a sharded job, epoch after epoch; ``seeds`` has one seed per worker."""
     seeds = seeds or [0] * num_workers
     epoch = 0
@@ -100,7 +91,7 @@ def sharded(
         epoch += 1
 
 
-def replicated(num_samples, batch, seeds) -> Iterator[Batches]:
+def replicated(num_samples, batch, seeds):
     """Yield batches of workers that each shuffle all samples, by a seed of their own."""
     generators = [np.random.default_rng(seed) for seed in seeds]
     while True:
@@ -109,13 +100,13 @@ def replicated(num_samples, batch, seeds) -> Iterator[Batches]:
             yield [order[start : start + batch] for order in orders]
 
 
-def with_replacement(num_samples, num_workers, batch, seed=0) -> Iterator[Batches]:
+def with_replacement(num_samples, num_workers, batch, seed=0):
     generator = np.random.default_rng(seed)
     while True:
         yield list(generator.integers(0, num_samples, (num_workers, batch)))
 
 
-def accumulated(stream: Iterator[Batches], micro: int) -> Iterator[Batches]:
+def accumulated(stream, micro):
     """Join consecutive batches into steps, across the borders of epochs."""
     while True:
         parts = list(islice(stream, micro))

@@ -1,14 +1,16 @@
 """Small trainings inside of what may surround a step: each way says what it has seen of it."""
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -16,32 +18,95 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from support.surrounded_training import Training
+from support.loops import bits_of
 
-Seen = Any
-Way = Callable[[Training, Tensor, Tensor], Seen]
+WRAPPERS = ("DDP", "FSDP2", "none")
+SIZE, CLASSES = 16, 4
 
 
-def in_checkpoint(training: Training, x: Tensor, y: Tensor, **options: Any) -> Seen:
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, 32), nn.Linear(32, CLASSES)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.last(self.drop(F.gelu(self.first(x))))
+
+
+class Training:
+    """A small training of one model on one rank, which begins anew when told."""
+
+    def __init__(self, rank, wrapper):
+        torch.manual_seed(0)
+        self.rank, self.wrapper, self.model = rank, wrapper, Net()
+        self.called = self.model
+        if wrapper == "DDP":
+            self.called = DistributedDataParallel(self.model)
+        elif wrapper == "FSDP2":
+            fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._start = [p.detach().clone() for p in self.model.parameters()]
+        self.poisoned, self.number = False, 0
+
+    def begin(self):
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, start in zip(self.model.parameters(), self._start, strict=True):
+                parameter.copy_(start)
+        torch.manual_seed(100 + self.rank)
+
+    def batch(self, step):
+        self.number = step
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        x = torch.randn(8, SIZE, generator=generator)
+        return x, torch.randint(0, CLASSES, (8,), generator=generator)
+
+    def loss(self, output, y):
+        loss = F.cross_entropy(output, y)
+        return loss * float("nan") if self.poisoned else loss
+
+    def finish(self, loss):
+        loss.backward()
+        self.update()
+
+    def update(self):
+        if self.wrapper == "none":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, x, y):
+        """Take a step as it is without anything around it."""
+        self.finish(self.loss(self.called(x), y))
+
+    def bits(self):
+        return bits_of(self.model)
+
+
+def in_checkpoint(training, x, y, **options):
     if options["use_reentrant"]:
         x.requires_grad_()
-    training.finish(training.loss(checkpoint(training.called, x, **options), y))  # type: ignore[no-untyped-call]
+    training.finish(training.loss(checkpoint(training.called, x, **options), y))
 
 
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context, operator, *args, **kwargs):
     kept = operator is torch.ops.aten.addmm.default or "detach" in str(operator)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def in_hooks(training: Training, x: Tensor, y: Tensor) -> Seen:
-    kept: list[Tensor] = []
-    used: list[int] = []
+def in_hooks(training, x, y):
+    kept = []
+    used = []
 
-    def pack(tensor: Tensor) -> int:
+    def pack(tensor):
         kept.append(tensor)
         return len(kept) - 1
 
-    def unpack(number: int) -> Tensor:
+    def unpack(number):
         used.append(number)
         return kept[number]
 
@@ -50,20 +115,15 @@ def in_hooks(training: Training, x: Tensor, y: Tensor) -> Seen:
     return [tuple(tensor.shape) for tensor in kept], used
 
 
-def in_save_on_cpu(training: Training, x: Tensor, y: Tensor) -> Seen:
-    offloading = save_on_cpu()
-    return _counted(offloading, training, x, y)
-
-
-def _counted(hooks: Any, training: Training, x: Tensor, y: Tensor) -> Seen:
-    calls: list[str] = []
+def in_save_on_cpu(training, x, y):
+    hooks, calls = save_on_cpu(), []
     pack, unpack = hooks.pack_hook, hooks.unpack_hook
 
-    def counted_pack(tensor: Tensor) -> Any:
+    def counted_pack(tensor):
         calls.append(f"pack {tuple(tensor.shape)}")
         return pack(tensor)
 
-    def counted_unpack(packed: Any) -> Any:
+    def counted_unpack(packed):
         calls.append("unpack")
         return unpack(packed)
 
@@ -73,12 +133,12 @@ def _counted(hooks: Any, training: Training, x: Tensor, y: Tensor) -> Seen:
     return calls
 
 
-def without_hooks(training: Training, x: Tensor, y: Tensor) -> Seen:
+def without_hooks(training, x, y):
     with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
         training.step(x, y)
 
 
-def in_flop_counter(training: Training, x: Tensor, y: Tensor) -> Seen:
+def in_flop_counter(training, x, y):
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
@@ -88,22 +148,22 @@ def in_flop_counter(training: Training, x: Tensor, y: Tensor) -> Seen:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[str, bool]] = []
+        self.seen = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append((str(func), torch.is_inference_mode_enabled()))
         return func(*args, **(kwargs or {}))
 
 
-def in_dispatch_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+def in_dispatch_mode(training, x, y):
     with _Operators() as mode:
         training.step(x, y)
     return mode.seen
 
 
-def in_profiler(training: Training, x: Tensor, y: Tensor) -> Seen:
+def in_profiler(training, x, y):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         training.step(x, y)
     names = Counter(event.name for event in profiler.events())
@@ -111,8 +171,7 @@ def in_profiler(training: Training, x: Tensor, y: Tensor) -> Seen:
     return sorted(names.items())
 
 
-def in_anomaly_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
-    """The third step's loss is not a number, which raises."""
+def in_anomaly_mode(training, x, y):
     training.poisoned = training.number == 2
     try:
         with torch.autograd.set_detect_anomaly(True):
@@ -122,10 +181,10 @@ def in_anomaly_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
     return torch.is_anomaly_enabled()
 
 
-def by_func_grad(training: Training, x: Tensor, y: Tensor) -> Seen:
+def by_func_grad(training, x, y):
     own = {name: p.detach() for name, p in training.called.named_parameters()}
 
-    def loss(parameters: Any) -> Tensor:
+    def loss(parameters):
         return training.loss(torch.func.functional_call(training.called, parameters, (x,)), y)
 
     gradients = torch.func.grad(loss)(own)
@@ -134,10 +193,10 @@ def by_func_grad(training: Training, x: Tensor, y: Tensor) -> Seen:
     training.update()
 
 
-def with_sample_gradients(training: Training, x: Tensor, y: Tensor) -> Seen:
+def with_sample_gradients(training, x, y):
     own = {name: p.detach() for name, p in training.model.named_parameters()}
 
-    def loss(parameters: Any, one: Tensor, label: Tensor) -> Tensor:
+    def loss(parameters, one, label):
         output = torch.func.functional_call(training.model, parameters, (one[None],))
         return training.loss(output, label[None])
 
@@ -147,12 +206,12 @@ def with_sample_gradients(training: Training, x: Tensor, y: Tensor) -> Seen:
     return float(norms["last.bias"].sum())
 
 
-def in_dual_level(training: Training, x: Tensor, y: Tensor) -> Seen:
+def in_dual_level(training, x, y):
     with forward_ad.dual_level():
         training.step(x, y)
 
 
-def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
+def with_fake_pass(training, x, y):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -161,7 +220,7 @@ def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     return seen
 
 
-def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
+def with_traced_pass(training, x, y):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     traced = make_fx(training.called)(x)
@@ -169,7 +228,7 @@ def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     return [str(node.target) for node in traced.graph.nodes]
 
 
-SURROUNDINGS: dict[str, Way] = {
+SURROUNDINGS = {
     "checkpoint without generators": partial(
         in_checkpoint, use_reentrant=False, preserve_rng_state=False
     ),

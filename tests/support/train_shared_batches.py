@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 
 
-def train(run_dir: Path, steps: int) -> dict[str, object]:
+def train(run_dir, steps):
     """Train; return what this rank found, and in which step it was told first."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
     optimizer = torch.optim.Adam(model.parameters())
-    told: list[int] = []
+    told = []
     scope = rankscope.watch(
         model, optimizer, run_dir=run_dir, on_finding=lambda finding: told.append(step)
     )
@@ -48,7 +48,7 @@ def train(run_dir: Path, steps: int) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def main():
     folder, *trainings = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,11 +1,7 @@
 """Two hosts on one machine: network namespaces with addresses of their own, joined by a switch.
 
-Each host has two networks, as many clusters have: one for the training and one for the agents, so
-that the second can be cut while the training goes on. A cut is that of a cable behind a switch:
-both ends keep their addresses and routes, and nothing arrives.
-
-Needs root and the ``ip`` command. The hosts share the machine's files but not their temporary
-directories, and its processes.
+Each has a network for the training and one for the agents, which can be cut behind the switch: both
+ends keep their addresses. Needs root and ``ip``. Files and processes are the machine's.
 """
 
 import functools
@@ -14,16 +10,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 NETWORKS = ("training", "agents")
 _numbers = itertools.count()
 
 
 @functools.cache
-def why_not() -> str | None:
+def why_not():
     """Return why no network namespace can be made here; None if one can."""
     name = f"try-{os.getpid()}"
     try:
@@ -39,18 +32,15 @@ def why_not() -> str | None:
 
 
 class TwoHosts:
-    """Two hosts, number 0 and 1, while the context lasts; then their processes are killed.
+    """Two hosts, number 0 and 1, while the context lasts; then their processes are killed."""
 
-    Each gets a temporary directory in the folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         prefix = f"rs-{os.getpid()}-{next(_numbers)}"
         self._spaces = [f"{prefix}-{end}" for end in ("0", "1", "switch")]
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes = []
         self.folders = [folder / f"host{host}" for host in (0, 1)]
 
-    def __enter__(self) -> "TwoHosts":
+    def __enter__(self):
         for each in self.folders:
             each.mkdir(parents=True, exist_ok=True)
         try:
@@ -60,7 +50,7 @@ class TwoHosts:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self._processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -72,18 +62,14 @@ class TwoHosts:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
     @staticmethod
-    def address(host: int, network: str = "training", version: int = 4) -> str:
-        """Return a host's IPv4 or IPv6 address in a network."""
+    def address(host, network="training", version=4):
         number = NETWORKS.index(network)
         return f"10.213.{number}.{host + 1}" if version == 4 else f"fd00:213:{number}::{host + 1}"
 
-    def start(
-        self, host: int, command: Sequence[str], *, env: Mapping[str, str] | None = None, **how: Any
-    ) -> "subprocess.Popen[Any]":
-        """Start a command on a host, in a session of its own."""
+    def start(self, host, command, *, env=None, **how):
         places = dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(self.folders[host]))
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "training")
-        process: subprocess.Popen[Any] = subprocess.Popen(
+        process = subprocess.Popen(
             ["ip", "netns", "exec", self._spaces[host], *command],
             env={**os.environ, **places, **interfaces, **(env or {})},
             start_new_session=True,
@@ -92,18 +78,8 @@ class TwoHosts:
         self._processes.append(process)
         return process
 
-    def torchrun(
-        self,
-        script: Path | str,
-        *arguments: str,
-        per_host: int = 2,
-        env: Mapping[str, str] | None = None,
-        **how: Any,
-    ) -> list["subprocess.Popen[Any]"]:
-        """Start ``torchrun`` on both hosts over the training's network; host 0 has the store.
-
-        Its ranks are forks; ``support`` must be found in the environment.
-        """
+    def torchrun(self, script, *arguments, per_host=2, env=None, **how):
+        """Start ``torchrun`` on both hosts over the training's network; its ranks are forks."""
         return [
             self.start(
                 host,
@@ -119,14 +95,13 @@ class TwoHosts:
             for host in (0, 1)
         ]
 
-    def cut(self, host: int = 1, network: str = "agents") -> None:
-        """Cut a host off from a network."""
+    def cut(self, host=1, network="agents"):
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "nomaster")
 
-    def mend(self, host: int = 1, network: str = "agents") -> None:
+    def mend(self, host=1, network="agents"):
         _ip("-n", self._spaces[2], "link", "set", f"{network}{host}", "master", network)
 
-    def connections(self, host: int = 1, network: str = "agents", *options: str) -> str:
+    def connections(self, host=1, network="agents", *options):
         """Return a host's IPv4 connections over a network, as ``ss`` with these options shows."""
         there = f"{self.address(host, network).rpartition('.')[0]}.0/24"
         command = ["ss", "-Ht", *options, "state", "established", "dst", there]
@@ -137,12 +112,12 @@ class TwoHosts:
             text=True,
         ).stdout
 
-    def reset(self, host: int = 1, network: str = "agents") -> None:
+    def reset(self, host=1, network="agents"):
         """Break a host's connections over a network, as a switch that loses its state does."""
         assert self.connections(host, network, "--kill")
         assert not self.connections(host, network)
 
-    def _join(self) -> None:
+    def _join(self):
         *hosts, switch = self._spaces
         for space in self._spaces:
             _ip("netns", "add", space)
@@ -162,7 +137,7 @@ class TwoHosts:
                 _ip("-n", host, "link", "set", network, "up")
 
 
-def _ip(*arguments: str) -> None:
+def _ip(*arguments):
     done = subprocess.run(["ip", *arguments], check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")

@@ -31,8 +31,7 @@ def unidentified(step):
 
 
 def test_equal_seeds_without_shards(tmp_path):
-    run = record_run(tmp_path / "run", **SHARED)
-    found = assess(run)
+    found = assess(record_run(tmp_path / "run", **SHARED))
     assert found.severity is Severity.ERROR
     assert found.headline == (
         "All 8 workers train on the same batches: the job does the work of one worker."
@@ -48,8 +47,7 @@ def test_equal_seeds_without_shards(tmp_path):
 
 
 def test_healthy_shards(tmp_path):
-    run = record_run(tmp_path / "run", num_steps=70)
-    found = assess(run)
+    found = assess(record_run(tmp_path / "run", num_steps=70))
     assert found.severity is None
     promise = "A healthy run of 70 steps raises a finding of that kind with a probability of"
     assert any(f"{promise} at most 7e-05." in text for text in found.statements)
@@ -62,16 +60,13 @@ def test_healthy_shards(tmp_path):
     assert found.values["distinct_samples"] == found.values["samples_drawn"] == 2240
     assert found.values["samples_exact"] is True
     (waiting,) = (text for text in found.statements if "yet checked" in text)
-    assert waiting == (
-        "Not yet checked: a worker that computes other results from the same batch (no canary has "
-        "run yet)."
-    )
+    assert waiting.startswith("Not yet checked: a worker that computes other results from the same")
+    assert waiting.endswith(" batch (no canary has run yet).")
 
 
 @pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
 def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
-    run = record_run(tmp_path / "run", status=status)
-    found = assess(run)
+    found = assess(record_run(tmp_path / "run", status=status))
     assert (found.severity, found.word) == (None, "early")
     assert found.headline == f"Too {word} to judge: no fault found in 30 steps."
     assert "34 more steps" in found.recommendation
@@ -100,8 +95,7 @@ def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
 
 
 def test_one_worker_has_nothing_to_compare(tmp_path):
-    run = record_run(tmp_path / "run", num_workers=1)
-    found = assess(run)
+    found = assess(record_run(tmp_path / "run", num_workers=1))
     assert found.severity is None
     assert "nothing to compare" in found.headline
     for name in ("cosine_mean", "loss_std", "grad_norm_std"):
@@ -168,10 +162,8 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert "ends early" not in found["complete"].headline
     early, last = found["incomplete"], options.get("num_steps", STEPS) - 1
     assert early.severity is Severity.NOTE  # a crash alone is no fault
-    assert early.headline.startswith(
-        f"The record ends early, with step {last}: the training stopped there, or went on "
-        "unwatched."
-    )
+    end = f"The record ends early, with step {last}: the training stopped there, or went on "
+    assert early.headline.startswith(f"{end}unwatched.")
     assert "Healthy" not in early.headline
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation
@@ -194,7 +186,7 @@ def test_an_early_end_stands_before_a_note(tmp_path):
     usual = replace(note, id="loss.token_weighting")  # the usual mean leaves a run healthy
     meant = judge(assess(run).values, [usual])
     assert meant.headline.startswith("Healthy: ")
-    assert meant.recommendation.endswith("if this is meant: Tokens count differently.")
+    assert meant.recommendation == "Divide them."
 
 
 KILLED, GONE = "its process ended", "its connection ended"
@@ -215,13 +207,13 @@ def at(time, why, *ranks, last_step=29):
         ),
         (at(5.0, RAISED, 2), "Rank 2 ended first (training raised", "log of rank 2"),
         (at(5.0, RAISED, 2) + at(7.0, RAISED, 0, 1), "Rank 2 ended first", "log of rank 2"),
-        (at(5.0, RAISED, 2, 0, 1), "All 3 workers ended there (training raised", "the log for"),
+        (at(5.0, RAISED, 2, 0, 1), "All 3 workers ended there (training", "of the training."),
         (at(5.0, GONE, 2, 0, 1), "or went on unwatched.", "See the log for"),
         ([{"rank": 1}], "or went on unwatched.", "See the log for"),
         (
             at(5.0, "its process ended (killed by SIGKILL)", 0, 1, 2),
             "All 3 workers ended there (killed by SIGKILL).",
-            "See the log for",
+            "of what stopped the job.",
         ),
     ],
     ids=["killed", "alone on record", "raised before", "together", "gone", "damaged", "signal"],
@@ -260,8 +252,7 @@ def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(
 
 
 def test_statements_are_sentences_without_holes(tmp_path):
-    options = [{}, {"setting": "s1-3"}, SHARED, {**SHARED, "setting": "s1-2"}]
-    for i, option in enumerate(options):
+    for i, option in enumerate([{}, {"setting": "s1-3"}, SHARED, {**SHARED, "setting": "s1-2"}]):
         run = record_run(tmp_path / str(i), **option)
         found = assess(run)
         texts = [found.headline, found.recommendation, *found.statements]

@@ -19,7 +19,6 @@ PADDING = "padding-duplicates"
 
 
 def diagnose(stream, num_steps, *, num_workers=8, named=True):
-    """Return final findings by cause, and all events in order."""
     diagnosis = Diagnosis(RunFacts(num_workers))
     events = events_of(diagnosis, reports(stream, num_steps, named=named))
     events += diagnosis.close()
@@ -55,8 +54,7 @@ def test_healthy_jobs_have_no_finding(name, named):
 
 
 def test_a_healthy_job_resumed_inside_an_epoch_has_a_note_at_most():
-    stream = itertools.islice(sharded(1001, 8, 4), 25, None)
-    found, _ = diagnose(stream, 200)
+    found, _ = diagnose(itertools.islice(sharded(1001, 8, 4), 25, None), 200)
     assert all(finding.severity is Severity.NOTE for finding in found.values())
 
 
@@ -174,17 +172,14 @@ def below(kind):
 
 def takes_steps(kind):
     """Return whether a class is a detector itself, and no base of others."""
-    inherited = Detector.observe, Detector.observe_step
-    return (kind.observe, kind.observe_step) != inherited
+    return (kind.observe, kind.observe_step) != (Detector.observe, Detector.observe_step)
 
 
 def test_every_detector_is_asked():
     for module in pkgutil.walk_packages(evidence.__path__, f"{evidence.__name__}."):
         importlib.import_module(module.name)
-    asked = {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}
-    known = {
+    assert {
         kind
         for kind in below(Detector)
         if kind.__module__.startswith("rankscope.") and takes_steps(kind)
-    }
-    assert known == asked
+    } == {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}

@@ -2,12 +2,11 @@
 
 import copy
 import traceback
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.nn import functional as F
@@ -18,7 +17,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.fsdp2 import FSDP2Tap
 from rankscope.wrappers.fsdp2_model import fsdp2_device, fsdp2_parameters, is_fsdp2
-from rankscope.wrappers.tap import LocalGradient, ReadReduced
+from rankscope.wrappers.tap import ReadReduced
 from support.cut import Cut
 from support.fsdp2_modes import Block, Net, make_batches, make_net, mode_named
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.ranks
 WIDTH, EXACT = 1021, 1e-5
 
 
-def make_tap(session: Session) -> FSDP2Tap:
+def make_tap(session):
     parameters = fsdp2_parameters(session.model)
     groups = group_parameters(parameters)
     sketcher = Sketcher(fsdp2_device(session.model), groups, WIDTH)
@@ -46,8 +45,6 @@ def make_tap(session: Session) -> FSDP2Tap:
 
 
 class Nobody:
-    """An observer that looks away."""
-
     def see_local(self, name, gradient):
         pass
 
@@ -55,13 +52,13 @@ class Nobody:
         pass
 
 
-def train_tapped(session: Session, step: int, tap: FSDP2Tap) -> None:
+def train_tapped(session, step, tap):
     train_step(session, step, begin=lambda: tap.begin_forward(measure=True))
 
 
-def other_gradients(session: Session, step: int, tap: FSDP2Tap, *, measure: bool) -> None:
+def other_gradients(session, step, tap, *, measure):
     """Ask for the gradient of a layer's output alone, as attacks on a model do."""
-    outputs: list[Tensor] = []
+    outputs = []
     hook = session.root.blocks[0].register_forward_hook(
         lambda module, args, output: outputs.append(output)
     )
@@ -72,7 +69,7 @@ def other_gradients(session: Session, step: int, tap: FSDP2Tap, *, measure: bool
     assert gradient.abs().max() > 0
 
 
-def sketch_error(tap: FSDP2Tap, local: LocalGradient, exact: dict[str, Tensor]) -> float:
+def sketch_error(tap, local, exact):
     """Return how far what was read is from the sketch of a gradient, relative to it."""
     totals = tap._sketcher.new_totals()
     for name, gradient in exact.items():
@@ -81,15 +78,12 @@ def sketch_error(tap: FSDP2Tap, local: LocalGradient, exact: dict[str, Tensor]) 
     return float(error)
 
 
-def norm_error(local: LocalGradient, exact: dict[str, Tensor]) -> float:
-    """Return how far the norm that was read is from a gradient's, relative to it."""
+def norm_error(local, exact):
     squared_norm = sum(float(gradient.double().square().sum()) for gradient in exact.values())
     return abs(float(local.totals.squared_norms.sum()) / squared_norm - 1) / 2
 
 
-def reduced_error(local: LocalGradient, exact: dict[str, Tensor]) -> float:
-    """Return how far the norm of the reduced gradient is from that of the mean, relative to it."""
-    assert local.reduced is not None
+def reduced_error(local, exact):
     mean = torch.cat([gradient.double().flatten() for gradient in exact.values()])
     squared_norm = local.reduced.squared_norms.sum()
     dist.all_reduce(mean)
@@ -98,33 +92,32 @@ def reduced_error(local: LocalGradient, exact: dict[str, Tensor]) -> float:
     return abs(float(squared_norm / exact_squared_norm) - 1) / 2
 
 
-def session_of(model: Any) -> Session:
+def session_of(model):
     optimizer = torch.optim.SGD(model.parameters())
     mode = mode_named("1-D")
-    return Session(mode, model, model, model, optimizer, None, dist.get_rank())  # type: ignore[arg-type]
+    return Session(mode, model, model, model, optimizer, None, dist.get_rank())
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients(model):
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def check(tap: FSDP2Tap, exact: dict[str, Tensor]) -> LocalGradient:
+def check(tap, exact):
     """Return what was read, after a look at its sketch and at the reduced gradient's norm."""
     assert tap.complete
     assert not tap.aborted
     local = tap.collect()
-    assert local is not None
     assert sketch_error(tap, local, exact) < EXACT
     assert reduced_error(local, exact) < EXACT
     return local
 
 
-def a_root_that_is_checkpointed() -> None:
+def a_root_that_is_checkpointed():
     session = start(mode_named("accumulated"))
     tap = make_tap(session)
     calls = []
 
-    def begin(module: nn.Module, args: Any) -> None:
+    def begin(module, args):
         calls.append(tap.aborted)
         tap.begin_forward(measure=True)
 
@@ -135,13 +128,12 @@ def a_root_that_is_checkpointed() -> None:
         (checkpoint(session.root, *batch, use_reentrant=False) / 3).backward()
     assert calls == [False] * 6  # every second one recomputes, inside of a backward pass
     local = check(tap, exact)
-    assert local.micro_squared_norms is not None
     assert len(local.micro_squared_norms) == 3
     tap.remove()
 
 
 class Trunk(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(22, 50)
@@ -149,16 +141,15 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(50)
         self.head = nn.Linear(50, 22)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        normal: Tensor = self.norm(self.block(self.embedding(ids)))
-        return normal
+    def forward(self, ids):
+        return self.norm(self.block(self.embedding(ids)))
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, hidden, labels):
         logits = self.head(hidden.flatten(0, 1))
         return F.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
-def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
+def a_loss_in_chunks_with_backward_passes_of_their_own():
     trunk = Trunk()
     alone = copy.deepcopy(trunk)
     fully_shard(trunk.block)
@@ -186,7 +177,7 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
-def a_model_that_is_not_sharded_is_refused() -> None:
+def a_model_that_is_not_sharded_is_refused():
     net = make_net()
     assert not is_fsdp2(net)
     with pytest.raises(UnsupportedError, match="got Net without any; call watch"):
@@ -194,7 +185,7 @@ def a_model_that_is_not_sharded_is_refused() -> None:
     assert is_fsdp2(nn.Sequential(fully_shard(net)))
 
 
-def check_two_steps(model: Any, alone: nn.Module) -> None:
+def check_two_steps(model, alone):
     session = session_of(model)
     tap = make_tap(session)
     for step in range(2):
@@ -209,7 +200,7 @@ def check_two_steps(model: Any, alone: nn.Module) -> None:
     tap.remove()
 
 
-def tied_weights() -> None:
+def tied_weights():
     net = make_net()
     net.head.weight = net.embedding.weight
     alone = copy.deepcopy(net)
@@ -220,15 +211,15 @@ def tied_weights() -> None:
 
 
 class Spare(Net):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.spare = Block(50)
 
 
-def unused_parameters() -> None:
+def unused_parameters():
     for reduce_zeros in (False, True) if SINCE_TORCH_2_13 else (None,):
         torch.manual_seed(0)
-        net: Any = Spare()
+        net = Spare()
         alone = copy.deepcopy(net)
         fully_shard(net.spare)
         fully_shard(net)
@@ -237,7 +228,7 @@ def unused_parameters() -> None:
         check_two_steps(net, alone)
 
 
-def ignored_parameters_are_left_out() -> None:
+def ignored_parameters_are_left_out():
     net = make_net()
     alone = copy.deepcopy(net)
     alone.gate.requires_grad_(False)
@@ -246,7 +237,7 @@ def ignored_parameters_are_left_out() -> None:
     check_two_steps(net, alone)
 
 
-def torch_functions() -> list[Any]:
+def torch_functions():
     state = _fsdp_state.FSDPState
     return [
         _fsdp_param_group.foreach_reduce,
@@ -256,12 +247,11 @@ def torch_functions() -> list[Any]:
     ]
 
 
-def check_step(session: Session, tap: FSDP2Tap, step: int) -> LocalGradient:
+def check_step(session, tap, step):
     exact, _ = local_gradient(session, step)
     train_tapped(session, step, tap)
     assert tap.complete
     local = tap.collect()
-    assert local is not None
     assert sketch_error(tap, local, exact) < EXACT
     assert session.mode.parts or norm_error(local, exact) < EXACT
     optimize(session)
@@ -270,15 +260,15 @@ def check_step(session: Session, tap: FSDP2Tap, step: int) -> LocalGradient:
 
 class Explode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx, hidden):
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx, gradient):
         raise ArithmeticError("in the middle of a backward pass")
 
 
-def explode(session: Session, tap: FSDP2Tap) -> None:
+def explode(session, tap):
     """Run a step whose backward pass raises after a part of the reductions."""
     hook = session.root.blocks[0].register_forward_hook(
         lambda module, args, output: Explode.apply(output)
@@ -293,7 +283,7 @@ def explode(session: Session, tap: FSDP2Tap) -> None:
     session.optimizer.zero_grad()
 
 
-def forget_unreduced_gradients(session: Session) -> None:
+def forget_unreduced_gradients(session):
     """Drop what an aborted pass has left in the unsharded parameters; torch keeps it."""
     for module in [session.root, *session.root.blocks]:
         module.unshard()
@@ -302,7 +292,7 @@ def forget_unreduced_gradients(session: Session) -> None:
         module.reshard()
 
 
-def an_aborted_pass_is_not_counted() -> None:
+def an_aborted_pass_is_not_counted():
     session = start(mode_named("1-D"))
     tap = make_tap(session)
     explode(session, tap)
@@ -313,7 +303,7 @@ def an_aborted_pass_is_not_counted() -> None:
     tap.remove()
 
 
-def other_gradients_make_no_step() -> None:
+def other_gradients_make_no_step():
     """``autograd.grad`` runs through the model without accumulating anything."""
     for name in ("HSDP", "HSDP half reduced", "frozen in part"):
         session = start(mode_named(name))
@@ -329,7 +319,7 @@ def other_gradients_make_no_step() -> None:
         tap.remove()
 
 
-def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
+def a_pass_whose_end_is_cut_short_is_not_counted():
     """Wherever Ctrl-C strikes after the reduction, the next step has nothing of this one."""
     session = start(mode_named("1-D"))
     tap = make_tap(session)
@@ -346,7 +336,7 @@ def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
     tap.remove()
 
 
-def taps_do_not_see_each_others_models() -> None:
+def taps_do_not_see_each_others_models():
     original = torch_functions()
     one, other, unwatched = (
         start(mode_named("1-D")),
@@ -363,7 +353,6 @@ def taps_do_not_see_each_others_models() -> None:
     assert not elsewhere.complete
     for each in (tap, second):
         local = each.collect()
-        assert local is not None
         assert sketch_error(each, local, exact) < EXACT
     optimize(one)
     second.remove()
@@ -390,8 +379,7 @@ SCENARIOS = [
 ]
 
 
-def attempt_all(rank: int) -> dict[str, str]:
-    """Run all scenarios in one set of ranks; return what each has raised."""
+def attempt_all(rank):
     problems = {}
     for scenario in SCENARIOS:
         try:

@@ -1,8 +1,5 @@
 """What is recorded under FSDP2, against an unsharded copy of the model; and the same bits."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -10,9 +7,9 @@ import torch.distributed as dist
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from support.fsdp2_modes import MODES, Mode
-from support.fsdp2_training import Session, local_gradient, optimize, start, state_of, train_step
-from support.loops import watch
+from support.fsdp2_modes import MODES
+from support.fsdp2_training import local_gradient, optimize, start, train_step
+from support.loops import bits_of, watch
 from support.ranks import run_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth, cosines
 
@@ -23,14 +20,13 @@ ATTACHED_LATE = ("accumulated", "shard size 1")
 """Modes that are watched when the training has begun."""
 
 
-def train_unwatched(session: Session, steps: range) -> None:
+def train_unwatched(session, steps):
     for step in steps:
         train_step(session, step)
         optimize(session)
 
 
-def train_mode(mode: Mode, folder: str) -> dict[str, Any]:
-    """Train watched, but for the last step, and unwatched; return the truth and all bits."""
+def train_mode(mode, folder):
     session = start(mode)
     first = 1 if mode.name in ATTACHED_LATE else 0
     train_unwatched(session, range(first))
@@ -49,16 +45,19 @@ def train_mode(mode: Mode, folder: str) -> dict[str, Any]:
     train_unwatched(session, range(STEPS, STEPS + 1))
     alone = start(mode)
     train_unwatched(alone, range(STEPS + 1))
-    return {"truths": truths, "bits": (state_of(session), state_of(alone))}
+    return {
+        "truths": truths,
+        "bits": [bits_of(each.model, [each.optimizer]) for each in (session, alone)],
+    }
 
 
-def num_ranks_of(mode: Mode) -> int:
+def num_ranks_of(mode):
     """Return 4 where a mesh has two dimensions or a parameter's shards are uneven, and 2 else."""
     two_dimensions = mode.mesh != "1-D" or "reshard_after_forward" in mode.options
     return 4 if two_dimensions or mode.name in ("1-D", "second dimension cut") else 2
 
 
-def work(rank: int, folder: str) -> dict[str, Any]:
+def work(rank, folder):
     modes = [mode for mode in MODES if num_ranks_of(mode) == dist.get_world_size()]
     return {mode.name: train_mode(mode, folder) for mode in modes}
 
@@ -68,8 +67,7 @@ def by_number(folder):
     return {number: run_ranks(work, number, str(folder), timeout=240) for number in (2, 4)}
 
 
-def runs_of(by_mode: list[dict[str, Any]], mode: Mode, folder: Path) -> list[Recorded]:
-    """Return the run of each set of ranks that are compared, with what is true of it."""
+def runs_of(by_mode, mode, folder):
     runs = [Run.open(path) for path in (folder / mode.name).iterdir()]
     truths = [of_rank[mode.name]["truths"] for of_rank in by_mode]
     assert len(runs) == (2 if mode.mesh == "TP" else 1)
@@ -81,7 +79,7 @@ def runs_of(by_mode: list[dict[str, Any]], mode: Mode, folder: Path) -> list[Rec
     ]
 
 
-def check_cosines(recorded: Recorded, mode: Mode) -> None:
+def check_cosines(recorded, mode):
     if mode.tier == "scalars":
         assert recorded.run.table(Table.PAIRS).num_rows == 0
         for step, found in enumerate(recorded.column("cosine_weighted")):

@@ -48,7 +48,6 @@ def hand_over(measured):
 
 
 def read(handover):
-    """Return what the agent reads in a message."""
     message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
     numbers_1N, sketches_1N = message.numbers[None], message.sketches[None]
     found = measured_of(numbers_1N, sketches_1N, message.sizes, ())

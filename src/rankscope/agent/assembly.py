@@ -80,8 +80,7 @@ _log = logging.getLogger("rankscope")
 
 _AMEND = [amend for each in EVIDENCE if (amend := each.at_root("amend")) is not None]
 
-Sent = StepMessage | HostSummary
-"""What a sender delivers of one step."""
+Sent = StepMessage | HostSummary  # what a sender delivers of one step
 
 
 class Assembly:
@@ -90,10 +89,8 @@ class Assembly:
     def __init__(self, layout: Layout, first_step: int) -> None:
         self.next_step = first_step
         self.newest = first_step - 1
-        self.lost: list[int] = []
-        """Steps of which some worker's message was lost."""
-        self.lost_of: Counter[int] = Counter()
-        """Number of lost messages by rank."""
+        self.lost: list[int] = []  # steps of which some worker's message was lost
+        self.lost_of: Counter[int] = Counter()  # number of lost messages by rank
         self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
         self._num_unheard = layout.num_workers

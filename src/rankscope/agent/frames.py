@@ -22,64 +22,40 @@ HEADER = struct.Struct("<IHHiq")  # bytes of payload, mark, kind, rank, step
 MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1
-GUESTS = 1 << 30
-"""Added to the rank of a guest, a rank of another run of the same mesh."""
+GUESTS = 1 << 30  # added to the rank of a guest, a rank of another run of the same mesh
 
 
 class FrameKind(IntEnum):
     """The kinds of frames."""
 
     # From a training process.
-    HELLO = 1
-    """Rank, secret and setup, as JSON; the first frame of a connection."""
-    STEP = 2
-    """A step as :mod:`rankscope.agent.step_message` packs it."""
-    EVIDENCE = 3
-    """Data for the director of one kind of evidence, also from a guest: see
-    :func:`rankscope.agent.step_message.tag`."""
-    SUBSCRIBE = 4
-    """Request to send the report of each step from now on."""
-    BYE = 5
-    """No more steps follow; the reason, as JSON."""
+    HELLO = 1  # rank, secret and setup, as JSON; the first frame of a connection
+    STEP = 2  # a step as :mod:`rankscope.agent.step_message` packs it
+    EVIDENCE = 3  # data for the director of one kind of evidence, also from a guest: see ``tag``
+    SUBSCRIBE = 4  # request to send the report of each step from now on
+    BYE = 5  # no more steps follow; the reason, as JSON
 
-    INVITATION = 6
-    """The root's addresses and keys for other hosts; also from the root's agent to rank 0."""
+    INVITATION = 6  # the root's addresses and keys for other hosts; also from its agent to rank 0
 
     # To training processes.
-    WELCOME = 19
-    """The agent's process id: that process may inspect this one in a hang."""
-    INTERVAL = 20
-    """The interval at which gradients are measured from a step on."""
-    FINDINGS = 21
-    """Findings that opened or changed; ``on_finding`` gets them at the beginning of a step."""
-    REQUEST = 22
-    """A director's request to the probes of its kind."""
-    LATEST = 24
-    """The latest report."""
-    LOG = 25
-    """A line for the log of the training."""
-    OFF = 26
-    """Nothing is recorded from now on; the reason."""
-    WORKING = 28
-    """Keepalive while the root judges the last steps of a run."""
-    ANNOUNCE = 29
-    """A line about findings for the training's error stream; as JSON, with its level."""
-    DONE = 27
-    """The run is closed; the last frame. Its step is 1 if all of the run could be written."""
+    WELCOME = 19  # the agent's process id: that process may inspect this one in a hang
+    INTERVAL = 20  # the interval at which gradients are measured from a step on
+    FINDINGS = 21  # that opened or changed; ``on_finding`` gets them at the beginning of a step
+    REQUEST = 22  # a director's request to the probes of its kind
+    LATEST = 24  # the latest report
+    LOG = 25  # a line for the log of the training
+    OFF = 26  # nothing is recorded from now on; the reason
+    WORKING = 28  # keepalive while the root judges the last steps of a run
+    ANNOUNCE = 29  # a line about findings for the error stream; as JSON, with its level
+    DONE = 27  # the run is closed; the last frame. Its step is 1 if all of it could be written
 
     # Between agents.
-    GONE = 40
-    """A rank has ended without a BYE; how, as JSON."""
-    STATES = 41
-    """States, places or stacks of a host's processes, as JSON."""
-    LOOK = 42
-    """Request for the states of a host's processes."""
-    STACKS = 43
-    """Request for the stacks of a host's processes."""
-    SUMMARY = 44
-    """A step of all ranks of a host, see :mod:`rankscope.agent.host_summary`."""
-    INTRODUCE = 45
-    """Request to send the lasting frames of a host again: the link was broken or full."""
+    GONE = 40  # a rank has ended without a BYE; how, as JSON
+    STATES = 41  # states, places or stacks of a host's processes, as JSON
+    LOOK = 42  # request for the states of a host's processes
+    STACKS = 43  # request for the stacks of a host's processes
+    SUMMARY = 44  # a step of all ranks of a host, see :mod:`rankscope.agent.host_summary`
+    INTRODUCE = 45  # request to send a host's lasting frames again: the link was broken or full
 
 
 class Frame(NamedTuple):
@@ -133,11 +109,9 @@ class FrameReader:
         return frames
 
 
-QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)
-"""Flags to send with: a script may let SIGPIPE end its process."""
+QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)  # a script may let SIGPIPE end its process
 
-TELLS_UNREAD = sys.platform == "linux"
-"""Whether :func:`unread_bytes` works on this system."""
+TELLS_UNREAD = sys.platform == "linux"  # whether ``unread_bytes`` works on this system
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _COUNT = struct.Struct("i")

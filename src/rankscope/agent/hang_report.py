@@ -122,10 +122,7 @@ class RecorderThread:
 def read_dumps(
     rank: int, dumps: Iterable[bytes], members: Mapping[str, list[int]] = MappingProxyType({})
 ) -> Collectives:
-    """Return the last collectives of each process group; sends and receives are left out.
-
-    ``members`` has the ranks of groups of which the recorder does not know them.
-    """
+    """Return the last collectives of each group; ``members`` has ranks that a recorder lacks."""
     groups: dict[str, Group] = {}
     for dump in dumps:
         content = json.loads(dump)
@@ -163,10 +160,7 @@ class Reader:
             os.write(self._request, _REQUEST)
 
     def read(self, until: float) -> Collectives | None:
-        """Return the requested entries; None if they do not come. Blocks meanwhile.
-
-        ``until`` is a time of ``time.monotonic()``.
-        """
+        """Return the requested entries; None if they have not come ``until`` a monotonic time."""
         try:
             while self._header()[0] == self._before:
                 if time.monotonic() > until:
@@ -226,8 +220,7 @@ _UNEVEN = {
 _SHOWN_SHAPES = 3
 _SHOWN_CALLS = 4
 
-Call = tuple[str, str]
-"""An operation, and its shapes and types in words."""
+Call = tuple[str, str]  # an operation, and its shapes and types in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,13 +382,10 @@ _COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
 class ProcessState(StrEnum):
     """The state of a rank's process, seen from outside."""
 
-    RUNNING = "running"
-    """It runs, sleeps or waits; the system gives it time."""
-    STOPPED = "stopped"
-    """By SIGSTOP or a debugger."""
+    RUNNING = "running"  # it runs, sleeps or waits; the system gives it time
+    STOPPED = "stopped"  # by SIGSTOP or a debugger
     ENDED = "ended"
-    UNKNOWN = "unknown"
-    """No agent has seen the process."""
+    UNKNOWN = "unknown"  # no agent has seen the process
 
 
 class Fate(StrEnum):
@@ -403,18 +393,12 @@ class Fate(StrEnum):
 
     ENDED = "ended"
     STOPPED = "stopped"
-    LEFT = "left"
-    """It closed its scope at an earlier step than the others."""
-    MISSING = "missing"
-    """It never connected."""
-    STUCK = "stuck"
-    """Its process is alive, and it is behind the others."""
-    AHEAD = "ahead"
-    """It skipped a collective in which others wait."""
-    OTHER = "other"
-    """It is in another collective than most others."""
-    SILENT = "silent"
-    """It is behind, and its host is out of reach."""
+    LEFT = "left"  # it closed its scope at an earlier step than the others
+    MISSING = "missing"  # it never connected
+    STUCK = "stuck"  # its process is alive, and it is behind the others
+    AHEAD = "ahead"  # it skipped a collective in which others wait
+    OTHER = "other"  # it is in another collective than most others
+    SILENT = "silent"  # it is behind, and its host is out of reach
 
 
 class CodePlace(NamedTuple):
@@ -557,7 +541,11 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     if not report.recovered and (ahead := _ahead(report, known)):
         waiting = tuple(one.rank for one in report.suspects)
         return replace(report, suspects=ahead, waiting=waiting, phase="")
-    if known and not report.suspects and all(map(_compiles, known.values())):
+    compiling = all(
+        any(place in frame for frame in stack["frames"] for place in _COMPILERS)
+        for stack in known.values()
+    )
+    if known and not report.suspects and compiling:
         return replace(report, phase="")
     phases = {rank: phase for rank, stack in known.items() if (phase := _waits_in_step(stack))}
     if report.recovered or not report.is_pause or not phases:
@@ -664,11 +652,6 @@ def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) 
 
 def _depth(place: CodePlace) -> tuple[int, int]:
     return place.step, place.passes
-
-
-def _compiles(stack: Stack) -> bool:
-    """Return whether a rank compiles code, as torch.compile does in its first passes."""
-    return any(place in frame for frame in stack["frames"] for place in _COMPILERS)
 
 
 def _waits_in_step(stack: Stack) -> str:

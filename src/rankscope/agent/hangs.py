@@ -18,7 +18,6 @@ from rankscope.agent.hang_report import (
     HangReport,
     ProcessState,
     Stack,
-    Standing,
     collective_of,
     judge_collectives,
     judge_hang,
@@ -87,11 +86,7 @@ class HangWatch:
         states: Mapping[int, ProcessState],
         marks: Mapping[int, CodePlace] | None = None,
     ) -> HangReport | None:
-        """Check whether the training hangs, or goes on again; about once a second.
-
-        Returns a report when a hang begins, when another rank has ended or was stopped meanwhile,
-        and when the hang is over.
-        """
+        """Return a report when a hang begins, gets worse or is over; called about once a second."""
         self._allow_for_own_pause(now)
         there = [
             rank
@@ -181,8 +176,9 @@ def hang_finding(
     shown = _stacks_shown(report, stacks or {})
     is_exact = bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
     severity = Severity.ERROR if is_exact else Severity.WARNING
+    ended = "ended only after" if report.recovered else "has not ended for"
     fields = {
-        "Course": _duration_words(report),
+        "Course": f"Step {report.step:,} {ended} {report.seconds:,.0f} s",
         "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
         "collective": _collective_words(report, stacks or {}),
@@ -200,13 +196,6 @@ def hang_finding(
     )
     step = report.step - 1 if newest is None else newest
     return finding_of(evidence, step, name=f"time.hang:step-{report.step}")
-
-
-def _duration_words(report: HangReport) -> str:
-    waited = f"{report.seconds:,.0f} s"
-    if report.recovered:
-        return f"Step {report.step:,} ended only after {waited}"
-    return f"Step {report.step:,} has not ended for {waited}"
 
 
 def _suspect_words(report: HangReport) -> str:
@@ -229,10 +218,7 @@ def _suspect_words(report: HangReport) -> str:
 
 
 def _stacks_shown(report: HangReport, stacks: Mapping[int, Stack]) -> dict[int, Stack]:
-    """Return the stacks for the finding, first those that show the place of the fault.
-
-    That is the suspects' place, or the collective that they have skipped, where the others wait.
-    """
+    """Return the stacks for the finding, first those of suspects, or of the place they skipped."""
     first = report.waiting if report.with_fate(Fate.AHEAD) else report.ranks
     order = [*first, *sorted(stacks.keys() - set(first))]
     return {rank: stacks[rank] for rank in order[:_SHOWN_STACKS] if rank in stacks}
@@ -276,21 +262,17 @@ def _evidence(report: HangReport, stacks: Mapping[int, Stack]) -> dict[str, obje
     by_fate: dict[str, list[int]] = {}
     for one in report.suspects:
         by_fate.setdefault(str(one.fate), []).append(one.rank)
+    placed = [one for one in report.suspects if one.place is not None][:_SHOWN_STACKS]
     return {
         "seconds": round(report.seconds, 1),
         **by_fate,
         "waiting_ranks": len(report.waiting),
-        **_last_steps(report.suspects),
+        **{f"place_of_rank_{one.rank}": str(one.place) for one in placed},
         **{
             f"stack_of_rank_{rank}": " ← ".join(stack["frames"]) or stack["missing"]
             for rank, stack in stacks.items()
         },
     }
-
-
-def _last_steps(suspects: Iterable[Standing]) -> dict[str, object]:
-    known = [one for one in suspects if one.place is not None][:_SHOWN_STACKS]
-    return {f"place_of_rank_{one.rank}": str(one.place) for one in known}
 
 
 _log = logging.getLogger("rankscope")

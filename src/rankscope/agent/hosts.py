@@ -109,11 +109,8 @@ third part."""
 BEAT = struct.Struct("<Q")
 """The number of a beat. A host sends one each second, and the root sends it back."""
 
-GOODBYE = b""
-"""Instead of the number of a beat: the host's agent ends."""
-
-MOST_AT_ONCE = 1000
-"""Most frames that one call returns."""
+GOODBYE = b""  # instead of the number of a beat: the host's agent ends
+MOST_AT_ONCE = 1000  # most frames that one call returns
 
 OPTIONS = {
     zmq.IPV6: 1,
@@ -171,11 +168,7 @@ class _Peer:
 
 
 class RootLink:
-    """The root's end of the links to other hosts.
-
-    It listens on all addresses of this host by default. ``master`` is the name or address of the
-    training's store, from which the advertised addresses follow.
-    """
+    """The root's end of the links to other hosts; ``master``: where the training's store is."""
 
     def __init__(self, address: str | None = None, *, master: str | None = None) -> None:
         self._peers: dict[int, _Peer] = {}
@@ -278,20 +271,14 @@ class RootLink:
         self._gate.send_multipart([version, number, status, text, b"agent" if known else b"", b""])
 
 
-QUEUED_FRAMES = 100
-"""Frames in ZeroMQ's queue; further ones wait in a queue of ours, whose bytes are counted."""
+QUEUED_FRAMES = 100  # in ZeroMQ's queue; more wait in one of ours, whose bytes are counted
 
-MOST_BYTES = 64 << 20
-"""With a longer queue, steps are dropped."""
+MOST_BYTES = 64 << 20  # with a longer queue, steps are dropped
+BEAT_SECONDS = 1.0  # seconds from one beat to the next
 
-BEAT_SECONDS = 1.0
-"""Seconds from one beat to the next."""
+SEARCH_SECONDS = 30.0  # without a frame from the root, until all of its addresses are tried again
 
-SEARCH_SECONDS = 30.0
-"""After this long without a frame from the root, an agent tries all of its addresses again."""
-
-NEXT_SECONDS = 0.25
-"""Seconds to wait for an answer before the next address is tried as well."""
+NEXT_SECONDS = 0.25  # seconds to wait for an answer before the next address is tried as well
 
 
 class HostLink:
@@ -413,14 +400,10 @@ class HostLink:
         return True
 
 
-SILENT_SECONDS = 10.0
-"""After this long without a frame, a host counts as out of reach."""
+SILENT_SECONDS = 10.0  # after this long without a frame, a host counts as out of reach
+GIVE_UP_SECONDS = 120.0  # how long a host may be out of reach before its ranks count as ended
 
-GIVE_UP_SECONDS = 120.0
-"""How long a host may be out of reach before its ranks count as ended."""
-
-GIVE_UP_SECONDS_AT_END = 30.0
-"""The same once the ranks of all other hosts have closed their scopes."""
+GIVE_UP_SECONDS_AT_END = 30.0  # the same once all other hosts' ranks have closed their scopes
 
 
 class RemoteHosts:

@@ -58,14 +58,9 @@ if TYPE_CHECKING:
     from rankscope.agent.process import Agent
 
 
-ROOM_BYTES = 1 << 20
-"""With more bytes waiting, steps are sent without gradients."""
-
-MOST_BYTES = 32 << 20
-"""With more bytes waiting, the agent counts as lost."""
-
-SILENT_SECONDS = 60.0
-"""The same after this long without progress, with frames waiting."""
+ROOM_BYTES = 1 << 20  # with more bytes waiting, steps are sent without gradients
+MOST_BYTES = 32 << 20  # with more bytes waiting, the agent counts as lost
+SILENT_SECONDS = 60.0  # the same after this long without progress, with frames waiting
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
 _CHUNK = 1 << 16
@@ -377,8 +372,7 @@ _LEFT_OUT = frozenset(
 )
 _processes: "list[subprocess.Popen[bytes]]" = []  # until they have ended, so that none is a zombie
 
-IN_THREAD = "RANKSCOPE_AGENT"
-"""Environment variable for where agents run: ``process`` or ``thread``."""
+IN_THREAD = "RANKSCOPE_AGENT"  # environment variable: agents run in a ``process`` or a ``thread``
 
 LOG_FILE = "RANKSCOPE_AGENT_LOG"
 """Environment variable with a file for the error output of an agent's process."""

@@ -30,14 +30,11 @@ if TYPE_CHECKING:
     from rankscope.agent.hosts import RemoteHosts
 
 
-LINGER_SECONDS = 10.0
-"""How long an agent tries to send its remaining frames once its ranks have ended."""
+LINGER_SECONDS = 10.0  # how long it tries to send its last frames once its ranks have ended
 
-PATIENCE_SECONDS = 60.0
-"""How long it waits for the root's last frame once its ranks have closed their scopes."""
+PATIENCE_SECONDS = 60.0  # how long it waits for the root's last frame once scopes are closed
 
-TIGHT_BYTES = 16 << 20
-"""With a longer queue to the root, gradients are left out."""
+TIGHT_BYTES = 16 << 20  # with a longer queue to the root, gradients are left out
 
 _LASTING = {FrameKind.HELLO, FrameKind.SUBSCRIBE, FrameKind.BYE, FrameKind.GONE}
 """Frames that the root must get, also after a broken link."""
@@ -172,30 +169,19 @@ class Forwarder:
 
 _log = logging.getLogger("rankscope")
 
-TOGETHER_SECONDS = 0.25
-"""How long steps may wait to be judged together with later ones."""
+TOGETHER_SECONDS = 0.25  # how long steps may wait to be judged together with later ones
 
 _LINKED_SECONDS = 0.02  # how long an agent waits for its ranks between messages of other hosts
 
-ADDRESS = "RANKSCOPE_ADDRESS"
-"""Environment variable with the address at which other hosts reach the root's host."""
+ADDRESS = "RANKSCOPE_ADDRESS"  # environment variable: where other hosts reach the root's host
 
-FIRST_SECONDS = 120.0
-"""How long an agent waits for the rank that started it."""
-
-ORPHAN_SECONDS = 4.0
-"""The same once that rank's process, or all connected ranks have ended."""
-
-CLOSE_SECONDS = 5.0
-"""How long it waits for training processes to read its last frames."""
+FIRST_SECONDS = 120.0  # how long an agent waits for the rank that started it
+ORPHAN_SECONDS = 4.0  # the same once that rank's process, or all connected ranks have ended
+CLOSE_SECONDS = 5.0  # how long it waits for training processes to read its last frames
 
 
 class Agent:
-    """Serves the ranks of one host until the run ends.
-
-    ``secret`` is in every rank's first frame; ``parent`` is the process that has started this one,
-    to be the first rank, None in a thread.
-    """
+    """Serves the ranks of one host until the run ends; ``parent`` started it, None in a thread."""
 
     def __init__(
         self,

@@ -155,10 +155,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def lower_priority() -> None:
-    """Let this thread of the agent, and threads that it starts, give way to the training.
-
-    The priority of its reads and writes follows.
-    """
+    """Let this thread of the agent, and those that it starts, give way to the training."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError, AttributeError):
@@ -185,16 +182,12 @@ def ending_of(exit_code: int) -> str:
         >>> ending_of(1), ending_of(-9)
         ('exited with code 1', 'killed by SIGKILL')
     """
-    if exit_code < 0:
-        return f"killed by {_signal_name(-exit_code)}"
-    return f"exited with code {exit_code}"
-
-
-def _signal_name(number: int) -> str:
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
     try:
-        return signal.Signals(number).name
+        return f"killed by {signal.Signals(-exit_code).name}"
     except ValueError:
-        return f"signal {number}"
+        return f"killed by signal {-exit_code}"
 
 
 _NAME = "rankscope-progress"
@@ -241,18 +234,6 @@ class ProgressMark:
         with contextlib.suppress(OSError):  # a script may close all files that it does not know
             if file >= 0 and os.fstat(file).st_ino == self._identity:
                 os.close(file)
-
-
-def open_mark(pid: int, number: int) -> int | None:
-    """Return a descriptor of the memory in which another process of this user writes its mark.
-
-    ``number`` is that process's own descriptor, from its hello frame. The caller closes the
-    descriptor. None if there is no mark: the process has closed it, or is another user's.
-    """
-    try:
-        return open_of_process(pid, number, os.O_RDONLY, f"/memfd:{_NAME}")
-    except OSError:
-        return None
 
 
 def read_mark(descriptor: int) -> CodePlace | None:
@@ -408,8 +389,12 @@ class RankProcesses:
         except OSError:  # the system cannot identify it
             return
         self._forget(rank)
-        mark = open_mark(watch.pid, int(hello["progress"])) if "progress" in hello else None
-        reader = None
+        mark: int | None = None
+        reader: Reader | None = None
+        if "progress" in hello:
+            with contextlib.suppress(OSError):  # closed, or another user's
+                number = int(hello["progress"])
+                mark = open_of_process(watch.pid, number, os.O_RDONLY, f"/memfd:{_NAME}")
         if "collectives" in hello:
             with contextlib.suppress(OSError):
                 reader = Reader(watch.pid, hello["collectives"])

@@ -14,17 +14,11 @@ from rankscope.stats.state import State
 
 _log = logging.getLogger("rankscope")
 
-FIRST_PAUSE = 1.0
-"""Seconds from a failed write to the next try; each pause is twice the one before."""
+FIRST_PAUSE = 1.0  # seconds from a failed write to the next try; each pause is twice the last
 
-LONGEST_PAUSE = 60.0
-"""The longest of these pauses, in seconds."""
-
-MOST_KEPT_BYTES = 256 << 20
-"""With more bytes waiting after failed writes, no further step is kept."""
-
-GIVE_UP_SECONDS = 1800.0
-"""The same once writes have failed for this long."""
+LONGEST_PAUSE = 60.0  # the longest of these pauses, in seconds
+MOST_KEPT_BYTES = 256 << 20  # with more bytes waiting after failed writes, no further step is kept
+GIVE_UP_SECONDS = 1800.0  # the same once writes have failed for this long
 
 _MOST_FINDINGS = 4096
 _LAST_PAUSES = (0.1, 0.4)  # between tries to close, while ranks wait

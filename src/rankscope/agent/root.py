@@ -48,23 +48,18 @@ from rankscope.verdict.rules import first_sentence
 
 _log = logging.getLogger("rankscope")
 
-MOST_AT_ONCE = 64
-"""Most steps that are judged together."""
+MOST_AT_ONCE = 64  # most steps that are judged together
 
 _SENT_SECONDS = 5.0  # that ranks wait for the last files to be sent
 _SENT_SECONDS_AFTER_ERROR = 1.5  # the same after an error
 _SIBLING_SECONDS = 1.0  # that the verdict waits for the job's other runs, which end together
 _LINGER_SECONDS = 300.0  # that the agent's process goes on sending them
 
-Send = Callable[[int, bytes], None]
-"""Sends a frame to a rank, or to all of them."""
+Send = Callable[[int, bytes], None]  # sends a frame to a rank, or to all of them
 
 
 class Root:
-    """Assembles, judges and records the steps of one run.
-
-    ``setup`` comes in the hello frame of rank 0, see ``rankscope.session.opening``.
-    """
+    """Assembles, judges and records the steps of one run; ``setup``: see ``session.opening``."""
 
     def __init__(self, setup: Mapping[str, Any], send: Send, ranks: RankProcesses) -> None:
         layout = Layout.from_json(setup["layout"])
@@ -472,11 +467,7 @@ def _findings_frame(
     news: bool = False,
     step: int = -1,
 ) -> bytes:
-    """Return the frame of findings.
-
-    Sinks get those that are ``news``; ``on_finding`` gets those with an event, at the beginning of
-    ``step``.
-    """
+    """Return the frame of findings: ``news`` for sinks, events for ``on_finding`` in ``step``."""
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     packed = json.dumps(content, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v))
     return pack(FrameKind.FINDINGS, packed.encode(), step=step)

@@ -27,11 +27,9 @@ from rankscope.agent.frames import (
 
 _log = logging.getLogger("rankscope")
 
-GRACE_SECONDS = 1.0
-"""How long a live rank may take to reconnect after its connection was lost."""
+GRACE_SECONDS = 1.0  # how long a live rank may take to reconnect after its connection was lost
 
-MOST_OUT_BYTES = 256 << 20
-"""Most bytes that may wait for a rank that reads nothing, since its training hangs."""
+MOST_OUT_BYTES = 256 << 20  # that may wait for a rank that reads nothing, as its training hangs
 
 MOST_HELD_BYTES = 128 << 20
 """With more bytes waiting for the agent, reading stops until it has taken them.
@@ -39,8 +37,7 @@ MOST_HELD_BYTES = 128 << 20
 Ranks then find no room, and leave gradients out.
 """
 
-STRANGER_SECONDS = 10.0
-"""How long a connection may take to send its hello frame."""
+STRANGER_SECONDS = 10.0  # how long a connection may take to send its hello frame
 
 _STRANGER_BYTES = 8 << 20  # that it may send before that
 _LOOK_SECONDS = 0.25
@@ -133,17 +130,14 @@ class LocalServer:
                 connection.outgoing.append(memoryview(content))
                 connection.waiting += len(content)
         if full:
-            self._note_unread(rank)
+            self.unread[rank] += 1
+            if self.unread[rank] == 1:
+                _log.warning(
+                    "rank %d has read nothing for so long that some results are not sent to it: "
+                    "its training hangs, or its on_finding does not return",
+                    rank,
+                )
         self._wake()
-
-    def _note_unread(self, rank: int) -> None:
-        self.unread[rank] += 1
-        if self.unread[rank] == 1:
-            _log.warning(
-                "rank %d has read nothing for so long that some results are not sent to it: its "
-                "training hangs, or its on_finding does not return",
-                rank,
-            )
 
     @property
     def ranks(self) -> tuple[int, ...]:

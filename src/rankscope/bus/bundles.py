@@ -136,7 +136,8 @@ def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         for file, batch in zip(_FILES, bundle.batches, strict=True):
-            (hidden / file).write_bytes(_archive(batch))
+            arrays = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
+            (hidden / file).write_bytes(archive_of({"samples": batch.samples, **arrays}))
         replace(hidden / _INFO, info)
         hidden.replace(target)
     except OSError as error:
@@ -282,11 +283,6 @@ def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
     )
 
 
-def _archive(batch: PlainBatch) -> bytes:
-    arrays = {f"array-{i}": array for i, array in enumerate(batch.arrays)}
-    return archive_of({"samples": batch.samples, **arrays})
-
-
 def _read_batch(file: Path, structure: Any) -> PlainBatch:
     try:
         content = read_file(file, MAX_BYTES)
@@ -303,10 +299,7 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where an archive's arrays are larger than a batch, or smaller than stated.
-
-    NumPy reserves the memory for the shape in an array's header before it reads more.
-    """
+    """Raise ValueError for arrays larger than a batch: NumPy reserves what their headers say."""
     with zipfile.ZipFile(BytesIO(content)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > MAX_BYTES:

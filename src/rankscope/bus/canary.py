@@ -18,12 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.replicas import (
-    RUNNING_STATISTICS,
-    StateDifference,
-    StateKind,
-    minority_ranks,
-)
+from rankscope.bus.replicas import RUNNING_STATISTICS, StateDifference, StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.words import shortened
 from rankscope.stats.arrays import Bools, Floats, Ints
@@ -203,7 +198,8 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
     """
     if results.missing:
         return CanaryVerdict(CanaryCause.INCONCLUSIVE, results.missing, np.nan)
-    distances_W = _distances(results)
+    losses, norms = results.by_run
+    distances_W = np.max([_relative(one.astype(np.float64)) for one in (*losses, *norms)], axis=0)
     distance = float(distances_W.max())
     keys_WD = np.stack([results.digests_W, results.peer_digests_W], axis=1)
     agreed = bool((keys_WD == keys_WD[0]).all())
@@ -246,15 +242,6 @@ def _blame(
     return CanaryVerdict(verdict, odd, distance)
 
 
-def _distances(results: CanaryResults) -> Floats:
-    """Return each worker's largest relative distance from the median, float64 ``[W]``."""
-    losses, norms = results.by_run
-    distances_W: Floats = np.max(
-        [_relative(one.astype(np.float64)) for one in (*losses, *norms)], 0
-    )
-    return distances_W
-
-
 def _relative(values_W: Floats) -> Floats:
     """Return relative distances from the median; equal values, infinite ones too, are at 0."""
     finite = values_W[np.isfinite(values_W)]
@@ -285,13 +272,10 @@ def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
         return "in some of the gradient's elements; loss and norm are the same"
     if not parts:
         return f"by {largest:.1g} of loss or gradient, no more than rounding may"
-    against = _AGAINST.format(_percent(results.rounding))
+    against = f"and rounding explains at most {_percent(results.rounding)}"
     if len(set(ranks)) == len(results.losses_W):
         return f"they differ by {_percent(largest)}, {against}"
     return f"{parts[0]}, {against}"
-
-
-_AGAINST = "and rounding explains at most {}"
 
 
 def _apart(values_W: Floats, ranks: Sequence[int]) -> tuple[float, str]:

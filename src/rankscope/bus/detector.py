@@ -45,8 +45,10 @@ class RunFacts:
     with_replacement: bool = False
     # what splits the data in the loader of the first rank, and into how many parts
     data_splits: Sequence[tuple[str, int]] = ()
-    # of which rows each rank's data set has; empty unless known on all
-    data_digests: Sequence[int] = ()
+    # what decides the order of the first rank's data: "nothing", "set_epoch", "generator"; or ""
+    data_order: str = ""
+    # whether the ranks' data sets are known to have other rows, or another order of them
+    other_rows: bool = False
     data_length: int | None = None  # how many samples the data set has; None if unknown
     # rows of the data sets of the loaders; None if unknown
     data_rows: int | None = None
@@ -204,9 +206,6 @@ class PersistentFault(Stateful):
 
     It opens after ``needed`` steps that show it on the same worker, if ``in_a_row`` one after the
     other.
-
-    Attributes:
-        ranks: All workers that showed it at some time, as far as they were named.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
@@ -220,7 +219,7 @@ class PersistentFault(Stateful):
         self.first = -1  # the first step that showed it; -1 before
         self.last = -1  # the last step that showed it; -1 before
         self.count = 0  # number of steps that showed it
-        self.ranks: set[int] = set()
+        self.ranks: set[int] = set()  # all workers that showed it, as far as they were named
 
     def see(
         self, step: int, ranks: Iterable[int] = (), *, first: int | None = None, before: int = 0

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from operator import attrgetter
 from typing import Any
 
 MAX_WORKERS = 2**20
@@ -207,6 +208,4 @@ class FindingEvents:
         return FindingEvent.GREW if count and count >= 2 * before.count else None
 
 
-def _character(finding: Finding) -> tuple[object, ...]:
-    """Return the fields whose change is an event."""
-    return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups
+_character = attrgetter("status", "cause", "severity", "ranks", "groups")  # a change is an event

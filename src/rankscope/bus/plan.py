@@ -125,11 +125,9 @@ def _positive(name: str, value: Any) -> int | None:
 
 
 def _norm(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if not _is_rate(value) or not float(value):
+    if value is not None and not (_is_rate(value) and float(value)):
         raise UsageError(f"plan's {name} must be a number above 0, got {value!r}")
-    return float(value)
+    return None if value is None else float(value)
 
 
 def _choice(name: str, value: Any) -> str | None:

@@ -130,17 +130,19 @@ MAX_PAIRED_WORKERS = 64
 def as_recorded(report: StepReport) -> StepReport:
     """Return a step with the bits that its record holds; without effect on a recorded step.
 
-    A live step holds more than its record does: sketches, cosines in double precision, the one
-    micro-batch of a step without accumulation. Detectors see no more than the record, so that
-    they find the same live and offline.
-
-    Without sketches; cosines rounded to float32, up to 64 workers; micro-batches
-    only where some worker had two or more, and their norms only if some were measured; groups only
-    if there are two or more.
+    Detectors see no more than the record, so that they find the same live and offline. It has no
+    sketches; cosines in float32, up to 64 workers; micro-batches only where some worker had two or
+    more, and their norms only if some were measured; groups only if there are two or more.
     """
     gathered = report.gathered
     groups = has_groups(gathered)
     micro = has_micro_batches(gathered)
+    cosines_WW = report.cosines_WW
+    if cosines_WW is not None:
+        width = len(cosines_WW)
+        pairs = upper_triangle(cosines_WW).astype(np.float32)
+        paired = 2 <= width <= MAX_PAIRED_WORKERS
+        cosines_WW = from_upper_triangle(pairs, width) if paired else None
     recorded = replace(
         gathered,
         sketches_WK=None,
@@ -163,7 +165,7 @@ def as_recorded(report: StepReport) -> StepReport:
     return replace(
         report,
         gathered=recorded,
-        cosines_WW=_rounded(report.cosines_WW),
+        cosines_WW=cosines_WW,
         group_cosine_rest_WG=unless_unknown(report.group_cosine_rest_WG) if groups else None,
     )
 
@@ -207,12 +209,6 @@ def known_micro_norms(step: GatheredStep) -> tuple[Floats, ...]:
 
 def _unless_all_unknown(values: tuple[Floats, ...]) -> tuple[Floats, ...]:
     return values if values and not np.isnan(np.concatenate(values)).all() else ()
-
-
-def _rounded(cosines_WW: Floats | None) -> Floats | None:
-    if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
-        return None
-    return from_upper_triangle(upper_triangle(cosines_WW).astype(np.float32), len(cosines_WW))
 
 
 def unless_unknown(values: Floats | None) -> Floats | None:

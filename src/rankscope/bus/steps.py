@@ -87,7 +87,8 @@ class RecentBatches(Stateful):
             if not known:
                 found.append(nothing)
                 continue
-            ages_W = _ages(history[end - REMEMBERED : end], digests_W)
+            same_NW = (history[end - REMEMBERED : end] == digests_W) & (digests_W != MISSING_INT)
+            ages_W = np.where(same_NW.any(axis=0), same_NW[::-1].argmax(axis=0) + 1, 0)
             end += 1
             before = self._latest(digest_of_digests(digests_W), step)
             found.append(Recurrence(ages_W, before, history[end - REMEMBERED : end]))
@@ -101,15 +102,6 @@ class RecentBatches(Stateful):
             self._young.keep(lambda keys: np.zeros(len(keys), bool))
         self._young.put_one(digest, step)
         return max(-1 if at is None else at for at in latest)
-
-
-def _ages(recent_NW: Ints, digests_W: Ints) -> Ints:
-    """Return how many steps ago each worker had its batch, 0 if not among the recent ones."""
-    same_NW = recent_NW == digests_W
-    same_NW &= digests_W != MISSING_INT
-    if not same_NW.any():
-        return np.zeros(len(digests_W), np.int64)
-    return np.where(same_NW.any(axis=0), same_NW[::-1].argmax(axis=0) + 1, 0)
 
 
 _DOUBTS = 3

@@ -20,7 +20,6 @@ def causes(
         typer.Argument(
             help="A cause or a finding's id, such as data.worker_outlier; all without one.",
             metavar="NAME",
-            show_default=False,
         ),
     ] = None,
     page: Annotated[

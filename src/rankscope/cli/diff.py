@@ -28,8 +28,7 @@ from rankscope.report import needs_extra
 if TYPE_CHECKING:
     from rankscope.tools.diff import Comparison
 
-MAX_TENSORS = 5
-"""Tensors that the terminal shows."""
+MAX_TENSORS = 5  # tensors that the terminal shows
 
 _LOOK = {
     "identical": ("=", "green"),
@@ -43,12 +42,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def diff(
-    run_a: Annotated[
-        Path, typer.Argument(metavar="RUN_A", help="A run's directory.", show_default=False)
-    ],
-    run_b: Annotated[
-        Path, typer.Argument(metavar="RUN_B", help="Another run's.", show_default=False)
-    ],
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run's directory.")],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run's.")],
     as_json: JsonOption = False,
     offset: Annotated[
         int | None,
@@ -61,9 +56,7 @@ def diff(
     html: HtmlOption = None,
     png: Annotated[
         Path | None,
-        typer.Option(
-            "--png", metavar="FILE", help="Write the figure to this file.", show_default=False
-        ),
+        typer.Option(metavar="FILE", help="Write the figure to this file."),
     ] = None,
 ) -> None:
     """Find where two runs first part, by how much, and whether rounding explains it.

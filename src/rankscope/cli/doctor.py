@@ -53,7 +53,7 @@ def doctor(
     as_json: JsonOption = False,
     fail_on: Annotated[
         DoctorFailOn,
-        typer.Option("--fail-on", help="The mildest result that makes the exit code 1."),
+        typer.Option(help="The mildest result that makes the exit code 1."),
     ] = DoctorFailOn.ERROR,
 ) -> None:
     """Check in seconds that a training can start: ranks, network, model and data.
@@ -85,11 +85,11 @@ def doctor(
 
 
 _LOOK = {
-    "ok": ("✓", "green"),
-    "note": ("–", "blue"),
-    "warning": ("!", "yellow"),
-    "error": ("✗", "red"),
-    "skipped": ("·", "dim"),
+    "ok": ("✓", "bold green"),
+    "note": ("–", "bold blue"),
+    "warning": ("!", "bold yellow"),
+    "error": ("✗", "bold red"),
+    "skipped": ("·", "bold dim"),
 }
 _WORTH_ADVICE = ("error", "warning", "note")
 
@@ -104,13 +104,9 @@ def render_checkup(
     grid.add_column(no_wrap=console.width >= 72)
     grid.add_column()
     for result in results:
-        sign, colour = _LOOK[result.status]
         dim = "dim" if result.status == "skipped" else ""
-        grid.add_row(
-            Text(sign, style=f"bold {colour}"),
-            plain(result.title, dim),
-            plain(result.found, dim),
-        )
+        mark = Text(*_LOOK[result.status])
+        grid.add_row(mark, plain(result.title, dim), plain(result.found, dim))
     show(console, grid)
     troubled = [
         result
@@ -122,25 +118,14 @@ def render_checkup(
         console.print()
         show(console, Text("What to do", style="bold underline"))
     for result in troubled:
-        sign, colour = _LOOK[result.status]
-        show(
-            console,
-            Text.assemble(
-                (f"{sign} ", f"bold {colour}"),
-                plain(f"{result.title}: ", "bold"),
-                plain(result.advice),
-            ),
-        )
+        sign, look = _LOOK[result.status]
+        title = plain(f"{result.title}: ", "bold")
+        show(console, Text.assemble((f"{sign} ", look), title, plain(result.advice)))
     console.print()
-    sign, colour = _LOOK[status]
-    show(
-        console,
-        Text.assemble(
-            (f"{sign} ", f"bold {colour}"),
-            plain(verdict_in_words(results, status), "bold"),
-            (f"\nChecked in {seconds:.1f} s", "dim"),
-        ),
-    )
+    sign, look = _LOOK[status]
+    verdict = plain(verdict_in_words(results, status), "bold")
+    taken = (f"\nChecked in {seconds:.1f} s", "dim")
+    show(console, Text.assemble((f"{sign} ", look), verdict, taken))
     console.print()
 
 

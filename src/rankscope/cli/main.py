@@ -25,7 +25,7 @@ from rankscope.cli.run import run_script
 from rankscope.cli.serve import serve
 from rankscope.cli.study import study
 from rankscope.cli.verify import verify
-from rankscope.errors import RankscopeError
+from rankscope.errors import RankscopeError, UsageError
 from rankscope.version import __version__
 
 FINDINGS = 1
@@ -36,11 +36,11 @@ INTERRUPTED = 130
 
 NAME = "rankscope"
 
-ON_ALL_RANKS = ("study", "run", "doctor", "replay")
-"""Commands that a launcher starts on every rank."""
+ON_ALL_RANKS = ("study", "run", "doctor", "replay")  # that a launcher starts on every rank
 
-PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 to show an error in the command line."""
+OF_DIRECTORIES = ("report", "serve", "verify", "replay", "diff")  # "" would be the current one
+
+PATIENCE = 5.0  # seconds that the other ranks leave rank 0 to show an error in the command line
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 """Variables that torchrun sets for each process, and launchers like it; ``RANK`` alone is none."""
@@ -119,6 +119,8 @@ def run() -> None:
 
 def _run() -> int:
     try:
+        if sys.argv[1:2] and sys.argv[1] in OF_DIRECTORIES and "" in sys.argv[2:]:
+            raise UsageError(f"{sys.argv[1]} got an empty argument: is a shell variable not set?")
         code: int = app(standalone_mode=False, prog_name=NAME) or 0
         return code
     except RankscopeError as error:

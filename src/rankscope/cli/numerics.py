@@ -23,13 +23,11 @@ from rankscope.lab.numerics.summation import TYPES
 from rankscope.report import needs_extra
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
-DEFAULT_TRAINING_STEPS = 10
-"""Default steps of the trainings that a run on the built-in model compares."""
+DEFAULT_TRAINING_STEPS = 10  # of the trainings that a run on the built-in model compares
 
 RESULT_FILE = "numerics.json"
 
-MAX_LAYERS = 12
-"""Layers that are shown; those with the largest errors."""
+MAX_LAYERS = 12  # layers that are shown; those with the largest errors
 
 Values = dict[str, Any]
 
@@ -45,13 +43,11 @@ def numerics(
     ] = None,
     kind: Annotated[
         GradientKind | None,
-        typer.Option("--synthetic", help="Made-up gradients instead.", show_default=False),
+        typer.Option("--synthetic", help="Made-up gradients instead."),
     ] = None,
     at_step: Annotated[
         int,
-        typer.Option(
-            "--at-step", metavar="N", help="The built-in model's gradients after so many steps."
-        ),
+        typer.Option(metavar="N", help="The built-in model's gradients after so many steps."),
     ] = 0,
     workers: Annotated[
         str, typer.Option(metavar="N,N,...", help="World sizes, separated by commas.")
@@ -77,19 +73,12 @@ def numerics(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of everything.")] = 0,
     save_file: Annotated[
         Path | None,
-        typer.Option(
-            "--save",
-            metavar="FILE",
-            help="Save the gradients to this .npz file.",
-            show_default=False,
-        ),
+        typer.Option("--save", metavar="FILE", help="Save the gradients to this .npz file."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help=f"Write {RESULT_FILE}, figures and a page to this directory.",
-            show_default=False,
+            metavar="DIR", help=f"Write {RESULT_FILE}, figures and a page to this directory."
         ),
     ] = None,
     as_json: JsonOption = False,

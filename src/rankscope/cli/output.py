@@ -42,27 +42,19 @@ def check_page_name(path: Path | None) -> Path | None:
 
 HtmlOption = Annotated[
     Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE",
-        help="Write a page to this file.",
-        show_default=False,
-        callback=check_page_name,
-    ),
+    typer.Option(metavar="FILE", help="Write a page to this file.", callback=check_page_name),
 ]
 """The option of the commands that compare two trainings."""
 
 
 def function_option(words: str) -> Any:
     """Return an option that names a function of the user's."""
-    return typer.Option(metavar="MODULE:FUNCTION", help=words, show_default=False)
+    return typer.Option(metavar="MODULE:FUNCTION", help=words)
 
 
-LEAST_COLUMNS = 20
-"""Least columns of a terminal, whatever the value of ``COLUMNS``: fewer hold no table."""
+LEAST_COLUMNS = 20  # of a terminal, whatever the value of ``COLUMNS``: fewer hold no table
 
-LONGEST = 112
-"""Columns of the longest line."""
+LONGEST = 112  # columns of the longest line
 MARGIN = 2
 
 _STANDARD_FILES = 3
@@ -73,8 +65,7 @@ _IN_ASCII = {
     "≥": ">=",
 }
 """Replacements of the signs that rankscope itself prints."""
-_REPLACE = "rankscope.nearest"
-"""Name of the handler of ``str.encode`` for signs that an encoding lacks."""
+_REPLACE = "rankscope.nearest"  # the handler of ``str.encode`` for signs that an encoding lacks
 
 
 class GuardedStream:
@@ -183,10 +174,7 @@ def _standard_files() -> Iterator[int]:
 
 
 def terminal(*, stderr: bool = False) -> Console:
-    """Return a console that reads no text as markup.
-
-    Its width is the terminal's, or ``COLUMNS`` unless that is 0.
-    """
+    """Return a console that reads no markup, as wide as the terminal, or ``COLUMNS`` unless 0."""
     columns = os.environ.get("COLUMNS", "")
     unset = columns.isdecimal() and int(columns) == 0
     width = shutil.get_terminal_size().columns if unset else None

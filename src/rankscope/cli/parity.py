@@ -47,8 +47,7 @@ from rankscope.tools.parity.reading import (
 from rankscope.tools.parity.result import Answer, Kind
 
 Rules = tuple[tuple[str, Sequence[str]], ...]
-MAX_TENSORS = 3
-"""Tensors that the terminal shows."""
+MAX_TENSORS = 3  # tensors that the terminal shows
 
 _LOOK = {
     "the same within rounding": ("≈", "green"),
@@ -60,13 +59,9 @@ _LOOK = {
 def parity(
     a: Annotated[
         str,
-        typer.Option(
-            "-a", metavar="COMMAND", help="A training, or a recorded run.", show_default=False
-        ),
+        typer.Option("-a", metavar="COMMAND", help="A training, or a recorded run."),
     ],
-    b: Annotated[
-        str, typer.Option("-b", metavar="COMMAND", help="The other one.", show_default=False)
-    ],
+    b: Annotated[str, typer.Option("-b", metavar="COMMAND", help="The other one.")],
     steps: Annotated[int, typer.Option(metavar="N", help="Steps to compare.", min=1)] = 5,
     parallel: Annotated[bool, typer.Option("--parallel", help="Run both side by side.")] = False,
     same_start: Annotated[
@@ -81,7 +76,6 @@ def parity(
             "--map",
             metavar="NAMES",
             help="Names of one parameter: A's=B's, or a file of such lines.",
-            show_default=False,
         ),
     ] = None,
     bisect: Annotated[
@@ -89,16 +83,11 @@ def parity(
     ] = False,
     resume_at: Annotated[
         int | None,
-        typer.Option(
-            metavar="K",
-            help="End B after K steps, and go on with -b2.",
-            min=1,
-            show_default=False,
-        ),
+        typer.Option(metavar="K", help="End B after K steps, and go on with -b2.", min=1),
     ] = None,
     b2: Annotated[
         str | None,
-        typer.Option("-b2", metavar="COMMAND", help="Resumes B.", show_default=False),
+        typer.Option("-b2", metavar="COMMAND", help="Resumes B."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Longest time of each training.", min=1)
@@ -165,7 +154,8 @@ class _Pair:
 
     def compare(self) -> Answer:
         """Run both and compare them."""
-        return decide(*self.run(self.steps), self._again, repeats_a=self._repeats_a)
+        sides = self.run(self.steps)
+        return decide(*sides, self._again, repeats_a=_recorded_run(self.a) is None)
 
     def resume(self, at: int, resumed: str) -> Answer:
         """Run A on end, B up to a step and on from there; compare all of them."""
@@ -177,7 +167,8 @@ class _Pair:
             return later
 
         sides = self.run(at)
-        return decide_resumed(*sides, resume, self._again, repeats_a=self._repeats_a)
+        repeats_a = _recorded_run(self.a) is None
+        return decide_resumed(*sides, resume, self._again, repeats_a=repeats_a)
 
     def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
         """Run A, unless it is recorded, and B."""
@@ -194,16 +185,11 @@ class _Pair:
         _check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    @property
-    def _repeats_a(self) -> bool:
-        return _recorded_run(self.a) is None
-
     def _again(self, side: Recording, eps: float) -> Recording:
         """Record a side once more, moved by ``eps``."""
         of_b = side.name == "B"
-        job = self._job(
-            max(side.steps) + 1, eps=eps, load_start=self._start(), rules=self.rules[of_b]
-        )
+        steps = max(side.steps) + 1
+        job = self._job(steps, eps=eps, load_start=self._start(), rules=self.rules[of_b])
         name = f"{side.name}, run once more,"
         return self._recorded("moved", self.b if of_b else self.a, job, name=name)
 
@@ -215,8 +201,7 @@ class _Pair:
     def _recorded(self, place: str, command: str, job: ParityJob, *, name: str) -> Recording:
 
         folder = self.folder / place
-        commands = [Command(name, command, folder, job)]
-        run_commands(commands, self.timeout, together=False)
+        run_commands([Command(name, command, folder, job)], self.timeout, together=False)
         return read_side(folder, name)
 
     def _job(self, steps: int, **more: Any) -> ParityJob:
@@ -351,8 +336,7 @@ def render_answer(answer: Answer, console: Console) -> None:
             show(console, plain(note, "dim"))
 
 
-GRACE_SECONDS = 10.0
-"""How long processes may take to end after a signal."""
+GRACE_SECONDS = 10.0  # how long processes may take to end after a signal
 
 FIRST_LINE_SECONDS = 15.0
 """Seconds until a line says how far a training is; each further one comes after twice as many."""

@@ -50,9 +50,7 @@ _LOOK = {True: ("●", "AGREES", "green"), False: ("◆", "DIFFERS", "red")}
 def replay(
     bundle: Annotated[
         Path,
-        typer.Argument(
-            metavar="BUNDLE", help="A bundle: a directory under RUN/replay.", show_default=False
-        ),
+        typer.Argument(metavar="BUNDLE", help="A bundle: a directory under RUN/replay."),
     ],
     model: Annotated[
         str | None,

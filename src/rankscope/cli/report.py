@@ -69,12 +69,7 @@ STDOUT = Path("-")
 
 
 def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
-    """Return the formats to write.
-
-    ``given`` are the values of --format, each a name or several with commas between them;
-    ``html`` is True with --html, False with --no-html, None with neither.
-
-    """
+    """Return the formats of --format (names, or several with commas), --html and --no-html."""
     names = [name.strip().lower() for item in given or () for name in item.split(",")]
     known = [str(one) for one in Format]
     for name in names:
@@ -172,6 +167,11 @@ class Listing:
         known = [_severity(each) for each in self._glances]
         return max((each for each in known if each is not None), default=None)
 
+    @property
+    def has_unreadable(self) -> bool:
+        """Whether some run cannot be read."""
+        return any(each.severity == UNREADABLE for each in self._glances)
+
     def render(self, console: Console) -> None:
         """Print a line for each run."""
         narrow = console.width < NARROW
@@ -179,8 +179,8 @@ class Listing:
         grid = table(*heads, right=("Workers", "Steps"), fold=True)
         grid.add_column("First finding", ratio=1)
         for each in self._glances:
-            look = ("?", "red") if each.severity == UNREADABLE else LOOKS[each.severity][:2]
-            sign, colour = look
+            unread = each.severity == UNREADABLE
+            sign, colour = ("?", "red") if unread else LOOKS[each.severity][:2]
             since = "" if each.since_step is None else f", since step {each.since_step:,}"
             numbers = (each.state(self._now), f"{each.num_workers:,}", f"{each.num_steps:,}")
             grid.add_row(
@@ -278,7 +278,8 @@ class _Wanted:
                 try:
                     written[one] = write(one, path)
                 except RankscopeError as error:  # the other formats are written
-                    if self._needs(error):
+                    missing = isinstance(error, MissingExtraError)
+                    if self.explicit if missing else self.asked:
                         raise
                     terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
         except RankscopeError:
@@ -286,10 +287,6 @@ class _Wanted:
                 show()
             raise
         self._show(written, result, show)
-
-    def _needs(self, error: RankscopeError) -> bool:
-        """Return whether a file that cannot be made for this reason was asked for."""
-        return self.explicit if isinstance(error, MissingExtraError) else self.asked
 
     def _writable(self) -> Mapping[Format, Path]:
         """Return the place of each format, without one that was not asked for and is read-only."""
@@ -325,12 +322,11 @@ def report(
             metavar="DIR",
             help="A run's directory, a study's, or one that holds runs; here or, as s3://…, in an "
             "object store.",
-            show_default=False,
         ),
     ],
     as_json: JsonOption = False,
     fail_on: Annotated[
-        FailOn, typer.Option("--fail-on", help="The least severity that makes the exit code 1.")
+        FailOn, typer.Option(help="The least severity that makes the exit code 1.")
     ] = FailOn.ERROR,
     formats: Annotated[
         list[str] | None,
@@ -343,12 +339,11 @@ def report(
     ] = None,
     html: Annotated[
         bool | None,
-        typer.Option("--html/--no-html", help="Whether to write the page.", show_default=False),
+        typer.Option("--html/--no-html", help="Whether to write the page."),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output",
             metavar="PATH",
             help="The file; a directory for PNG files or several formats; - for standard output.",
             show_default="report.html, report.md, report.json, figures/ in that directory",
@@ -379,6 +374,7 @@ def report(
     beside = path if path == given else Path()  # of one in a store, files are written here
     asked = bool(formats or html or output)
     wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), asked, quiet, full)
+    unreadable = False
     if is_study(path):
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
@@ -396,10 +392,13 @@ def report(
         else:
             listing.render(terminal())
         severity = listing.worst
+        unreadable = listing.has_unreadable
     else:
         severity = _report_run(path, wanted, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
         raise typer.Exit(1)
+    if unreadable:
+        raise typer.Exit(2)
 
 
 def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:

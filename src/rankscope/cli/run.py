@@ -29,7 +29,6 @@ def run_script(
         typer.Argument(
             metavar="SCRIPT [ARGUMENTS]...",
             help="The training script, or a command such as torchrun, and all its arguments.",
-            show_default=False,
         ),
     ] = None,
     module: Annotated[
@@ -38,9 +37,7 @@ def run_script(
     run_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR",
-            help="Directory to write.",
-            show_default="runs/ and the script's name",
+            metavar="DIR", help="Directory to write.", show_default="runs/ and the script's name"
         ),
     ] = None,
     tier: Annotated[
@@ -62,8 +59,7 @@ def run_script(
     reduced: Annotated[
         ReducedOption | None,
         typer.Option(
-            help="What is read of the reduced gradient; by default its sketch, if there are any.",
-            show_default=False,
+            help="What is read of the reduced gradient; by default its sketch, if there are any."
         ),
     ] = None,
     overhead_budget: Annotated[
@@ -77,7 +73,6 @@ def run_script(
         typer.Option(
             metavar="SINK",
             help="Where the numbers go as well: tensorboard, jsonl:PATH, … Repeatable.",
-            show_default=False,
         ),
     ] = None,
     alert: Annotated[
@@ -91,11 +86,7 @@ def run_script(
     ] = None,
     plan: Annotated[
         str | None,
-        typer.Option(
-            metavar="PLAN",
-            help="What is meant: JSON, or a file of JSON or TOML.",
-            show_default=False,
-        ),
+        typer.Option(metavar="PLAN", help="What is meant: JSON, or a file of JSON or TOML."),
     ] = None,
     verify_at: Annotated[
         list[int] | None,
@@ -103,7 +94,6 @@ def run_script(
             metavar="STEP",
             help="Compute this step's gradient again, and compare it. Repeatable.",
             min=0,
-            show_default=False,
         ),
     ] = None,
     trace: Annotated[
@@ -121,7 +111,6 @@ def run_script(
             metavar="N",
             help="Record N steps for rankscope parity, without the monitor, and end the training.",
             min=1,
-            show_default=False,
         ),
     ] = None,
     no_dropout: Annotated[

@@ -18,13 +18,11 @@ def serve(
             metavar="DIR",
             help="A run's directory, or one that holds runs and studies at any depth up to six; "
             "here or, as s3://…, in an object store.",
-            show_default=False,
         ),
     ],
     host: Annotated[
         str,
         typer.Option(
-            "--host",
             metavar="ADDRESS",
             help="The address to listen on. Others than this machine's "
             "loopback address need a token.",
@@ -32,19 +30,15 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(
-            "--port", min=0, max=65535, metavar="PORT", help="The port; 0 for any that is free."
-        ),
+        typer.Option(min=0, max=65535, metavar="PORT", help="The port; 0 for any that is free."),
     ] = 8321,
     token: Annotated[
         str | None,
         typer.Option(
-            "--token",
             envvar="RANKSCOPE_TOKEN",
             metavar="TOKEN",
             help="What a viewer must know, given in the address as ?token=. Made and printed if "
             "one is needed and none is given.",
-            show_default=False,
         ),
     ] = None,
     browser: Annotated[

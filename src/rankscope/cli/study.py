@@ -97,7 +97,7 @@ def study(
     this machine; under torchrun it joins the ranks that are there.
 
     Exit code: 0 when all trainings finished, whatever they found; 2 bad usage or input; 3 a
-    worker failed; 130 interrupted (continue with --resume).
+    worker failed; 130 interrupted (go on with --resume).
     """
     from rankscope.lab.study.runner import run_study
 

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, listed, shortened
 from rankscope.cli.output import (
     LONGEST,
@@ -52,8 +52,7 @@ from rankscope.verdict.words import (
     verdict_of,
 )
 
-NARROW = 76
-"""Columns below which notes go on lines of their own."""
+NARROW = 76  # columns below which notes go on lines of their own
 _LEAST_WIDTHS = {
     "Norm std": NARROW,
     "Averaged loss": 104,
@@ -190,8 +189,7 @@ def show_command(command: str, console: Console) -> None:
         console.print(labelled("  Run", command), soft_wrap=True)
 
 
-SUMMARY_LINES = 12
-"""Lines on a terminal of 80 columns at most, with the two that point to more."""
+SUMMARY_LINES = 12  # lines on a terminal of 80 columns at most, with the two that point to more
 
 _ACTION = "What to do"
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
@@ -206,6 +204,8 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     sheet = _Sheet(console, SUMMARY_LINES - 2 - bool(assessment.command))
     title = title_of(run.info, run.path)
     sheet.add(verdict_lines(assessment.word, assessment.headline, title))
+    if assessment.ending not in assessment.headline:
+        sheet.add(plain(assessment.ending))
     kept_free = min(len(heads), 2) + (len(heads) > 2 or bool(followers))
     sheet.add(_action(assessment.recommendation, sheet, kept_free))
     shown = 0
@@ -218,7 +218,7 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
         shown += 1
     if rest := _rest(heads[shown:], followers):
         sheet.add(plain(rest, "dim"))
-    if not found:
+    if (assessment.severity or Severity.NOTE) is Severity.NOTE:
         known = tiles(assessment.values)
         numbers = [each for each in known if any(map(str.isdigit, each["value"]))]
         narrow = console.width < NARROW

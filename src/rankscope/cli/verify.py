@@ -26,9 +26,7 @@ _CONTRADICTS = ("sync.", "state.parameters_differ", "state.replicas_differ")
 
 
 def verify(
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The run's directory.", show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="The run's directory.")],
     as_json: JsonOption = False,
 ) -> None:
     """Check that the optimizer got the gradient that one process would compute, and applied it.
@@ -68,10 +66,7 @@ def verify(
 
 
 def _answer(steps: list[Finding]) -> str:
-    """Return the answer of all steps.
-
-    A step that was not checked proves nothing, nor does a factor that may be clipping's.
-    """
+    """Return the answer of all steps; one not checked, or with an unclear factor, is no proof."""
     causes = {finding.cause for finding in steps}
     if any(finding.severity >= Severity.WARNING for finding in steps):
         return WRONG

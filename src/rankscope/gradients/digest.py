@@ -25,8 +25,10 @@ _ACCELERATOR_ELEMENTS = 1 << 20
 ORDINARY = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors whose methods are torch's own."""
 
-_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
-_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_COMPRESSED = {
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices")),
+}
 
 
 @dataclass(slots=True)
@@ -100,7 +102,10 @@ def _digest_any(tensor: Tensor, start: int, stop: int | None) -> PendingDigest:
         for name, part in parts:
             digest.add(digest_bits(part), word_of(name) | 1)
         return digest
-    if not _has_bits(tensor):
+    # where a subclass takes the operations, nothing is as it seems
+    opaque = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    plain = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized or opaque)
+    if not (plain and has_memory(tensor)):
         return PendingDigest(_described(tensor))
     start, stop = _clipped(tensor, start, stop)
     kind = _kind(tensor.dtype, stop - start)
@@ -174,14 +179,9 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     layout = tensor.layout
     if layout == torch.sparse_coo:
         return [("indices", tensor._indices()), ("values", tensor._values())]
-    if layout in _COMPRESSED_ROWS:
-        outer = tensor.crow_indices()
-        inner = tensor.col_indices()
-    elif layout in _COMPRESSED_COLUMNS:
-        outer = tensor.ccol_indices()
-        inner = tensor.row_indices()
-    else:
+    if layout not in _COMPRESSED:
         return None
+    outer, inner = (getattr(tensor, name)() for name in _COMPRESSED[layout])
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]
 
 
@@ -195,15 +195,6 @@ def lies_in_memory(tensor: Tensor) -> bool:
         and has_memory(tensor)
         and not tensor.is_quantized
     )
-
-
-def _has_bits(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor without parts lie in memory."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
-        return False
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # nothing is as it seems
-        return False
-    return has_memory(tensor)
 
 
 def _described(tensor: Tensor) -> int:

@@ -24,8 +24,7 @@ Snapshot = bytes | tuple[bytes, object]
 class _Twister:
     """Reads the state of a Mersenne twister from memory, as long as the same object holds it.
 
-    A draw changes the position, and now and then every word of the key: so a state is unchanged if
-    its position and a few of its words are.
+    A draw changes the position, and now and then every word of the key: a few words show it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,9 @@
 """Copies from an accelerator to the host that do not stall the training thread."""
 
+import math
 import threading
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -52,13 +54,10 @@ class HostCopy:
 class OnHost:
     """Numbers that are on the host already, to stand where a :class:`HostCopy` may."""
 
+    ready = True
+
     def __init__(self, array: NDArray[np.generic]) -> None:
         self._array = array
-
-    @property
-    def ready(self) -> bool:
-        """True."""
-        return True
 
     def numpy(self) -> NDArray[np.generic]:
         """Return them."""
@@ -109,26 +108,18 @@ class Share:
         return self._shared.begin().numpy()[self._first : self._first + self._words]
 
 
-class FewNumbers:
-    """A few real numbers on their way to the host, copied with all else that a step measures there.
-
-    They arrive as float64 or int64. It stands where a :class:`HostCopy` may.
-    """
+class FewNumbers(Share):
+    """A few real numbers, copied with all else that a step measures, as float64 or int64."""
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._share = Share(tensor.device)
+        super().__init__(tensor.device)
         self._shape = tuple(tensor.shape)
         self._kind = np.float64 if dtype is torch.float64 else np.int64
-        self._share.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
-
-    @property
-    def ready(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self._share.ready
+        self.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
 
     def numpy(self) -> NDArray[np.generic]:
         """Wait for the copy and return the numbers."""
-        return self._share.numpy().view(self._kind).reshape(self._shape)
+        return super().numpy().view(self._kind).reshape(self._shape)
 
 
 def copy_numbers(
@@ -200,3 +191,14 @@ _open: dict[torch.device, _Shared] = {}
 _rooms: dict[torch.device, int] = {}
 
 Numbers = HostCopy | FewNumbers | OnHost
+
+
+def number_of(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
+        return float(value.detach()) if readable else math.nan
+    try:
+        return float(value) if isinstance(value, Real) else math.nan
+    except (OverflowError, TypeError, ValueError):
+        return math.nan

@@ -20,6 +20,7 @@ Source of the method: Charikar, Chen and Farach-Colton, "Finding frequent items 
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -189,7 +190,8 @@ class Sketcher:
         seed: int = 0,
         sections: Sections | None = None,
     ) -> None:
-        if not _is_prime(width) or width == PERIOD:
+        divided = any(width % divisor == 0 for divisor in range(2, int(width**0.5) + 1))
+        if width < 2 or divided or width == PERIOD:
             raise UsageError(
                 f"sketch_width must be a prime other than {PERIOD}, got {width}; "
                 f"try {DEFAULT_WIDTH}"
@@ -198,15 +200,16 @@ class Sketcher:
         self.groups = groups
         self.width = width
         self.seed = seed
+        # without sections, parameters are whole, and each group has one row
         self._ranges: dict[str, tuple[Range, ...]]
-        if sections is None:  # parameters are whole, and each group has one row
-            self._ranges = {name: (Range(row, 0, 0),) for name, row in groups.index_of.items()}
-        else:
-            self._ranges = dict(sections.ranges)
-        self._num_rows = len(groups) if sections is None else len(sections)
+        self._ranges = {name: (Range(row, 0, 0),) for name, row in groups.index_of.items()}
+        self._num_rows = len(groups)
         self._group_of: Tensor | None = None  # each row
-        if self._num_rows != len(groups) and sections is not None:
-            self._group_of = torch.tensor(sections.group_of, device=device)
+        if sections is not None:
+            self._ranges = dict(sections.ranges)
+            self._num_rows = len(sections)
+            if self._num_rows != len(groups):
+                self._group_of = torch.tensor(sections.group_of, device=device)
         self._kernel = choose_kernel(device, width, period_signs(seed))
         self._signs: dict[str, ParameterSigns] = {}
         self._readers: dict[tuple[Sequence[str], Sequence[int], bool], MultiTensorReader] = {}
@@ -265,8 +268,7 @@ class Sketcher:
         nothing but the content can have changed.
         """
         if names:
-            starts = (0,) * len(names)
-            self._measure(names, gradients, starts, into, sketching=self.sketches, again=again)
+            self._measure(names, gradients, None, into, sketching=self.sketches, again=again)
 
     def measure_norms(self, gradients: Iterable[tuple[str, Tensor]], into: GradientTotals) -> None:
         """Add squared norms, largest magnitudes and non-finite counts; no sketch.
@@ -276,7 +278,7 @@ class Sketcher:
         named = tuple(gradients)
         if named:
             names, tensors = zip(*named, strict=True)
-            self._measure(names, tensors, (0,) * len(names), into, sketching=False)
+            self._measure(names, tensors, None, into, sketching=False)
 
     def holds_any(self, gradients: Sequence[Tensor], *, whole: bool = False) -> Tensor | None:
         """Return whether any gradient holds something, going by its first elements.
@@ -287,65 +289,54 @@ class Sketcher:
         if not gradients:
             return None
         totals = GradientTotals.zeros(1, self.width, self.device)
-        if whole:
-            self._measure(
-                (_WHOLE,) * len(gradients),
-                gradients,
-                (0,) * len(gradients),
-                totals,
-                sketching=False,
-            )
-            return totals.largest[0] != 0
-        heads = tuple(g if g.is_contiguous() and not g.is_sparse else _head(g) for g in gradients)
-        self._measure((_HEAD,) * len(heads), heads, (0,) * len(heads), totals, sketching=False)
+        if not whole:
+            gradients = [
+                g if g.is_contiguous() and not g.is_sparse else _head(g) for g in gradients
+            ]
+        names = (_WHOLE if whole else _HEAD,) * len(gradients)
+        self._measure(names, gradients, None, totals, sketching=False)
         return totals.largest[0] != 0
 
     def _measure(
         self,
         names: Sequence[str],
         gradients: Sequence[Tensor],
-        starts: Sequence[int],
+        starts: Sequence[int] | None,  # None for whole gradients
         into: GradientTotals,
         *,
         sketching: bool,
         again: bool = False,
     ) -> None:
         begun = time.perf_counter()
+        starts = starts or (0,) * len(names)
         key = (names, starts, sketching)
         reader = self._readers.get(key)
         if reader is None or not (again or reader.fits(gradients)):
             if len(self._readers) >= _MOST_PREPARED:
                 self._readers.clear()
-            sources = [
-                self._source(name, start, sketching=sketching)
-                for name, start in zip(names, starts, strict=True)
-            ]
-            reader = MultiTensorReader(
+            source = partial(self._source, sketching=sketching)
+            sources = list(map(source, names, starts))
+            reader = self._readers[key] = MultiTensorReader(
                 self._kernel, self.device, gradients, sources, sketching=sketching
             )
-            self._readers[key] = reader
         reader.measure(gradients, into)
         self._seconds += time.perf_counter() - begun
 
     def _source(self, name: str, start: int, *, sketching: bool) -> TensorSource:
         """Return where the elements of a gradient belong that begins at ``start``."""
         if name == _HEAD:
-            return TensorSource(_head_cuts, None)
-        if name == _WHOLE:
-            return TensorSource(lambda _, count: _whole_cuts(0, count), None)
+            return TensorSource(
+                lambda at, count: [] if at else _whole_cuts(0, min(count, _LOOKED_AT)), None
+            )
         if not sketching:  # all of a parameter counts to its first section
-            row = self._ranges[name][0].section
+            row = 0 if name == _WHOLE else self._ranges[name][0].section
             return TensorSource(lambda _, count: _whole_cuts(row, count), None)
-        signs = self._signs_of(name)
-        ranges = self._ranges[name]
-        first = signs.first % self.width
-        return TensorSource(lambda at, count: _cuts(ranges, start + at, count, first), signs)
-
-    def _signs_of(self, name: str) -> ParameterSigns:
         signs = self._signs.get(name)
         if signs is None:
             signs = self._signs[name] = ParameterSigns(name, self.seed, self.device)
-        return signs
+        ranges = self._ranges[name]
+        first = signs.first % self.width
+        return TensorSource(lambda at, count: _cuts(ranges, start + at, count, first), signs)
 
 
 class NormMeter(Sketcher):
@@ -371,10 +362,6 @@ def _whole_cuts(row: int, count: int) -> list[Cut]:
     return [Cut(row, 0, count, 0)] if count else []
 
 
-def _head_cuts(start: int, count: int) -> list[Cut]:
-    return _whole_cuts(0, min(count, _LOOKED_AT)) if start == 0 else []
-
-
 def _head(gradient: Tensor) -> Tensor:
     """Return the first elements of a gradient, without a copy."""
     head = gradient.detach()
@@ -383,7 +370,3 @@ def _head(gradient: Tensor) -> Tensor:
     while head.dim() > 1 and head.numel():
         head = head[0]
     return head.reshape(-1)[:_LOOKED_AT]
-
-
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))

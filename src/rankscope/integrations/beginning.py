@@ -9,7 +9,7 @@ import hashlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,8 +45,7 @@ from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
-_PATIENCE_ALONE = 30.0
-"""Seconds to wait for all ranks of a model without a wrapper: some may train none."""
+_PATIENCE_ALONE = 30.0  # for all ranks of a model without a wrapper: some may train none
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
@@ -73,8 +72,7 @@ class Earlier:
     optimizers: Sequence[Optimizer]  # its own
 
 
-_begun: Counter[str] = Counter()
-"""How often the ranks of a group have agreed to begin."""
+_begun: Counter[str] = Counter()  # how often the ranks of a group have agreed to begin
 
 
 def _end_with_lightning(scope: Scope) -> None:
@@ -180,12 +178,7 @@ class CallerContext:
         place = {id(parameter): number for number, parameter in enumerate(parameters)}
         ranked = []
         for optimizer in _without_wrappers(self._optimizers):
-            own = [
-                place[id(parameter)]
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if id(parameter) in place
-            ]
+            own = [place[id(p)] for p in _held_by([optimizer]) if id(p) in place]
             if own:
                 elements = sum(parameters[number].numel() for number in own)
                 ranked.append((-elements, min(own), type(optimizer).__name__, optimizer))
@@ -194,7 +187,8 @@ class CallerContext:
         if self._earlier is None:
             return found
         new = [each for each in found if not any(each is old for old in self._earlier.optimizers)]
-        return new if _held(new, place) == _held(found, place) else found
+        by_new, by_all = ({id(p) for p in _held_by(each)} & place.keys() for each in (new, found))
+        return new if by_new == by_all else found
 
     def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
         """Return the optimizer of tensors that have the shapes of all trained parameters of models.
@@ -207,7 +201,7 @@ class CallerContext:
         known = {id(p) for module in modules for p in module._parameters.values()}
         found = []
         for optimizer in _without_wrappers(self._optimizers):
-            held = [p for group in optimizer.param_groups for p in group["params"]]
+            held = _held_by([optimizer])
             if known.isdisjoint(map(id, held)) and Counter(p.shape for p in held) == wanted:
                 found.append(optimizer)
         return found if len(found) == 1 else []
@@ -218,12 +212,7 @@ class CallerContext:
         They are in a DDP each, as the model, and an optimizer updates them. All ranks have them in
         one order, that of what they hold.
         """
-        updated = {
-            id(parameter)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        updated = {id(parameter) for parameter in _held_by(self._optimizers)}
         ranks = ranks_of(group)
         parts: list[nn.Module] = [
             other
@@ -254,10 +243,9 @@ class CallerContext:
         return [other for other in others if id(other) not in inner]
 
 
-def _held(optimizers: Iterable[Optimizer], known: Container[int]) -> set[int]:
-    """Return the ids of those known parameters that optimizers hold."""
+def _held_by(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p) for group in groups for p in group["params"] if id(p) in known}
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _content(model: nn.Module) -> tuple[Any, ...]:
@@ -301,8 +289,7 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     modules count: they were not called before the optimizers were. Compiled modules stand for what
     they compile.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    wanted = {id(parameter): parameter for group in groups for parameter in group["params"]}
+    wanted = {id(parameter): parameter for parameter in _held_by(optimizers)}
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
     if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):

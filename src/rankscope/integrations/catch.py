@@ -58,8 +58,7 @@ _AUTOGRAD = "torch.autograd"
 _OPTIMIZER = "torch.optim.optimizer"
 
 _DDP = "torch.nn.parallel.distributed"
-_ALONE_FROM = 3
-"""Forward passes of a later model, none of the watched one between, that take its place."""
+_ALONE_FROM = 3  # passes of a later model, none of the watched one between, that take its place
 _MOST_RUNS = 32
 
 NOTHING = (
@@ -163,11 +162,6 @@ class Catch:
         own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
         self._hooks += [CallHook(kind, self._before_call) for kind in own]
 
-    def _forget_optimizers(self) -> None:
-        if self._after_step is not None:
-            self._after_step.remove()
-            self._after_step = None
-
     def _patch_destroy(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
 
@@ -192,7 +186,9 @@ class Catch:
         if any(each is model for each in self._bare):
             self._called = self._called or model
             return
-        self._forget_optimizers()
+        if self._after_step is not None:
+            self._after_step.remove()
+            self._after_step = None
         self._watch(model)
 
     def _watch(self, model: Any) -> None:
@@ -201,10 +197,9 @@ class Catch:
             self._done = True
             self._bare, self._called = [], None
             self._imports.remove()
-            self._stop_waiting()
-            for hook in self._hooks:
+            for hook in (*self._waiting, *self._hooks):
                 hook.remove()
-            self._hooks = []
+            self._waiting, self._hooks = [], []
             self._begin(model)
         except Exception as error:
             self._fail(error)
@@ -230,11 +225,6 @@ class Catch:
 
     def _note_trained(self, parameter: Any) -> None:
         self._trained = True
-
-    def _stop_waiting(self) -> None:
-        for hook in self._waiting:
-            hook.remove()
-        self._waiting.clear()
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import Earlier, begin
@@ -392,18 +382,15 @@ class Ending:
         self._watching = watching
         self._pid = os.getpid()
 
-    def end_run(self) -> None:
-        """Close the present run: another begins."""
+    def end_run(self, error: BaseException | None = None) -> None:
+        """Close the present run; it is incomplete if an error has ended it."""
         watching, self._watching = self._watching, None
         if watching is not None and self._pid == os.getpid():
             with contextlib.suppress(Exception):
-                watching.close(None)
+                watching.close(error)
 
     def notice_exit_codes(self) -> None:
-        """Remember the exit code of the script: a run that fails is incomplete.
-
-        The code of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
-        """
+        """Remember the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
 
         def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
             def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has
@@ -445,14 +432,10 @@ class Ending:
                 self._watching.close(_error_of_script())
 
     def _finish(self) -> None:
-        """Close the run."""
-        watching, self._watching = self._watching, None
-        if watching is None or self._pid != os.getpid():
-            return
-        with contextlib.suppress(Exception):
-            watching.close(_error_of_script())
-        for patch in self._patches:
-            patch.remove()
+        if self._watching is not None and self._pid == os.getpid():
+            self.end_run(_error_of_script())
+            for patch in self._patches:
+                patch.remove()
 
 
 def _error_of_script() -> BaseException | None:
@@ -497,10 +480,7 @@ def report_if_nothing_was_watched() -> None:
 
 
 def report_single_process_run(job: ScriptJob) -> None:
-    """Print at exit of rank 0 that this process, one of several, has trained by itself.
-
-    Nothing is printed if there is a process group after all, or if the script has failed.
-    """
+    """Print at exit of rank 0 that this process trained alone, unless it failed or has a group."""
     pid = os.getpid()
 
     def report() -> None:

@@ -14,10 +14,7 @@ from rankscope.wrappers.untraced import untraced
 
 
 class AfterImport:
-    """A finder that finds nothing of its own, and calls functions when modules have been loaded.
-
-    The functions ``wanted``, by a module's full name, get the module.
-    """
+    """A finder that finds nothing, and calls a function by name once its module is loaded."""
 
     def __init__(self, wanted: dict[str, Callable[[ModuleType], None]]) -> None:
         self._wanted = dict(wanted)
@@ -42,11 +39,9 @@ class AfterImport:
         act = self._wanted.pop(name, None)
         if act is None:
             return None
-        for finder in list(sys.meta_path):
-            find: Any = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = (
-                find(name, path, target) if find and finder is not self else None
-            )
+        others = [each for each in sys.meta_path if each is not self]
+        for finder in [each for each in others if hasattr(each, "find_spec")]:
+            spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if spec.loader is not None:
                     _act_after(spec.loader, act)

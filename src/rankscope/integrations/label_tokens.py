@@ -8,8 +8,7 @@ from torch import Tensor
 
 _log = logging.getLogger("rankscope")
 
-Weigh = Callable[..., Tensor | float]
-"""Takes a batch, returns its number of label tokens, or one number per sample."""
+Weigh = Callable[..., Tensor | float]  # a batch's label tokens, or one number per sample
 
 
 class LabelTokens:

@@ -40,8 +40,7 @@ _WRAPPERS = frozenset(
 )
 _MEET_SECONDS = 20.0
 _LOOK_SECONDS = 0.1
-_STILL = 10
-"""Looks in a row that must find a rank waiting, before it is ended."""
+_STILL = 10  # looks in a row that must find a rank waiting, before it is ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,16 +358,13 @@ class _Training:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and self._recorder.knows(optimizer):
             self._recorder.after_update(optimizer)
-            if not self._updated and self._count == self._parity.steps - 1:
-                self._await_others_end()
+            was_last = not self._updated and self._count == self._parity.steps - 1
+            if was_last and self._fed and self._parity.stops:
+                threading.Thread(target=self._end_with_others, daemon=True).start()
             self._updated = True
 
-    def _await_others_end(self) -> None:
-        """End with the rank that feeds this one: a later stage waits for it before its pass."""
-        if self._fed and self._parity.stops:
-            threading.Thread(target=self._end_with_others, daemon=True).start()
-
     def _end_with_others(self) -> None:
+        """End with the rank that feeds this one: a later stage waits for it before its pass."""
         import torch.distributed as dist
 
         if not dist.is_initialized():

@@ -20,14 +20,11 @@ from typing import Any
 
 from rankscope.errors import UsageError
 
-VARIABLE = "RANKSCOPE_RUN"
-"""Holds the job as JSON; inherited by all processes that the script starts."""
+VARIABLE = "RANKSCOPE_RUN"  # the job as JSON; inherited by all processes that the script starts
 
-PID_VARIABLE = "RANKSCOPE_RUN_PID"
-"""Number of the process that the command became: the script, or what starts its ranks."""
+PID_VARIABLE = "RANKSCOPE_RUN_PID"  # the process that the command became
 
-STARTUP = Path(__file__).parent / "startup"
-"""A folder whose only module Python imports at its start."""
+STARTUP = Path(__file__).parent / "startup"  # its only module Python imports at its start
 
 _AS_MODULE = re.compile(r"-([A-Za-z]*)m(.*)")
 

@@ -31,11 +31,9 @@ from rankscope.files import (
 from rankscope.record.states import START_FILE
 from rankscope.version import __version__
 
-SCHEMA_VERSION = 1
-"""Raised when an older reader would misread a run; a new column alone does not raise it."""
+SCHEMA_VERSION = 1  # raised when an older reader would misread a run; not for a new column alone
 
-INFO_FILE = "run.json"
-"""Describes a run; the job that created it owns the directory."""
+INFO_FILE = "run.json"  # describes a run; the job that created it owns the directory
 
 
 def is_run(path: Path) -> bool:
@@ -83,12 +81,7 @@ def begin_run(
 
 
 def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
-    """Record in ``run.json`` that a run ended with its agent, unless its end is recorded already.
-
-    The agent's unfinished files are removed.
-
-    ``how`` is how the agent's process ended, which must have ended.
-    """
+    """Record in ``run.json`` that a run ended with its agent, and remove its unfinished files."""
     info = parse(read_file(path / INFO_FILE))
     agent = info.get("agent") or {"pid": agent_pid}
     if info.get("status") == "running" and agent.get("pid") == agent_pid:
@@ -109,8 +102,7 @@ def now() -> str:
 
 
 FINDINGS_FILE = "findings.jsonl"
-LOCK_FILE = ".writer"
-"""Locked as long as the run is written; removed when it is closed."""
+LOCK_FILE = ".writer"  # locked as long as the run is written; removed when it is closed
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOST_BYTES = 1000
@@ -152,10 +144,7 @@ class WriterLock:
 
 
 def writer_is_gone(run: Path) -> bool:
-    """Return whether the process that wrote a run has ended without closing it.
-
-    False, too, where that is unknown: on another machine, or before there were locks.
-    """
+    """Return whether a run's writer has ended without closing it; False where that is unknown."""
     try:
         import fcntl
 

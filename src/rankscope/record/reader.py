@@ -54,8 +54,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.direction import from_upper_triangle
 from rankscope.stats.draws import DistinctSamples
 
-MAX_STEPS = 2**21
-"""Most steps that are read one by one; of more, an even choice."""
+MAX_STEPS = 2**21  # most steps that are read one by one; of more, an even choice
 
 
 class Run:

@@ -19,8 +19,7 @@ from rankscope.bus.pace import PACE
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats, Ints
 
-LEVELS = PACE.rolled_up
-"""Steps in a bin of each level, each a multiple of the one before."""
+LEVELS = PACE.rolled_up  # steps in a bin of each level, each a multiple of the one before
 
 
 @cache
@@ -199,10 +198,7 @@ def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
 
 
 def _total(sums: Floats, before: Floats | None = None) -> Floats:
-    """Return the sum ``[S, W]`` of a part, added to ``before``, one step after the other.
-
-    ``sums`` is ``[S, W]`` or, for several steps, ``[T, S, W]``.
-    """
+    """Return a part's sum ``[S, W]``, added to ``before``; several steps are ``[T, S, W]``."""
     parts = [*sums] if sums.ndim == 3 else [sums]
     total = parts.pop(0).copy() if before is None else before
     with np.errstate(over="ignore"):
@@ -232,10 +228,7 @@ def joined(parts: Sequence[Bins]) -> Bins:
 
 
 def bin_width(first_step: int, last_step: int, max_bins: int) -> int:
-    """Return the smallest power of two that divides a range of steps into few enough bins.
-
-    The range includes ``last_step``; bins begin at multiples of their width.
-    """
+    """Return the least power of two that, as a width, gives few enough bins of these steps."""
     width = 1
     while last_step // width - first_step // width + 1 > max(max_bins, 1):
         width *= 2

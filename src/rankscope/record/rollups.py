@@ -39,11 +39,9 @@ from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, st
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DistinctSamples
 
-SAMPLES = "samples"
-"""The directory of the roll-up of samples."""
+SAMPLES = "samples"  # the directory of the roll-up of samples
 
-MAX_ROWS = 2**21
-"""Most rows of the workers table that are read; of more, only roll-ups, and the end."""
+MAX_ROWS = 2**21  # of the workers table that are read; of more, only roll-ups and the end
 
 _ENDS = ("count", "mean", "low", "high")
 
@@ -75,8 +73,7 @@ class Coverage:
     is_exact: bool
 
 
-Overview = Bins
-"""One signal of the workers table over the whole run, in B bins, of single steps if short."""
+Overview = Bins  # one signal of the workers over the whole run, in B bins, of single steps if short
 
 
 class RollupRows:

@@ -25,8 +25,7 @@ from rankscope.record.tables import Columns, from_step, parts_in, read_part, rea
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.direction import from_upper_triangle, upper_triangle
 
-Rows = Mapping[str, Array | list[Array]]
-"""Rows by column: an array, or for a column of lists one array per row."""
+Rows = Mapping[str, Array | list[Array]]  # by column; a list column has an array per row
 
 
 def rows_of(reports: Sequence[StepReport]) -> dict[Table, Rows]:
@@ -205,8 +204,7 @@ _BLOCK_ROWS = 8192
 _MICRO = (("loss", False), ("loss_weight", False), ("grad_norm", True), ("loss_scale", True))
 _GROUP_COLUMNS = ("grad_norm", "cosine_rest", "reduction_residual", "accumulator_change")
 
-StepRows = Mapping[Table, Columns | None]
-"""The rows of one step in every table but ``steps``; None where it has none."""
+StepRows = Mapping[Table, Columns | None]  # of one step in every table but ``steps``; None: no rows
 
 
 def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
@@ -344,10 +342,7 @@ def _groups(
 
 
 def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
-    """Yield a table as numpy columns, a few thousand rows at a time, in the order of its files.
-
-    Row groups that end before ``first_step`` are left out.
-    """
+    """Yield a table in blocks of numpy columns; row groups before ``first_step`` are left out."""
     schema = arrow_schema(table)
     for file in parts_in(run / table):
         for rows in read_pieces(file, schema, from_step(first_step)):

@@ -45,10 +45,7 @@ def arrow_schema(table: Table) -> pa.Schema:
 
 
 def schema_of(columns: Sequence[Column]) -> pa.Schema:
-    """Return the Arrow schema of declared columns.
-
-    Every field has its unit and meaning as metadata. Only key columns (source KEY) cannot be null.
-    """
+    """Return the Arrow schema of columns, with unit and meaning; only keys cannot be null."""
     fields = [
         pa.field(
             signal.name,
@@ -81,10 +78,7 @@ def is_list(dtype: DType) -> bool:
 
 
 def to_arrow(values: Array, dtype: DType) -> pa.Array:
-    """Return a column ``[rows]`` of single values as Arrow, with missing ones as null.
-
-    In an integer column of floats, non-finite values are missing.
-    """
+    """Return single values ``[rows]`` as Arrow; missing ones, and non-finite integers, are null."""
     if dtype is DType.TEXT:
         return _texts(values.tolist())
     if dtype is DType.FLOAT:
@@ -136,10 +130,7 @@ def _bits(flags: Bools) -> Array:
 
 
 def to_numpy(column: pa.ChunkedArray, dtype: DType) -> Array:
-    """Return a column as numpy, with nulls as in the module's docstring.
-
-    A column of lists becomes an object array of numpy arrays; a null list is an empty one.
-    """
+    """Return a column as numpy, nulls as in the module's docstring; lists as an array of arrays."""
     column = column.combine_chunks()
     if is_list(dtype):
         return _lists_to_numpy(column, dtype)

@@ -17,17 +17,11 @@ from rankscope.evidence import schema_hash
 from rankscope.files import DAMAGES, archive_of, parse, read_file
 from rankscope.stats.state import State, StateError
 
-STATE_FILE = "detectors.npz"
-"""The state of the detectors at the last flush, or at the end."""
+STATE_FILE = "detectors.npz"  # the state of the detectors at the last flush, or at the end
+START_FILE = "detectors-start.npz"  # their state at the start of a run that continues another
+STATE_FORMAT = 1  # raised when a state of the same shape gets another meaning
 
-START_FILE = "detectors-start.npz"
-"""Their state at the start of a run that continues another."""
-
-STATE_FORMAT = 1
-"""Raised when a state of the same shape gets another meaning."""
-
-MAX_BYTES = 2**28
-"""Largest state that is read: what is kept of samples is a share of them, of bounded size."""
+MAX_BYTES = 2**28  # the largest state that is read: what is kept of samples is of bounded size
 
 _PLACE = "$array"
 
@@ -69,10 +63,7 @@ def read_state(file: Path) -> State | None:
 
 
 def read_number(file: Path, name: str) -> int | None:
-    """Return an integer at the top level of a state's file, without reading the arrays.
-
-    None without such a number, or if the file is no readable state.
-    """
+    """Return an integer at the top level of a state's file without its arrays; None without."""
     try:
         with np.load(BytesIO(read_file(file, MAX_BYTES)), allow_pickle=False) as archive:
             _check_size(archive)

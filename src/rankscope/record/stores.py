@@ -42,11 +42,7 @@ _FOLLOW_SECONDS = 10.0  # between two looks of a reader for changed files
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store
 _KEPT_SECONDS = 7 * 86400.0  # that a copy stays after its last use
-_LAST_FILES = (
-    "steps",
-    "findings.jsonl",
-    INFO_FILE,
-)  # sent last, so that readers find all files they name
+_LAST_FILES = ("steps", "findings.jsonl", INFO_FILE)  # that name others, which are sent before
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +114,7 @@ class Store:
         )
 
     def bring(self, copy: Path, wanted: Callable[[str], bool] | None = None) -> int:
-        """Bring changed files to a copy on this machine.
-
-        Returns the number of files brought, of those that are ``wanted``: a test of their paths in
-        the directory.
-        """
+        """Bring changed files that are ``wanted``, by their paths, to a copy; return how many."""
         files, root = self.open()
         try:
             found = {
@@ -255,10 +247,7 @@ class Mirror:
         self._thread.start()
 
     def close(self, seconds: float) -> bool:
-        """Wait up to so long until all files are sent; return whether they are.
-
-        Sending goes on afterwards, while the process lives.
-        """
+        """Wait up to so long until all files are sent; return whether they are. Sending goes on."""
         self._closing.set()
         self._thread.join(seconds)
         return not self._thread.is_alive() and not self._failed
@@ -362,7 +351,7 @@ def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> Non
             )
             os.utime(path, ns=(time_ns, time_ns))
         for name in names:
-            (copy / name).parent.mkdir(exist_ok=True)
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
             Path(hidden, name).replace(copy / name)
 
 

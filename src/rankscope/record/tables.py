@@ -29,17 +29,11 @@ from rankscope.stats.arrays import Ints
 
 Columns = dict[str, Array]
 
-MAX_FILES = 32
-"""Most files for an even choice of rows."""
+MAX_FILES = 32  # most files for an even choice of rows
+LARGE_ROWS = 2**16  # most rows of a file's share in an even choice that are read whole
+PIECE_VALUES = 2**18  # values of a column in memory at a time, for a table that is read in pieces
 
-LARGE_ROWS = 2**16
-"""Most rows of a file's share in an even choice that are read whole."""
-
-PIECE_VALUES = 2**18
-"""Values of a column in memory at a time, for a table that is read in pieces."""
-
-_MOST_ROWS = 2**20
-"""Most rows of the last row groups that are read whole, as after a flush of many workers."""
+_MOST_ROWS = 2**20  # of the last row groups that are read whole, as after a flush of many workers
 _BUFFER_BYTES = 2**20
 
 
@@ -58,19 +52,14 @@ def parts_in(folder: Path) -> list[Path]:
 _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError)
 """Arrow's errors for a damaged file, or one with other columns than a table's."""
 
-_FIRST_ROWS = 64
-"""Rows from which the length of lists is estimated."""
+_FIRST_ROWS = 64  # rows from which the length of lists is estimated
 
-Choice = Callable[[Any], Sequence[int]]
-"""Returns the row groups to read, from the footer of a file."""
+Choice = Callable[[Any], Sequence[int]]  # from a file's footer, the row groups to read
 
 
 @contextmanager
 def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
-    """Open a part from a single handle.
-
-    ``buffer_bytes`` of a column are read at a time; 0: all of it.
-    """
+    """Open a part once; ``buffer_bytes`` of a column are read at a time, 0: all of it."""
     try:
         with open_file(file) as handle:
             yield pq.ParquetFile(handle, buffer_size=buffer_bytes, pre_buffer=not buffer_bytes)
@@ -82,18 +71,13 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
             "as it is"
         ) from error
     except (OSError, *_DAMAGES) as error:
-        if (
-            isinstance(error, OSError) and error.errno is not None
-        ):  # Arrow's own errors have no number
+        if isinstance(error, OSError) and error.errno is not None:  # not Arrow's own
             raise unreadable(file, error) from error
         raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
 
 
 def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa.Table:
-    """Read the columns of a schema from one file; missing ones are null.
-
-    Only the row groups of ``choose`` are read, if given.
-    """
+    """Read a schema's columns of one file, null where missing; ``choose`` picks row groups."""
     with _opened(file) as parquet:
         groups, present = _wanted(parquet, schema, choose)
         return _shaped(parquet.read_row_groups(groups, columns=present), schema)
@@ -227,10 +211,7 @@ def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
 
 
 def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:
-    """Yield in pieces the rows of ordered files from a step on, perhaps with earlier ones.
-
-    Only files and row groups that may have rows of this step or later ones are read.
-    """
+    """Yield in pieces the rows of ordered files from a step on, perhaps with earlier ones."""
     wanted: list[Path] = []
     for file in reversed(files):
         found = step_range_of(file)
@@ -279,18 +260,15 @@ def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
 
 
 def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return rows of evenly chosen row groups, about ``max_rows`` or all rows.
-
-    At least one row group of each opened file is read, or evenly chosen steps of a large one.
-    """
-    chosen = _evenly(len(files), MAX_FILES)
+    """Return rows of evenly chosen row groups, at least one of each file: about ``max_rows``."""
+    chosen = evenly(len(files), MAX_FILES)
     share = max_rows // max(len(chosen), 1)
 
     def choose(footer: Any) -> Sequence[int]:
         sizes_G = _sizes(footer)
         if sizes_G.sum() <= share or not len(sizes_G):
             return range(len(sizes_G))
-        return list(_evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
+        return list(evenly(len(sizes_G), max(1, int(share // sizes_G.mean()))))
 
     parts = [_even_part(files[index], schema, choose, share) for index in chosen.tolist()]
     return pa.concat_tables([schema.empty_table(), *parts])
@@ -344,12 +322,9 @@ def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> 
 
 
 def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return ``max_rows`` evenly chosen rows, with the first and the last.
-
-    Only their row groups are read: for tables of one large row per step.
-    """
+    """Return ``max_rows`` even rows of a table of one large row per step, first and last too."""
     ends = np.cumsum([0, *map(_num_rows, files)])
-    wanted = _evenly(int(ends[-1]), max_rows)
+    wanted = evenly(int(ends[-1]), max_rows)
     parts = []
     for file, start, end in zip(files, ends[:-1], ends[1:], strict=True):
         rows_R = wanted[(wanted >= start) & (wanted < end)] - start
@@ -385,7 +360,7 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
     return pa.concat_tables(found)
 
 
-def _evenly(length: int, count: int) -> Ints:
+def evenly(length: int, count: int) -> Ints:
     """Return up to ``count`` indices below ``length``, evenly spaced, first and last included."""
     number = min(length, count)
     return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))

@@ -42,23 +42,18 @@ from rankscope.record.states import STATE_FILE, pack_state
 from rankscope.stats.state import State
 
 _MAGIC = b"PAR1"
-_MERGE = 4
-"""Row groups of one level that merge into one of the next."""
-_LARGE_GROUP_BYTES = 512 * 2**10
-"""Arrow bytes from which a row group is not merged."""
+_MERGE = 4  # row groups of one level that merge into one of the next
+_LARGE_GROUP_BYTES = 512 * 2**10  # Arrow bytes from which a row group is not merged
 _SKIP = bytes(2**20)
-_KEYS = ("step", "rank")
-"""Columns of few values: they and texts have dictionaries, which slow down numbers."""
+_KEYS = ("step", "rank")  # of few values: they and texts have dictionaries, which slow down numbers
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    rows: pa.Table | None
-    """The rows; None once the group will not be merged."""
+    rows: pa.Table | None  # the rows; None once the group will not be merged
     num_bytes: int
     level: int
-    footer: Any
-    """Metadata of a file with this row group only."""
+    footer: Any  # metadata of a file with this row group only
 
 
 class GrowingPart:
@@ -159,10 +154,7 @@ class _Tail:
 
 
 def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
-    """Write rows as one row group after the first ``size`` bytes of a file.
-
-    Return the bytes of the rows, and the metadata of a file without other rows.
-    """
+    """Write rows as a row group after ``size`` bytes of a file; return their bytes and metadata."""
     footers: list[Any] = []
     tail = _Tail(size)
     sink = pa.PythonFile(tail, mode="w")
@@ -196,12 +188,10 @@ def _footer_file(footer: Any) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-PART_BYTES = PACE.part_bytes
-"""Bytes after which a part is finished and the next one begins."""
+PART_BYTES = PACE.part_bytes  # bytes after which a part is finished and the next one begins
 STATE_BYTES_PER_FLUSH = 4 * 2**20
 """Bytes of the detectors' state per flush on average: after a larger one, flushes leave it out."""
-PENDING_BYTES = 32 * 2**20
-"""Bytes of traces that may wait in memory: with more, a flush is due at once."""
+PENDING_BYTES = 32 * 2**20  # of traces that may wait in memory: with more, a flush is due at once
 _TRACE_BYTES = 8 * TRACE_WIDTH  # of a row: its sketch, and as much again around it
 
 _WRITE_ORDER = (
@@ -315,10 +305,7 @@ class RunWriter:
         return sum(part.waiting_bytes for part in self._parts)
 
     def flush_if_due(self, now: float | None = None) -> bool:
-        """Flush for the first time, after ``flush_seconds``, or when traces take much memory.
-
-        Returns whether it was due. ``now`` is on any clock, the same one in every call.
-        """
+        """Flush at first, after ``flush_seconds``, or with many traces; return whether it was."""
         now = time.monotonic() if now is None else now
         waits = self._num_traced * _TRACE_BYTES < PENDING_BYTES
         recent = self._last_flush is not None and 0 <= now - self._last_flush < self.flush_seconds
@@ -329,10 +316,7 @@ class RunWriter:
         return True
 
     def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
-        """Write the state of the detectors, after a flush: a large state not after each.
-
-        ``take`` is called only when the state is written; ``at_end`` writes it in any case.
-        """
+        """Write the state of the detectors, a large one not after each flush but ``at_end``."""
         with self._file_lock:
             if self._closed or (self._flushes_without_state > 0 and not at_end):
                 self._flushes_without_state -= 1
@@ -374,11 +358,9 @@ class _PartWriter:
 
     def __init__(self, run: Path, folder: Path, columns: Sequence[Column]) -> None:
         self._folder = folder
+        # Not the run's own directory: it may have been moved.
         above = takewhile(lambda path: path != run, folder.parents)
-        self._folders = [
-            *reversed([*above]),
-            folder,
-        ]  # not the run's own directory: it may have been moved
+        self._folders = [*reversed([*above]), folder]
         self._signals = columns
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []

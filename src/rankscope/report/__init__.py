@@ -70,11 +70,7 @@ def write_run_figures(run: Run, folder: Path | None = None) -> list[Path]:
 
 @contextmanager
 def needs_extra(what: str, extra: str) -> Iterator[None]:
-    """Name the extra to install where an import in this block finds a package of it missing.
-
-    Raises:
-        MissingExtraError: One is not installed.
-    """
+    """Raise a MissingExtraError that names the extra where an import in this block lacks it."""
     try:
         yield
     except ModuleNotFoundError as error:

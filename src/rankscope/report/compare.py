@@ -109,11 +109,7 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
 
 
 def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> CompareView:
-    """Make the view of up to 26 runs, by id; one that cannot be read is left out.
-
-    RunError if none of them can.
-
-    """
+    """Make the view of those of up to 26 runs that can be read; RunError without any."""
     sides: list[Side] = []
     for run_id, run in runs.items():
         with contextlib.suppress(RunError):

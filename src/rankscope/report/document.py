@@ -200,8 +200,7 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-VEGALITE = "6.1"
-"""The version of Vega-Lite that figures are written for, as vl-convert names it."""
+VEGALITE = "6.1"  # the version of Vega-Lite that figures are written for, as vl-convert names it
 
 
 def png_of(spec: Spec, tables: Tables, *, scale: float = 2.0) -> bytes:
@@ -235,10 +234,7 @@ def render(
 
 
 def fill(template: str, **context: Any) -> str:
-    """Return a template filled in; values are escaped unless they are ``Markup``.
-
-    Bytes in a directory's name that are no UTF-8 become question marks.
-    """
+    """Return a template filled in and writable; values are escaped unless they are ``Markup``."""
     page: str = _environment().get_template(template).render(context)
     return words.writable(page)
 
@@ -343,10 +339,7 @@ _LONG_NAME = re.compile(r"(?=[\w.]{25})[^\W\d]\w*(?:\.\w+)+")
 
 
 def breakable(text: object) -> Markup:
-    """Return a text as markup in which a line may end after each dot of a long name.
-
-    No line ends between a number and its ``%``.
-    """
+    """Return a text as markup whose long names may break after a dot, and numbers not before %."""
     escaped = str(escape(text)).replace(" %", "&nbsp;%")
     return Markup(_LONG_NAME.sub(lambda name: name[0].replace(".", ".<wbr>"), escaped))
 

@@ -62,10 +62,7 @@ def _end_label(
 
 
 def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
-    """Return the averaged loss over the band from the lowest to the highest worker.
-
-    ``mean`` has rows ``{step, value, low, high}``, ``ranges`` has rows ``{step, low, high}``.
-    """
+    """Return the averaged loss over the workers' range, from rows ``{step, low, high}``."""
     look = {"axis": {"title": None}, "scale": {"zero": False, "nice": True}}
     ends = {"y": channel("low:Q", **look), "y2": {"field": "high"}}
     area = layer("area", tables.add(ranges), {"x": step_axis(), **ends}, style="band")
@@ -84,10 +81,7 @@ def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -
 def metric(
     tables: Tables, rows: Sequence[Row], title: str, *, expected: Sequence[Row] = ()
 ) -> Spec:
-    """Return one dispersion metric over time, with the expectation from sampling alone, dashed.
-
-    Both have rows ``{step, value}``; ``title`` is the name of the value in the tooltip.
-    """
+    """Return one metric, and what sampling alone gives, dashed, from rows ``{step, value}``."""
     domain = rate_domain(column(rows, "value"), column(expected, "value"), floor=0.01)
     y = channel("value:Q", axis={"title": None}, scale={"domain": domain})
     encoding = {"x": step_axis(), "y": y}
@@ -139,10 +133,7 @@ def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
 
 
 def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -> Spec:
-    """Return the step's time and the monitor's part of it in milliseconds, logarithmic.
-
-    Rows are ``{step, value}``, in milliseconds; a step's time is that of the slowest worker.
-    """
+    """Return the slowest worker's and the monitor's time per step, from rows in milliseconds."""
     low, high = log_domain(column([*step, *monitor], "value"))
     room = (high / low) ** (3 * _AWAY / COST_HEIGHT)  # for a label over or under a curve
     curves = [[row for row in rows if (row["value"] or 0) > 0] for rows in (step, monitor)]
@@ -171,8 +162,7 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
     return layered([*layers, *names], COST_HEIGHT)
 
 
-_AWAY = 10
-"""Pixels from a curve to the middle of its label."""
+_AWAY = 10  # pixels from a curve to the middle of its label
 
 
 def _values_at_end(rows: Sequence[Row]) -> list[float]:
@@ -198,11 +188,7 @@ def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
 def worker_lines(
     tables: Tables, rows: Sequence[Row], title: str, named: Sequence[int] = ()
 ) -> Spec:
-    """Return one signal of every worker, from rows ``{step, rank, value}``.
-
-    The ranks that findings name stand out, the pinned one is in front; ``title`` is the name of the
-    value in the tooltip.
-    """
+    """Return a signal of every worker, from rows ``{step, rank, value}``; ``named`` stand out."""
     source = tables.add(rows)
     y = channel("value:Q", axis={"title": None}, scale={"zero": False})
     encoding = {"x": step_axis(), "y": y, "detail": channel("rank:N")}
@@ -221,10 +207,7 @@ def worker_lines(
 
 
 def worker_deviations(tables: Tables, rows: Sequence[Row], named: Sequence[int] = ()) -> Spec:
-    """Return how far each worker lies from the mean of all, on average over the run.
-
-    Rows are ``{rank, value, low, high}``; ``named`` are ranks that a finding names.
-    """
+    """Return each worker's mean distance from all, from rows ``{rank, value, low, high}``."""
     source = tables.add(rows)
     ranks = [row["rank"] for row in rows]
     ends = [min(ranks, default=0) - 0.5, max(ranks, default=0) + 0.5]
@@ -249,36 +232,25 @@ def _members(ranks: Sequence[int]) -> Spec:
     return {"filter": {"field": "rank", "oneOf": list(ranks)}}
 
 
-FAR = 6
-"""Robust units at which the colours end."""
-ROW = 14
-"""Pixels of a worker's row, where there is room."""
+FAR = 6  # robust units at which the colours end
+ROW = 14  # pixels of a worker's row, where there is room
 GROUP_ROW = 17
-ARROW = 12
-"""Pixels between two arrows."""
+ARROW = 12  # pixels between two arrows
 
 MATRIX = 400
-LARGEST_CELL = 100
-"""Pixels of a heatmap, and of a cell of few workers."""
-MIN_CELL = 30
-"""Pixels of a heatmap's cell that can hold its value in print."""
-FINDING_ROW = 34
-"""Pixels of a row; the page's list of names beside the timeline has lines of that height."""
+LARGEST_CELL = 100  # pixels of a heatmap, and of a cell of few workers
+MIN_CELL = 30  # pixels of a heatmap's cell that can hold its value in print
+FINDING_ROW = 34  # pixels; the page's list of names beside the timeline has lines as high
 MAX_FINDINGS = 40
 SHAPES = {"note": "circle", "warning": "triangle-up", "error": "diamond"}
 
-UNITS = "robust units from the median"
-"""Legend of a map's colours: the distance from the workers' median, in robust deviations."""
+UNITS = "robust units from the median"  # legend of a map's colours: distance from the median
 
 
 def worker_map(
     tables: Tables, rows: Sequence[Row], num_workers: int, title: str, named: Sequence[int] = ()
 ) -> Spec:
-    """Return the map of one signal: workers from top to bottom, steps from left to right.
-
-    Rows are those of ``series.map_rows``; ``title`` is the name of the value in the tooltip; arrows
-    at the right point at the ``named`` ranks.
-    """
+    """Return a map of workers and steps, from ``series.map_rows``; arrows point at ``named``."""
     ends = [min(r["first"] for r in rows) - 0.5, max(r["until"] for r in rows) - 0.5]
     x = step_axis(field="left", domain=ends, round=True)
     scale = _rank_scale(num_workers, reverse=True)
@@ -321,11 +293,7 @@ def _spaced(ranks: Sequence[int], least: float) -> list[int]:
 def group_map(
     tables: Tables, rows: Sequence[Row], num_workers: int, title: str, legend: str, far: float
 ) -> Spec:
-    """Return one signal of every group of parameters and worker, over the last observed steps.
-
-    Rows are ``{group, deviation, value, rank, mark}``, lists as in ``series.norm_rows``, in the
-    model's order. Colours have a ``legend``, and end at the deviation ``far``.
-    """
+    """Return a map of groups and workers, from ``series.norm_rows``; colours end at ``far``."""
     order = [str(row["group"]) for row in rows]
     axis = {
         "title": None,

@@ -42,18 +42,14 @@ WORKER_FIGURES = (
     ("rollout_gap", "gap to the rollouts"),
 )
 """Signals that are drawn worker by worker: column, and its name where the pointer is."""
-MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))
-"""Signals that are drawn as a map of workers and steps."""
+MAP_FIGURES = (*WORKER_FIGURES, ("step_seconds", "seconds"))  # drawn as a map of workers and steps
 
-OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)
-"""Columns of the workers that figures are made from."""
+OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)  # columns of the figures
 
-_GRADIENTS = ("grad_norm", "cosine_rest")
-"""Signals of observed steps only."""
+_GRADIENTS = ("grad_norm", "cosine_rest")  # signals of observed steps only
 
 MAX_HEATMAP_WORKERS = 64
-MAX_FRAMES = 400
-"""Steps whose cosines are read, evenly chosen."""
+MAX_FRAMES = 400  # steps whose cosines are read, evenly chosen
 
 _STEPS = (
     "step", "observed", "loss_mean", "loss_std", "loss_std_expected", "grad_norm_std",
@@ -222,19 +218,11 @@ def _group_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spe
     found = series.last_groups(source.run)
     if found is None or source.num_workers < 2:
         return {}
+    powers = "powers of 2 from the median"
+    far = float(figures.FAR)
     shapes = {
-        "group-norm": (
-            series.norm_rows(found),
-            "gradient norm",
-            "powers of 2 from the median",
-            1.0,
-        ),
-        "group-cosine": (
-            series.direction_rows(found),
-            "cosine",
-            figures.UNITS,
-            float(figures.FAR),
-        ),
+        "group-norm": (series.norm_rows(found), "gradient norm", powers, 1.0),
+        "group-cosine": (series.direction_rows(found), "cosine", figures.UNITS, far),
     }
     if not source.compares("cosine_rest"):
         del shapes["group-cosine"]
@@ -325,8 +313,7 @@ def _known(rows: Sequence[Row]) -> bool:
 
 MAX_CHIPS = 64
 
-WIDTH = 1090
-"""Pixels of a figure as wide as its sheet; files have twice as many."""
+WIDTH = 1090  # pixels of a figure as wide as its sheet; files have twice as many
 
 SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
     "overview": (("timeline",), ("loss",), ("loss_std", "grad_norm_std", "cosine_mean")),
@@ -340,8 +327,7 @@ SHEETS: Mapping[str, Sequence[Sequence[str]]] = {
 }
 """The figures of each file, row by row."""
 _GAP = 64
-_NAMED_ROW = 42
-"""Pixels of a finding's row with its name above it."""
+_NAMED_ROW = 42  # pixels of a finding's row with its name above it
 OWN_COLOURS = {"scale": {"color": "independent", "strokeDash": "independent"}}
 
 
@@ -427,10 +413,7 @@ def _standing_out(findings: Sequence[Mapping[str, Any]], num_workers: int) -> li
 
 
 def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[Path]:
-    """Write a run's sheets as PNG files: ``overview.png``, ``workers.png`` and ``model.png``.
-
-    Sheets for which the run has no data are left out. The headline stands above each sheet.
-    """
+    """Write a run's sheets, those with data, as PNG files with the headline above."""
     tables = Tables()
     view = run_view(tables, run, assessment)
     specs = dict(view.figures)

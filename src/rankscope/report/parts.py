@@ -12,11 +12,8 @@ from typing import Any
 
 from rankscope.report.series import Row
 
-Spec = dict[str, Any]
-"""A Vega-Lite specification, or a part of one."""
-
-DOT = {"filled": True, "opacity": 1}
-"""Options of a point that is a filled dot."""
+Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
+DOT = {"filled": True, "opacity": 1}  # options of a point that is a filled dot
 _RANK_TICKS = 8
 _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 
@@ -110,10 +107,7 @@ def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
 
 
 def zoomable(at: Spec) -> Spec:
-    """Return a parameter that moves and zooms the steps of a figure, by a layer with a name.
-
-    A wheel alone scrolls the page. A double click shows all steps again.
-    """
+    """Return a parameter that zooms a figure's steps by Shift and wheel; a double click resets."""
     select = {"type": "interval", "encodings": ["x"], "zoom": "wheel![event.shiftKey]"}
     return {"name": "zoom", "select": select, "bind": "scales", "views": [at["name"]]}
 
@@ -132,10 +126,7 @@ def step_axis(ticks: int = 6, field: str = "step", **scale: Any) -> Spec:
 
 
 def rank_axis(num_workers: int) -> Spec:
-    """Return an axis of ranks, labelled at multiples of 1, 2 or 5 times a power of ten.
-
-    ``tickMinStep`` does not keep halves away where the axis is short.
-    """
+    """Return an axis of ranks with labels of its own: ``tickMinStep`` fails where it is short."""
     steps = (size * 10**power for power in count() for size in (1, 2, 5))
     every = next(step for step in steps if step * _RANK_TICKS >= num_workers)
     return {"title": "rank", "format": ",d", "values": list(range(0, num_workers, every))}

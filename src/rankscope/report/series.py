@@ -24,18 +24,12 @@ from rankscope.stats.arrays import Bools, Floats, Ints
 
 Row = dict[str, Any]
 
-MAX_BINS = 220
-"""Bins of one curve: about one per two pixels of the widest figure."""
-MAX_LINES = 48
-"""Workers that a figure draws as lines of their own."""
-MAX_POINTS = 9_000
-"""Points of all workers' lines in one figure."""
-MAX_CELLS = 160_000
-"""Cells of all frames of one heatmap."""
-_EXACT_POWERS = 22
-"""Powers of ten up to this one are exact as floating-point numbers."""
-MAX_SAMPLES = 30_000_000
-"""Sample identities that are counted for the coverage figure (240 MB)."""
+MAX_BINS = 220  # bins of one curve: about one per two pixels of the widest figure
+MAX_LINES = 48  # workers that a figure draws as lines of their own
+MAX_POINTS = 9_000  # points of all workers' lines in one figure
+MAX_CELLS = 160_000  # cells of all frames of one heatmap
+_EXACT_POWERS = 22  # powers of ten up to this one are exact as floating-point numbers
+MAX_SAMPLES = 30_000_000  # sample identities that are counted for the coverage figure (240 MB)
 
 
 def extremes(values_T: Floats, num_bins: int = MAX_BINS) -> Ints:
@@ -129,10 +123,7 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
 
 
 def coverage(steps_R: Ints, samples_R: Sequence[Ints]) -> list[Row]:
-    """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
-
-    R rows of the samples table in increasing order of steps; about ``2 * MAX_BINS`` rows come back.
-    """
+    """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them."""
     sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
     if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:
         return []
@@ -183,23 +174,16 @@ def plains(values_N: NDArray[Any], digits: int = 6) -> list[float | int | None]:
     return short
 
 
-MAX_ROWS = 64
-"""Rows of a map: with more workers, each row holds several and shows the farthest of them."""
+MAX_ROWS = 64  # of a map: with more workers, a row holds several and shows the farthest of them
 MIN_LINE_BINS = 20
-NEARBY = 9
-"""Bins over which the workers' usual distance from their median is taken."""
-
-MAX_GROUP_STEPS = 32
-"""Steps that are averaged."""
-MAX_TABLE_ROWS = 400_000
-"""Rows of the table that are read for it, though always the last flush."""
-MAX_GROUPS = 96
-"""Groups that are shown: of more, those in which a worker is farthest from the others."""
+NEARBY = 9  # bins over which the workers' usual distance from their median is taken
+MAX_GROUP_STEPS = 32  # steps that are averaged
+MAX_TABLE_ROWS = 400_000  # rows of the table that are read for it, though always the last flush
+MAX_GROUPS = 96  # that are shown: of more, those in which a worker is farthest from the others
 
 _MAD_TO_STD = 1.4826
 _MEAN_DEVIATION_TO_STD = 1.2533
-_ROUNDING = 1e-6
-"""Distances below this share of the median come from rounding."""
+_ROUNDING = 1e-6  # distances below this share of the median come from rounding
 
 
 def known_bins(view: Overview) -> Overview:
@@ -415,10 +399,7 @@ def last_groups(run: Run) -> BinnedGroups | None:
 
 
 def absent(at_R: Ints, cells_R: Ints, norms_R: Floats, shape: tuple[int, int]) -> Bools:
-    """Return where the norm is 0, or missing beside those of other groups, in most steps.
-
-    R rows of the table: the index of their step, their cell and their norm.
-    """
+    """Return where the norm is 0, or missing beside those of others, in most steps, from R rows."""
     norms_SGW = np.full((int(at_R.max()) + 1, *shape), np.nan)
     norms_SGW.reshape(len(norms_SGW), -1)[at_R, cells_R] = norms_R
     known_SGW = ~np.isnan(norms_SGW)
@@ -429,18 +410,12 @@ def absent(at_R: Ints, cells_R: Ints, norms_R: Floats, shape: tuple[int, int]) -
     return absent_GW
 
 
-ABSENT = "0"
-"""Mark of a cell whose worker has no gradient of the group."""
-UNKNOWN = "–"
-"""Mark of a cell that was not observed."""
+ABSENT = "0"  # mark of a cell whose worker has no gradient of the group
+UNKNOWN = "–"  # mark of a cell that was not observed
 
 
 def norm_rows(groups: BinnedGroups) -> list[Row]:
-    """Return rows ``{group, deviation, value, rank, mark}`` of a map of gradient norms.
-
-    The deviation is the power of two by which a worker's norm exceeds the workers' median: 1 is
-    twice the median, -1 is half of it.
-    """
+    """Return rows ``{group, deviation, value, rank, mark}``: powers of 2 over the median norm."""
     norm_GW = np.where((groups.norm_GW > 0) & ~groups.absent_GW, groups.norm_GW, np.nan)
     known_G = np.flatnonzero(np.isfinite(norm_GW).any(axis=1))
     norm_GW = norm_GW[known_G]

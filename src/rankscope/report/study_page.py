@@ -36,7 +36,6 @@ from rankscope.report.study_words import (
     RATIO,
     SETTING_WORDS,
     Entry,
-    Study,
     alike,
     headline_of,
     open_study,
@@ -150,7 +149,9 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
         name: f"{name.upper()}|{SHORT_WORDS.get(name, '')}"
         for name in in_order([run.setting for run in runs], SETTING_WORDS)
     }
-    tops = {run.setting: _highest(runs, run.setting, name) for run in runs}
+    tops: dict[str, StudyRun] = {}
+    for run in sorted(runs, key=lambda run: -(run.means[name] or 0.0)):
+        tops.setdefault(run.setting, run)
     rows = [
         {
             "setting": labels[run.setting],
@@ -182,11 +183,6 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
         layers.append(layer("text", source, {**place, "text": words}, own, style="halo", dy=dy))
         layers.append(layer("text", source, {**coloured, "text": words}, own, dy=dy, fontSize=11))
     return layered(layers, 220)
-
-
-def _highest(runs: Sequence[StudyRun], setting: str, name: str) -> StudyRun:
-    members = [run for run in runs if run.setting == setting]
-    return max(members, key=lambda run: run.means[name] or 0.0)
 
 
 def averaged_loss_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
@@ -262,6 +258,8 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
     for index, (entry, run) in enumerate(pairs):
         key = f"run{index}-"
         panels.append(Panel(entry, run_view(tables, run, assess(run), key) if run else None, key))
+    panel_of = {id(panel.entry): panel for panel in panels}
+    order = in_order([entry.setting for entry in study.entries], SETTING_WORDS)
     specs = _comparison(tables, [_compared(entry, run) for entry, run in pairs if run])
     for panel in panels:
         specs |= panel.view.specs if panel.view else {}
@@ -274,23 +272,20 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "why_heading": why_heading(study.entries),
         "why": why_they_differ(study.entries),
         "panels": panels,
-        "assessed": _assessed(study, panels),
+        "assessed": [[panel_of[id(entry)] for entry in same] for same in alike(study.entries)],
         "figure_names": list(specs),
         "rows": _grouped(study.entries),
         "metrics": [(name, *TITLES[name]) for name in METRICS],
         "means": f"{MEANS} {RATIO}",
         "setting_words": SETTING_WORDS,
         "reading_words": READING_WORDS,
-        "colours": _colours(study.entries),
+        "colours": [
+            (name.upper(), SETTING_WORDS.get(name, ""), f"var(--setting-{index % 4})")
+            for index, name in enumerate(order)
+        ],
     }
     page = render("study.html", context, specs, tables)
     return write_bytes(path or study.path / "report.html", page.encode())
-
-
-def _assessed(study: Study, panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Group the panels that have the same assessment."""
-    at = {id(panel.entry): panel for panel in panels}
-    return [[at[id(entry)] for entry in entries] for entries in alike(study.entries)]
 
 
 def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
@@ -357,12 +352,3 @@ def _comparison(tables: Tables, runs: Sequence[StudyRun]) -> dict[str, Spec]:
 def _grouped(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     order = in_order([entry.reading for entry in entries], READING_WORDS)
     return [(name, [entry for entry in entries if entry.reading == name]) for name in order]
-
-
-def _colours(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """Return setting, its words and its colour by position: the figures' legend."""
-    order = in_order([entry.setting for entry in entries], SETTING_WORDS)
-    return [
-        (name.upper(), SETTING_WORDS.get(name, ""), f"var(--setting-{index % 4})")
-        for index, name in enumerate(order)
-    ]

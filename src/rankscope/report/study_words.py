@@ -19,8 +19,7 @@ SETTING_WORDS = {
     "s1-2": "rank 0 has its own seed",
     "s1-3": "every rank has its own seed",
 }
-MEANS = "Loss std, norm std and cosine are means over the steps of a run."
-"""What the numbers of the table are."""
+MEANS = "Loss std, norm std and cosine are means over the steps of a run."  # of the table
 RATIO = "The ratio to sampling is one of root mean squares over the steps."
 """What the column of that name holds, where it is shown."""
 
@@ -145,13 +144,12 @@ def open_study(path: Path | str) -> Study:
     if not listed:
         raise RunError(f"{path / 'summary.json'} lists no run: run the study again")
     info = _read_json(path / "study.json") if is_file(path / "study.json") else {}
-    entries = sorted((Entry(item) for item in listed), key=_position)
+    rank = {reading: place for place, reading in enumerate(_ORDER)}
+    entries = sorted(
+        (Entry(item) for item in listed),
+        key=lambda e: (rank.get(e.reading, len(_ORDER)), e.reading, e.setting),
+    )
     return Study(path, info if isinstance(info, dict) else {}, tuple(entries))
-
-
-def _position(entry: Entry) -> tuple[int, str, str]:
-    known = entry.reading in _ORDER
-    return (_ORDER.index(entry.reading) if known else len(_ORDER), entry.reading, entry.setting)
 
 
 def _read_json(path: Path) -> Any:
@@ -265,15 +263,11 @@ def _numbers_of(entries: Sequence[Entry], reading: str) -> str:
     members = [entry for entry in entries if entry.reading == reading]
     if not members:
         return ""
-    cosines = listed(
-        [
-            f"{number(entry.number('cosine_mean'))} under {entry.setting.upper()}"
-            for entry in members
-        ]
-    )
+    named = [(entry, entry.setting.upper()) for entry in members]
+    cosines = listed([f"{number(e.number('cosine_mean'))} under {name}" for e, name in named])
     samples = [
-        f"{number(int(entry.number('distinct_samples') or 0))} under {entry.setting.upper()}"
-        for entry in members
+        f"{number(int(entry.number('distinct_samples') or 0))} under {name}"
+        for entry, name in named
         if entry.distinct_share is not None
     ]
     drawn = {int(entry.number("samples_drawn") or 0) for entry in members}

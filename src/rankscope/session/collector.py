@@ -40,8 +40,7 @@ from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
 
-_MOST_PASSES = 8192
-"""Most forward passes of one step; the data of more would only fill the memory."""
+_MOST_PASSES = 8192  # most forward passes of one step; the data of more would only fill the memory
 
 
 class Phase(Enum):
@@ -65,29 +64,11 @@ class Event(Enum):
 
 
 MOVES: Mapping[Event, Mapping[Phase, Phase]] = {
-    Event.REDUCTION: {
-        Phase.OPEN: Phase.REDUCED,
-        Phase.UPDATED: Phase.APPLIED,
-    },
-    Event.OPTIMIZER_BEGINS: {
-        Phase.UPDATED: Phase.OPEN,
-        Phase.APPLIED: Phase.REDUCED,
-    },
-    Event.OPTIMIZER_ENDS: {
-        Phase.OPEN: Phase.UPDATED,
-        Phase.REDUCED: Phase.APPLIED,
-    },
-    Event.FORGET: {
-        Phase.REDUCED: Phase.OPEN,
-        Phase.UPDATED: Phase.OPEN,
-        Phase.APPLIED: Phase.OPEN,
-    },
-    Event.HAND_OVER: {
-        Phase.OPEN: Phase.LEAVING,
-        Phase.REDUCED: Phase.LEAVING,
-        Phase.UPDATED: Phase.LEAVING,
-        Phase.APPLIED: Phase.LEAVING,
-    },
+    Event.REDUCTION: {Phase.OPEN: Phase.REDUCED, Phase.UPDATED: Phase.APPLIED},
+    Event.OPTIMIZER_BEGINS: {Phase.UPDATED: Phase.OPEN, Phase.APPLIED: Phase.REDUCED},
+    Event.OPTIMIZER_ENDS: {Phase.OPEN: Phase.UPDATED, Phase.REDUCED: Phase.APPLIED},
+    Event.FORGET: dict.fromkeys((Phase.REDUCED, Phase.UPDATED, Phase.APPLIED), Phase.OPEN),
+    Event.HAND_OVER: dict.fromkeys(set(Phase) - {Phase.LEAVING}, Phase.LEAVING),
 }
 """The life of a step: where an event moves it; it has no effect in a phase that is not listed."""
 
@@ -144,9 +125,7 @@ class StepCollector:
         self._take_read_seconds = instruments.sketcher.take_seconds
         self._module = instruments.wrapped.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
-        job = instruments.make_job(
-            optimizer, first_step, guard, channel if channel is not None else Channel()
-        )
+        job = instruments.make_job(optimizer, first_step, guard, channel or Channel())
         made = {each.name: each.make_probes(job) for each in EVIDENCE}
         self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
         probes: list[Probe] = [one for some in made.values() for one in some]
@@ -195,10 +174,7 @@ class StepCollector:
         self.call("give_samples", samples, self._passes.current + 1)
 
     def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
-        """Take log-probabilities of a micro-batch, see :meth:`rankscope.Scope.rollout`.
-
-        They belong to the step whose backward pass comes next.
-        """
+        """Take log-probabilities of a micro-batch, for the step whose backward pass comes next."""
         self.close_step()
         self.call("give_rollout", trainer, rollout, mask)
 
@@ -273,10 +249,7 @@ class StepCollector:
 
     @property
     def repeating(self) -> bool:
-        """Whether the present forward pass is none of the training's own.
-
-        It is the monitor's (a canary, a reference step), a trace, or a checkpoint's recomputation.
-        """
+        """Whether the present forward pass is the monitor's, a trace, or a recomputation."""
         return self._runs_model or traced() or self._passes.recomputed
 
     @property
@@ -298,9 +271,7 @@ class StepCollector:
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Watch for a backward pass after a forward pass in evaluation mode."""
-        inputs = {
-            id(tensor) for tensor in tensors_in([args, kwargs])
-        }  # a hook on an input would stay
+        inputs = {id(t) for t in tensors_in([args, kwargs])}  # a hook on an input would stay
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
         if not outputs:
             return
@@ -318,10 +289,7 @@ class StepCollector:
     def _train_on_evaluation(
         self, args: Any, kwargs: Mapping[str, Any], kept: Sequence[Evaluated]
     ) -> None:
-        """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
-
-        From now on forward passes in this mode count, until one in training mode.
-        """
+        """Begin a micro-batch in its backward pass; passes in evaluation mode count from now on."""
         for each in kept:
             each.before_close()
         self.close_step()
@@ -333,16 +301,9 @@ class StepCollector:
             each.begin(self._passes.current)
 
     def _end_evaluation(self) -> None:
-        """Drop passes in evaluation mode that no optimizer step followed.
-
-        They were no training, but for example an adversarial attack, which needs gradients.
-        """
-        if (
-            self._evaluating
-            and self._tap.complete
-            and self._accumulation is not None
-            and not self._so_far.updated
-        ):
+        """Drop passes in evaluation mode that no update followed, as of an adversarial attack."""
+        passed = self._evaluating and self._tap.complete and not self._so_far.updated
+        if passed and self._accumulation is not None:
             self._forget()
         self._evaluating = False
 

@@ -25,10 +25,7 @@ _log = logging.getLogger("rankscope")
 
 
 def announce(level: int, line: str) -> None:
-    """Print a line on the error stream, even below warning.
-
-    A level of the logger ``rankscope`` takes precedence.
-    """
+    """Print a line on the error stream, even below warning, unless the logger has a level."""
     line = f"rankscope: {line}"
     if _log.level != logging.NOTSET:
         _log.log(level, "%s", line)
@@ -95,11 +92,8 @@ def crash_line(place: str) -> str:
 
 OnFinding = Callable[[Finding], None]
 
-SLOW_SECONDS = 1.0
-"""Seconds in ``on_finding`` after which a warning is logged."""
-
-REPORT_SECONDS = 10.0
-"""Seconds that :meth:`Inbox.await_report` waits: a rank may have ended."""
+SLOW_SECONDS = 1.0  # seconds in ``on_finding`` after which a warning is logged
+REPORT_SECONDS = 10.0  # seconds that ``Inbox.await_report`` waits: a rank may have ended
 
 
 class Inbox:
@@ -155,7 +149,10 @@ class Inbox:
     def read(self) -> None:
         """Handle the frames that have arrived."""
         if self._awaits_invitation:
-            self._look_for_invitation()
+            invitation = self._handle.meeting.look("invitation")
+            if invitation is not None:  # is published, by the root
+                self._awaits_invitation = False
+                self._link.send(FrameKind.INVITATION, invitation, rank=self._handle.rank)
         self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
@@ -183,10 +180,7 @@ class Inbox:
             self.wait(min(left, 0.1))  # and send waiting frames
 
     def notify(self, step: int | None) -> None:
-        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all.
-
-        ``SystemExit`` and the like from the user's function end the training.
-        """
+        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all."""
         if not self._due or self._notifying:
             return
         due = [finding for at, finding in self._due if step is None or at <= step]
@@ -273,10 +267,3 @@ class Inbox:
         self.recorded = frame.step == 1
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
-
-    def _look_for_invitation(self) -> None:
-        """Send the root's invitation to the agent of this host, once it is published."""
-        invitation = self._handle.meeting.look("invitation")
-        if invitation is not None:
-            self._awaits_invitation = False
-            self._link.send(FrameKind.INVITATION, invitation, rank=self._handle.rank)

@@ -27,8 +27,7 @@ from rankscope.wrappers.find import LOOP, Wrapped, reduced_types
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.tap import ReadReduced
 
-GROUP_WIDTH = 251
-"""Width of the sketch of a group: its cosines err by 0.06 at most."""
+GROUP_WIDTH = 251  # width of the sketch of a group: its cosines err by 0.06 at most
 
 STATE_SPACING = PACE.state_spacing
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""

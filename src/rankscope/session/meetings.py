@@ -39,18 +39,13 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
 
-LATER_SECONDS = 10.0
-"""Seconds that a rank waits for the other pipeline stages at its first update."""
+LATER_SECONDS = 10.0  # seconds that a rank waits for the other pipeline stages at its first update
 
-PATIENCE_SECONDS = 30.0
-"""Seconds that a rank waits for the mesh's other runs, which begin at about the same time."""
+PATIENCE_SECONDS = 30.0  # for the mesh's other runs, which begin at about the same time
 
 
 class JoinedMesh:
-    """One rank's connection to the root that compares the mesh's replicated state.
-
-    ``guest`` is the link of a rank of another run; None: the run's own link is used.
-    """
+    """One rank's connection to the mesh's root: by the link of a ``guest``, or the run's own."""
 
     def __init__(
         self,
@@ -108,10 +103,7 @@ def _exchange(
     facts: Mapping[str, Any],
     derive: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda all_facts: {},
 ) -> dict[str, Any]:
-    """Return the first rank's answer: its run, the agents of that run by host, its secret.
-
-    And what it derives from the facts of all ranks.
-    """
+    """Return the first rank's answer: its run, its agents by host, its secret, what it derives."""
     gathered = ranks.gather(json.dumps(facts).encode())
     if gathered is not None:
         each = [json.loads(one) for one in gathered]

@@ -473,10 +473,7 @@ _CONTINUES = " and continues it; another run directory keeps the two apart"
 
 
 def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:
-    """Return the run before, if ``run_dir`` holds one already, and the directory for this one.
-
-    Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
-    """
+    """Return the run before, if any, and a free directory; siblings count without a gap."""
     previous = None
     candidate = run_dir
     number = 1
@@ -499,7 +496,9 @@ def start_recorder_thread() -> RecorderThread | None:
     try:
         # some releases have one on without being requested: it knows the process groups then
         known = (json.loads(dump(includeCollectives=False)) for dump in dumps)
-        if dumps and (_is_on() or any(each.get("pg_config") for each in known)):
+        size = next((os.environ[name] for name in _SIZES if name in os.environ), "")
+        is_on = size.isdecimal() and int(size) > 0
+        if dumps and (is_on or any(each.get("pg_config") for each in known)):
             return RecorderThread(
                 dist.get_rank(), lambda: [dump() for dump in dumps], _group_members
             )
@@ -512,8 +511,3 @@ def _group_members() -> dict[str, list[int]]:
     """Return the global ranks of this process's groups, by name."""
     names = find("torch.distributed.distributed_c10d._world.pg_names") or {}
     return {str(name): dist.get_process_group_ranks(group) for group, name in names.items()}
-
-
-def _is_on() -> bool:
-    sizes = [os.environ[name] for name in _SIZES if name in os.environ]
-    return bool(sizes) and sizes[0].isdecimal() and int(sizes[0]) > 0

@@ -141,11 +141,7 @@ class WatchOptions:
 
     @classmethod
     def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":
-        """Merge the options of an object with those given by name.
-
-        Raises:
-            UsageError: There is no option of a name, or it was given both ways.
-        """
+        """Merge an object's options with those by name; UsageError for an unknown or double one."""
         known = {each.name: each.default for each in fields(cls)}
         for name in named:
             if name not in known:
@@ -155,11 +151,7 @@ class WatchOptions:
         return replace(options or cls(), **named)
 
     def reads(self, tier: Tier) -> ReadReduced:
-        """Return how the reduced gradient is read in a tier.
-
-        Raises:
-            UsageError: The tier reads something else.
-        """
+        """Return how a tier reads the reduced gradient; UsageError if not as the option says."""
         scalars = tier is Tier.SCALARS
         usual = ReadReduced.NORM if scalars else ReadReduced.SKETCH
         reduced = usual if self.reduced is None else ReadReduced(self.reduced)

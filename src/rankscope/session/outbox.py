@@ -59,15 +59,11 @@ class LocalStep:
 
 _log = logging.getLogger("rankscope")
 
-MOST_PENDING = 8
-"""Steps that may wait for their device; with more, ``send`` waits for the oldest."""
+MOST_PENDING = 8  # steps that may wait for their device; with more, ``send`` waits for the oldest
 
 
 class Outbox:
-    """Packs steps in order, and sends them.
-
-    ``see`` is called with each step and its values before it is sent.
-    """
+    """Packs steps in order, and sends them; ``see`` gets each step with its values before."""
 
     def __init__(
         self,

@@ -63,11 +63,8 @@ from rankscope.wrappers.surroundings import traced
 
 _log = logging.getLogger("rankscope")
 
-CLOSE_SECONDS = 10.0
-"""Seconds that ``close`` waits for the last step of the other workers."""
-
-CLOSE_SECONDS_AFTER_ERROR = 3.0
-"""The same when the training raised: the others may never come."""
+CLOSE_SECONDS = 10.0  # seconds that ``close`` waits for the last step of the other workers
+CLOSE_SECONDS_AFTER_ERROR = 3.0  # the same when the training raised: the others may never come
 
 _BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes
 _BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits takes less
@@ -397,11 +394,7 @@ class Scope:
             announce(logging.INFO, f"{where}{line(place)}")
 
     def _finish(self, timeout: float, cause: BaseException | None) -> None:
-        """Send the remaining steps, and wait for the agent's last frame.
-
-        Raises:
-            LinkError: The agent has ended.
-        """
+        """Send the remaining steps, wait for the last frame; LinkError if the agent has ended."""
         self._outbox.flush()
         self._send_bye(complete=cause is None, why=_how_it_ended(cause))
         until = time.monotonic() + timeout
@@ -425,7 +418,7 @@ class Scope:
             _log.log(
                 level,
                 "the monitor's agent still works or waits for other ranks or hosts; the training "
-                "goes on, and the agent closes the record by itself, later",
+                "need not wait, and the agent closes the record by itself, later",
             )
 
     def _agent_computed(self, seconds: float) -> bool:

@@ -40,9 +40,11 @@ from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.facts import (
     compilation,
     data_digest_of,
+    data_fields_of,
     draws_with_replacement,
     environment_facts,
     length_of,
+    order_of,
     rows_of,
     sampler_seed,
     splits_of,
@@ -64,8 +66,7 @@ from rankscope.wrappers.optimizers import (
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 
-ALERTS = "RANKSCOPE_ALERTS"
-"""Environment variable with the alerts of a ``watch`` that names none, spaces between them."""
+ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
 _log = logging.getLogger("rankscope")
 
@@ -338,10 +339,7 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
-    """Return the directory of one data-parallel group, and what its job's groups have in common.
-
-    Each group has a directory of its own, see :mod:`rankscope.verdict.assessment`.
-    """
+    """Return the directory of this data-parallel group, and what its job's groups share."""
     given = Store.of(run_dir) or Path(run_dir)
     own = given
     if 0 not in ranks:
@@ -366,11 +364,13 @@ def _facts(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "sampler_seed": sampler_seed(splitting),
-        "with_replacement": draws_with_replacement(loader),
+        "with_replacement": draws_with_replacement(splitting),
         "data_splits": splits_of(splitting),
+        "data_order": order_of(splitting),
         "data_length": length_of(loader),
         "data_rows": data_rows,
         "data_digest": data_digest_of(splitting),
+        "data_fields": data_fields_of(splitting),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

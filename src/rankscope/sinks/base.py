@@ -44,11 +44,8 @@ WORKER_SIGNALS: tuple[Column, ...] = tuple(
 
 SPREAD = ("min", "mean", "max")
 
-MAX_RANKS = 64
-"""With more workers, a step only holds the values of those named by findings."""
-
-MAX_NAMED = 16
-"""Most ranks named by findings whose own values are shown; the first ones count."""
+MAX_RANKS = 64  # with more workers, a step only holds the values of those named by findings
+MAX_NAMED = 16  # most ranks named by findings whose own values are shown; the first ones count
 
 _COLUMN = {signal.name: index for index, signal in enumerate(WORKER_SIGNALS)}
 

@@ -16,8 +16,7 @@ from rankscope.sinks.base import NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")
 
-SECONDS = 30.0
-"""A command that takes longer is killed, with its child processes."""
+SECONDS = 30.0  # a command that takes longer is killed, with its child processes
 
 
 class CommandSink(NewsSink):

@@ -10,15 +10,12 @@ from rankscope.sinks.base import NewsSink, sentence
 
 _log = logging.getLogger("rankscope")
 
-PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds before each further try."""
+PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each further try
 
 USER = "RANKSCOPE_SMTP_USER"
-PASSWORD = "RANKSCOPE_SMTP_PASSWORD"
-"""Environment variables with the login of the mail server, if it needs one."""
+PASSWORD = "RANKSCOPE_SMTP_PASSWORD"  # environment variables: the mail server's login
 
-MOST_ALERTS = 20
-"""Alerts of one run; with more, nobody reads them."""
+MOST_ALERTS = 20  # alerts of one run; with more, nobody reads them
 
 
 class DeliverySink(NewsSink):
@@ -38,11 +35,7 @@ class DeliverySink(NewsSink):
         self._warned = False
 
     def notify(self, finding: Finding, event: FindingEvent) -> None:
-        """Send a message about a finding that opened, got worse or closed.
-
-        Raises:
-            SinkError: It is refused for good.
-        """
+        """Send a message about a finding's event; SinkError if it is refused for good."""
         if self._alerts and event is FindingEvent.CLOSED:
             return
         self._num_alerts += 1
@@ -68,11 +61,7 @@ class DeliverySink(NewsSink):
 
     @abstractmethod
     def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
-        """Send a message once; return what went wrong for now, empty after success.
-
-        Raises:
-            SinkError: It is refused for good.
-        """
+        """Send once; return what went wrong for now, or nothing; SinkError if it is for good."""
 
     def _send(self, finding: Finding, event: FindingEvent, text: str) -> str:
         """Send with retries; return the last problem, empty after success."""

@@ -20,15 +20,12 @@ from rankscope.sinks.specs import PlannedSink
 
 _log = logging.getLogger("rankscope")
 
-CLOSE_SECONDS = 5.0
-"""Seconds that ``close`` waits for all sinks together; then they go on until the process ends."""
+CLOSE_SECONDS = 5.0  # that ``close`` waits for all sinks; then they go on until the process ends
 
 
-MAX_STEPS = 256
-"""Steps that may wait for a sink; with more, the oldest are left out."""
+MAX_STEPS = 256  # steps that may wait for a sink; with more, the oldest are left out
 
-MAX_FINDINGS = 1024
-"""Events of findings that may wait; with more, those that a later one replaces are left out."""
+MAX_FINDINGS = 1024  # that may wait; with more, those that a later one replaces are left out
 
 
 class Feeder:
@@ -90,10 +87,7 @@ class Feeder:
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the sink's end, after ``finish``, and return whether it has ended.
-
-        One that takes longer is left behind: it goes on with its queue as long as the process does.
-        """
+        """Wait for the sink's end; return whether it came. A slow one goes on with its queue."""
         self._thread.join(max(seconds, 0.0))
         self._left = self._thread.is_alive()
         return not self._left

@@ -12,11 +12,8 @@ from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import SinkError
 from rankscope.sinks.delivery import PASSWORD, USER, DeliverySink
 
-SECONDS = 10.0
-"""Seconds that each answer of the server may take."""
-
-TLS_PORT = 465
-"""The port on which a connection begins with TLS."""
+SECONDS = 10.0  # seconds that each answer of the server may take
+TLS_PORT = 465  # the port on which a connection begins with TLS
 
 
 class MailSink(DeliverySink):
@@ -44,11 +41,7 @@ class MailSink(DeliverySink):
         self._sender = sender or f"rankscope@{socket.gethostname()}"
 
     def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
-        """Send a message once; return what went wrong for now, empty after success.
-
-        Raises:
-            SinkError: The server refuses it for good.
-        """
+        """Send once; return what went wrong for now, or nothing; SinkError if it is for good."""
         message = EmailMessage()
         message["From"] = self._sender
         message["To"] = ", ".join(self._recipients)
@@ -90,11 +83,7 @@ class MailSink(DeliverySink):
 
 
 def _unless_for_good(code: int) -> str:
-    """Return a problem that may pass.
-
-    Raises:
-        SinkError: It does not.
-    """
+    """Return a problem that may pass; SinkError if it does not."""
     if code >= 500:
         raise SinkError(
             f"the mail server answered {code}: check the addresses, and the login in {USER} and "

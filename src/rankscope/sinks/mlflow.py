@@ -12,11 +12,8 @@ from mlflow.exceptions import MlflowException
 from rankscope.bus.finding import Finding, FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
-BATCH = 900
-"""Most values in a request; MLflow takes 1,000."""
-
-SECONDS = 5.0
-"""Seconds after which the next step sends the kept values."""
+BATCH = 900  # most values in a request; MLflow takes 1,000
+SECONDS = 5.0  # seconds after which the next step sends the kept values
 
 MAX_TAG = 4000
 
@@ -92,13 +89,11 @@ class MlflowSink(NewsSink):
         return os.environ.get("MLFLOW_RUN_ID", "") if found is None else str(found.info.run_id)
 
     def _experiment_id(self, client: Any) -> str:
-        if self._experiment is None:
-            return os.environ.get("MLFLOW_EXPERIMENT_ID") or self._id_of(
-                client, os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-            )
-        return self._id_of(client, self._experiment)
-
-    def _id_of(self, client: Any, name: str) -> str:
+        name = self._experiment
+        if name is None:
+            if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+                return number
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         known = client.get_experiment_by_name(name)
         return str(client.create_experiment(name) if known is None else known.experiment_id)
 

@@ -92,18 +92,14 @@ class PrometheusSink:
     def collect(self) -> list[Any]:
         """Return the latest values; called at each scrape, in the server's thread."""
         with self._lock:
-            run = self._of_run()
-            steps = self._of_steps()
-            workers = self._of_workers()
-            return [*run, *steps, *workers, *self._of_findings()]
+            return [*self._of_steps(), *self._of_workers(), *self._of_findings()]
 
-    def _of_run(self) -> Iterator[Any]:
+    def _of_steps(self) -> Iterator[Any]:
         yield _gauge("run_info", "name of the run's directory", {(self._run,): 1.0}, "run")
         if self._latest is not None:
             yield _gauge("step", "the last step that all workers have reported", self._latest.step)
             yield _gauge("step_timestamp_seconds", "Unix time of that step", self._latest.time)
 
-    def _of_steps(self) -> Iterator[Any]:
         for signal in STEP_SIGNALS:
             if signal.name in self._steps:
                 yield _gauge(signal.name, _help(signal), self._steps[signal.name])

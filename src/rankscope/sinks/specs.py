@@ -53,8 +53,7 @@ ALERT_FORMS = tuple(form for form in FORMS if form.partition(":")[0] in _ALERTS)
 _ADDRESS = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+")
 _PORT = re.compile(r":[0-9]+$")
 
-_ALERT = "alert:"
-"""Begins the spec of an alert, where it stands among the specs of sinks."""
+_ALERT = "alert:"  # begins the spec of an alert, where it stands among the specs of sinks
 
 
 def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:

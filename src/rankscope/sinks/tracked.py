@@ -12,10 +12,7 @@ _MOST_LETTERS = 2000
 
 
 def open_run_of(sinks: Collection[str]) -> dict[str, Any]:
-    """Return facts of the open run of the first tracker among sinks; empty without one.
-
-    Nothing is imported: a tracker that the training has not imported has no run.
-    """
+    """Return facts of the open run of the first tracker that the training has imported, or none."""
     for name, look in _LOOKS.items():
         module = sys.modules.get(name)
         if name not in sinks or module is None:

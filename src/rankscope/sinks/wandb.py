@@ -18,8 +18,7 @@ from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sente
 
 _log = logging.getLogger("rankscope")
 
-EXIT_SECONDS = 10.0
-"""Seconds that the training's exit waits for the upload of our own run."""
+EXIT_SECONDS = 10.0  # seconds that the training's exit waits for the upload of our own run
 
 _LEVELS = {Severity.NOTE: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 

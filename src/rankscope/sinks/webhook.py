@@ -14,12 +14,10 @@ from rankscope.sinks.delivery import DeliverySink
 
 REQUEST_SECONDS = 10.0
 
-_LATER = (408, 425, 429)
-"""Answers below 500 that ask to try again."""
+_LATER = (408, 425, 429)  # answers below 500 that ask to try again
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-_WITH_BODY = (307, 308)
-"""Redirects that keep the request; others would send an empty one."""
+_WITH_BODY = (307, 308)  # redirects that keep the request; others would send an empty one
 
 
 class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
@@ -34,11 +32,7 @@ class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> urllib.request.Request:
-        """Return the request to send instead.
-
-        Raises:
-            HTTPError: There is none.
-        """
+        """Return the request to send instead; HTTPError if there is none."""
         here = urlsplit(req.full_url)
         there = urlsplit(newurl)
         alike = here.hostname == there.hostname and there.scheme in (here.scheme, "https")
@@ -69,11 +63,7 @@ class WebhookSink(DeliverySink):
         self._slack = slack
 
     def attempt(self, finding: Finding, event: FindingEvent, text: str) -> str:
-        """Post once; return what went wrong for now, empty after success.
-
-        Raises:
-            SinkError: The server refuses it for good, or the URL is none.
-        """
+        """Post once; return what went wrong for now, or nothing; SinkError if it is for good."""
         body: dict[str, Any] = {"text": escape(text, quote=False)}  # Slack's own rule
         if not self._slack:
             body = {

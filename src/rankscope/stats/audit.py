@@ -55,14 +55,9 @@ class AuditPart:
 def total_of(parts: Sequence[AuditPart], num_workers: int, copies: int) -> Floats:
     """Return some workers' contribution to the sum over all of them.
 
-    Args:
-        parts: Their parts.
-        num_workers: W.
-        copies: How many workers hold each element of the reduced gradient; W: each has it all.
-
-    Returns:
-        ``[S k]`` and, where the reduced gradient is sharded, its squared norms ``[S]``. Between
-        hosts float32 is enough: it rounds to about 5e-8 of the mean's norm.
+    It is ``[S k]`` and, where the reduced gradient is sharded, its squared norms ``[S]``. Between
+    hosts float32 is enough: it rounds to about 5e-8 of the mean's norm. ``copies`` workers hold
+    each element of the reduced gradient; all ``num_workers`` where each has all of it.
 
     Example:
         >>> ones = np.ones((1, 2), np.float32)
@@ -88,18 +83,13 @@ def residuals(
 ) -> Floats:
     """Return the distance of the reduced gradient from the mean of the workers' gradients.
 
-    Args:
-        total_N: Sum over workers of the results of :func:`total_of`.
-        part: The part of the worker in question.
-        firsts_G: The first section of each group, by index.
-        num_workers: As for :func:`total_of`.
-        copies: As for :func:`total_of`.
+    ``total_N`` is the sum over workers of :func:`total_of`, ``part`` that of the worker in
+    question, ``firsts_G`` the first section of each group.
 
-    Returns:
-        ``[1 + G]``: the distance relative to the norm of the reduced gradient that this worker
-        holds (of the whole one where it is sharded): of all sections together, then for each group
-        the largest among its sections. NaN where a worker's gradient is not known or not finite,
-        and where it is sharded and its squared norm too small for a sum in float32.
+    The result ``[1 + G]`` is relative to the norm of the reduced gradient that this worker holds
+    (of the whole one where it is sharded): of all sections together, then for each group the
+    largest among its sections. NaN where a worker's gradient is not known or not finite, and where
+    it is sharded and its squared norm too small for a sum in float32.
     """
     distances_S, squares_S, least = _distances(total_N, part, num_workers, copies)
     each_S = _relative(distances_S, squares_S, least)
@@ -172,10 +162,7 @@ def _distances(
 
 
 def _relative(distances: Floats, squares: Floats, least: float) -> Floats:
-    """Return roots of ratios; 0 for zero over zero, 1 where a gradient became zero.
-
-    Squares below ``least`` are not exact: NaN where the distance is as small and not zero.
-    """
+    """Return roots of ratios; 0 for 0/0, 1 for x/0, NaN where squares are too small to be exact."""
     lost = (squares < least) & (distances > 0) & (distances < least)
     known = np.isfinite(distances) & np.isfinite(squares) & ~lost
     below = np.where(squares > 0, squares, np.where(distances > 0, distances, 1.0))

@@ -114,10 +114,8 @@ def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales
     follows when all units spread out together. A step in which more than half of the units are
     equal, or too few are present, does not show their usual distance: nothing is learnt from it.
 
-    Args:
-        past_R: The scale of each signal before the first step.
-        count_R: From how many steps.
-        current_TR: The scale of each step alone; NaN where it is unknown.
+    ``past_R`` are the scales before the first step, from ``count_R`` steps; ``current_TR`` those of
+    each step alone, NaN where unknown.
 
     Example:
         >>> nothing, steps = np.full(1, np.nan), np.array([[1.0], [3.0], [1.0]])
@@ -253,9 +251,6 @@ def normal_scores(count: int) -> Floats:
 class Betting:
     """Bets, prepared once.
 
-    Args:
-        bets: The bets.
-
     Example:
         >>> ranked, e_BSU = rank_units(np.array([[1.0, 2.0, 9.0]])), np.empty((1, 1, 3), np.float32)
         >>> middle_S, away, scales_S = distances(ranked)
@@ -298,10 +293,7 @@ class Betting:
 
 @lru_cache(maxsize=1024)
 def _stakes(count: int, strengths: tuple[float, ...]) -> Floats32:
-    """Return, for each strength ``[B, D + 1]``, f of every rank over its mean without ties.
-
-    The last column is that of a missing unit: 1.
-    """
+    """Return f of every rank over its mean without ties, and 1 for missing units ``[B, D + 1]``."""
     stakes = np.ones((len(strengths), 2 * count), np.float32)
     for strength, stakes_D in zip(strengths, stakes, strict=True):
         f = np.exp(strength * normal_scores(count))
@@ -355,13 +347,9 @@ class ShiryaevRoberts(Stateful):
     Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2022; the
     statistic is Shiryaev's and Roberts').
 
-    Args:
-        shape: Their shape.
-
-    Attributes:
-        evidence: R of each, 0 at first, float32.
-        age: How many steps ago the fault began, this step included: the mean over all beginnings
-            in proportion to their evidence. It counts steps in which the detector was fed.
+    ``evidence`` is R of each, 0 at first, float32. ``age`` is how many steps ago the fault began,
+    this one included: the mean over all beginnings in proportion to their evidence. It counts steps
+    in which the detector was fed.
 
     Example:
         >>> detector = ShiryaevRoberts(2)

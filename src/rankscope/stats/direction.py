@@ -24,14 +24,10 @@ DROWNED = 1e-3
 
 
 def gram(sketches_WK: NDArray[np.floating]) -> Floats:
-    """Return all inner products ``G_ij = g_i · g_j``.
+    """Return all inner products ``G_ij = g_i · g_j``, symmetric ``[..., W, W]``.
 
-    Args:
-        sketches_WK: One gradient or sketch per worker ``[..., W, K]``, for one or more sets of
-            them; float32 of any magnitude is safe, since the products are taken in float64.
-
-    Returns:
-        Symmetric ``[..., W, W]``; rows and columns of workers with an infinity or NaN are NaN.
+    ``sketches_WK`` holds gradients or sketches ``[..., W, K]`` of any magnitude: products are taken
+    in float64. Rows and columns of workers with an infinity or NaN are NaN.
 
     Example:
         >>> gram(np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]])).tolist()
@@ -63,11 +59,10 @@ def has_direction(gram_WW: Floats) -> Bools:
 
 
 def cosines_from_gram(gram_WW: Floats) -> Floats:
-    """Return ``cos(g_i, g_j) = G_ij / sqrt(G_ii G_jj)``.
+    """Return ``cos(g_i, g_j) = G_ij / sqrt(G_ii G_jj)``, symmetric ``[W, W]`` in [-1, 1].
 
-    Returns:
-        Symmetric ``[W, W]`` in [-1, 1] with 1 on the diagonal. Identical gradients give exactly
-        1. Rows and columns of workers without a direction are NaN, the diagonal too.
+    Identical gradients give exactly 1. Rows and columns of workers without a direction are NaN, the
+    diagonal too.
 
     Example:
         >>> cosines_from_gram(gram(np.array([[3.0, 4.0], [4.0, 3.0], [-30.0, -40.0]]))).tolist()
@@ -117,14 +112,8 @@ def norm_weighted_cosine(gram_WW: Floats) -> float:
 def norm_weighted_cosine_from_mean(norms_W: Floats, mean_gradient_norm: float) -> float:
     """Return the norm-weighted cosine without any pair, from ``W`` norms and the norm of the mean.
 
-    ``Σ_{i≠j} g_i·g_j = W²‖ḡ‖² − Σ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
-
-    Args:
-        norms_W: L2 norms of the local gradients ``[W]``.
-        mean_gradient_norm: L2 norm of their mean.
-
-    Returns:
-        A value in [-1, 1]; NaN when a norm is not finite or fewer than two are positive.
+    ``Σ_{i≠j} g_i·g_j = W²‖ḡ‖² − Σ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean. NaN when a
+    norm is not finite or fewer than two are positive.
 
     Example:
         >>> norm_weighted_cosine_from_mean(np.array([3.0, 4.0]), 2.5)  # a right angle
@@ -139,16 +128,11 @@ def norm_weighted_cosine_from_mean(norms_W: Floats, mean_gradient_norm: float) -
 
 
 def leave_one_out(gram_WW: Floats) -> Floats:
-    """Return ``cos(g_i, Σ_{j≠i} g_j)``: how far each worker points where the others point.
+    """Return ``cos(g_i, Σ_{j≠i} g_j)`` ``[..., W]``: how far each points where the others point.
 
     The sums run over workers with a direction. They leave worker i out from the start rather
-    than subtract it, so that a worker with a huge norm does not drown the others.
-
-    Args:
-        gram_WW: Inner products ``[..., W, W]`` of one or more sets of gradients.
-
-    Returns:
-        ``[..., W]``; NaN for a worker without a direction, or when the others' sum vanishes.
+    than subtract it, so that a worker with a huge norm does not drown the others. NaN for a worker
+    without a direction, or when the others' sum vanishes.
 
     Example:
         >>> gradients_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -178,16 +162,9 @@ def leave_one_out_from_mean(
 
     ``g_i·Σ_{j≠i} g_j = W g_i·ḡ − ‖g_i‖²`` and
     ``‖Σ_{j≠i} g_j‖² = W²‖ḡ‖² − 2W g_i·ḡ + ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
-    For two workers norms alone suffice: it is the cosine of the pair.
-
-    Args:
-        norms_W: L2 norms of the local gradients ``[W]``.
-        mean_gradient_norm: L2 norm of their mean.
-        products_W: Inner product of each with their mean ``[W]``; NaN where it is unknown.
-
-    Returns:
-        ``[W]``; NaN for a worker whose numbers are unknown or not finite, without a direction, or
-        beside which the others' sum drowns: shorter than :data:`DROWNED` of both lengths.
+    For two workers norms alone suffice: it is the cosine of the pair. ``products_W`` are the inner
+    products with the mean. NaN for a worker whose numbers are unknown or not finite, without a
+    direction, or beside which the others' sum drowns: shorter than :data:`DROWNED` of both lengths.
 
     Example:
         >>> gradients_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [4.0, 3.0]])
@@ -224,10 +201,8 @@ def upper_triangle(cosines_WW: Floats) -> Floats:
 def from_upper_triangle(values: NDArray[np.floating], num_workers: int) -> Floats:
     """Return the symmetric ``[W, W]`` matrix whose pairs i < j are ``values``, row by row.
 
-    The diagonal is 1, and NaN for a worker none of whose pairs is defined.
-
-    Raises:
-        ValueError: ``values`` are not W(W−1)/2 numbers.
+    The diagonal is 1, and NaN for a worker none of whose pairs is defined. A ValueError: ``values``
+    are not W(W−1)/2 numbers.
 
     Example:
         >>> from_upper_triangle(np.array([0.5, 0.2, 0.1]), num_workers=3).tolist()
@@ -295,12 +270,10 @@ def snapped(cosine: float) -> float:
 
 
 def _sums_without_own(matrices_WW: Floats) -> Floats:
-    """Return for each i the sum of a symmetric matrix without its row and column i.
+    """Return for each i the sum of a symmetric matrix ``[..., W, W]`` without its row and column i.
 
     Adds the three blocks beside row and column i (above left, below right, and twice above
     right), each a corner of a two-dimensional running sum: O(W²), and nothing is subtracted.
-
-    ``matrices_WW``: one or more of them ``[..., W, W]``.
     """
     *sets, num_workers, _ = matrices_WW.shape
     padded = np.zeros((*sets, num_workers + 2, num_workers + 2))
@@ -399,11 +372,6 @@ def in_turn(step: int, count: int, per_step: int) -> Ints:
     Multiples of the golden ratio spread evenly whatever the interval between observed steps, so
     that no host has to know it.
 
-    Args:
-        step: Step number.
-        count: How many there are.
-        per_step: How many have their turn together.
-
     Example:
         >>> [in_turn(step, 40, 4).tolist() for step in (0, 10, 20)]
         [[0, 1, 2, 3], [7, 8, 9, 10], [14, 15, 16, 17]]
@@ -415,12 +383,7 @@ def in_turn(step: int, count: int, per_step: int) -> Ints:
 def fold(rows_NK: Floats32, width: int) -> Floats32:
     """Make narrower sketches: entry c, with a random sign, is added to entry c mod ``width``.
 
-    Args:
-        rows_NK: Sketches ``[N, K]``.
-        width: Width of the result.
-
-    Returns:
-        ``[N, width]``, linear in the rows; the rows themselves where they are not wider.
+    ``[N, width]``, linear in the rows; the rows themselves where they are not wider.
 
     Example:
         >>> one, other = np.eye(7, dtype=np.float32)[:2, None] * 3
@@ -437,11 +400,7 @@ def fold(rows_NK: Floats32, width: int) -> Floats32:
 
 
 def narrow(rows_NK: Floats32, width: int) -> Halves:
-    """Return sketches with ``width`` numbers of half precision.
-
-    Args:
-        rows_NK: Sketches ``[N, K]`` of any magnitude.
-        width: Width of the result, at most.
+    """Return sketches ``[N, K]`` of any magnitude in ``width`` numbers of half precision at most.
 
     Example:
         >>> halves = narrow(np.array([[3.0, 4.0], [3e30, 4e30]], np.float32), width=2)
@@ -458,11 +417,9 @@ def narrow(rows_NK: Floats32, width: int) -> Halves:
 
 
 def consensus_of(sketches_WK: Floats, group_sketches_gWk: Floats) -> Consensus:
-    """Compare each worker with all others.
+    """Compare each worker with all others, by narrow sketches.
 
-    Args:
-        sketches_WK: Narrow sketches of all workers ``[W, K]``.
-        group_sketches_gWk: Those of the groups whose turn it is ``[g, W, k]``; g may be 0.
+    ``group_sketches_gWk`` are those of the groups whose turn it is; g may be 0.
 
     Example:
         >>> sketches_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
@@ -493,9 +450,7 @@ def consensus_of(sketches_WK: Floats, group_sketches_gWk: Floats) -> Consensus:
 def step_values(consensus: Consensus) -> dict[str, float]:
     """Return the directions' columns of the steps table.
 
-    Returns:
-        ``cosine_mean``, ``cosine_weighted``, ``directions_undefined``, and ``cosine_min``, which
-        takes pairs and so is NaN here.
+    ``cosine_min``, which takes pairs, is NaN here.
 
     Example:
         >>> sketches_WK = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]])
@@ -537,9 +492,7 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
     least_W = _LOST**2 * (squares_W.sum() - squares_W)
     known_W = (norms_W > 0) & (rests_W > least_W)
     below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)
-    cosines_W: Floats = products_W / below_W
-    near_W = np.abs(cosines_W) >= 1.0 - ROUNDING
-    return np.where(near_W, np.sign(cosines_W), cosines_W)
+    return _snap(products_W / below_W)
 
 
 @functools.lru_cache(maxsize=16)

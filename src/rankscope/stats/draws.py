@@ -80,10 +80,7 @@ class SampleShare(Stateful):
         """Return how many different samples there are, and the standard error of that number.
 
         Each belongs to the share with probability ``p = 2^-k``: ``n/p`` with a variance of
-        ``n(1-p)/p²``.
-
-        Args:
-            followed: n, different samples of the share.
+        ``n(1-p)/p²``, where n of the share are ``followed``.
         """
         p = 1 / self.one_in
         return followed / p, math.sqrt(followed * (1 - p)) / p
@@ -94,9 +91,6 @@ CAPACITY = 1 << 16
 
 class DistinctSamples:
     """Counts draws, and how many different samples are among them.
-
-    Attributes:
-        drawn: All draws so far.
 
     Example:
         >>> drawn = DistinctSamples()

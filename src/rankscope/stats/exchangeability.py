@@ -85,16 +85,10 @@ class _Compared:
 class ExchangeabilityTest(Stateful):
     """Compares units in several signals, step after step, in constant memory.
 
-    Args:
-        num_units: U.
-        weights_S: Share of each signal in the evidence; they sum to 1.
-        relative_S: Whether deviations from the median are given in parts of it, where all values
-            are positive.
-        bets: The bets; their weights sum to 1.
-
-    Attributes:
-        z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
-            signals that it did not measure.
+    ``weights_S`` are the signals' shares in the evidence; they sum to 1, as the bets' weights do.
+    ``relative_S``: whether deviations from the median are given in parts of it, where all values
+    are positive. ``z_SU`` are distances from the median in the last step, in robust standard
+    deviations; 0 for signals that it did not measure.
 
     Example:
         >>> from rankscope.stats.bets import worker_bets
@@ -158,7 +152,8 @@ class ExchangeabilityTest(Stateful):
         measured_TS: Bools = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
-            end = at + _length_of_first_run(measured_TS[at:])
+            other_T = (measured_TS[at:] != measured_TS[at]).any(axis=1)
+            end = at + (int(other_T.argmax()) if other_T.any() else len(other_T))
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
             unlike = self.unlike
@@ -294,7 +289,7 @@ class ExchangeabilityTest(Stateful):
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         if unlike is not None:
             return unlike.log_BS, unlike.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
@@ -315,8 +310,15 @@ class ExchangeabilityTest(Stateful):
         age = float(ages_BS[best, signal])
         if age > RECENT and kind is not BetKind.RARE:
             return age
-        since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
-        return float(since_BT[0].argmax() + 1)
+        recent_TU = self._recent.deviations(signal, RECENT).astype(np.float64)
+        recent_TU[:, [other for other in self._flagged if other != unit]] = np.nan
+        ranked = rank_units(recent_TU)
+        _, away, scales_T = distances(ranked)
+        scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
+        e_1TU = np.ones((1, *recent_TU.shape), np.float32)
+        Betting([bet]).write_e_values(ranked, away, scales_T, e_1TU)
+        since_T = np.log(e_1TU[0, :, unit].astype(np.float64)).cumsum()
+        return float(since_T.argmax() + 1)
 
     def onset(self, unit: int, signal: int, kind: BetKind) -> int:
         """Return the number of the step in which a unit came to differ, as :meth:`steps_since`."""
@@ -346,9 +348,6 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
-    def _unlike(self, unit: int) -> FollowedUnit | None:
-        return self._flagged.get(unit) or self._followed.get(unit)
-
     def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         self._flagged[unit] = self._from_now_on(unit)
@@ -364,7 +363,7 @@ class ExchangeabilityTest(Stateful):
 
     def certainty(self, unit: int) -> float:
         """Return the certainty that a unit is still unlike the others, 1 to 0; 0 if not known."""
-        unlike = self._unlike(unit)
+        unlike = self._flagged.get(unit) or self._followed.get(unit)
         return 0.0 if unlike is None else unlike.certainty
 
     def start_anew(self) -> None:
@@ -428,29 +427,6 @@ class ExchangeabilityTest(Stateful):
         if not typical and recent_T.any():  # amounts near the median count as equal to it
             typical = float(np.median(recent_T[recent_T != 0]))
         return typical, relative
-
-    def _compared(self, unit: int, signal: int, age: float) -> Floats:
-        """Return the recent deviations, without the other flagged units, ``[T, U]``."""
-        recent_TU = self._recent.deviations(signal, age).astype(np.float64)
-        recent_TU[:, [other for other in self._flagged if other != unit]] = np.nan
-        return recent_TU
-
-
-def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats:
-    """Return the logarithm of each bet's evidence on a unit since each step ``[B, T]``."""
-    ranked = rank_units(recent_TU)
-    _, away, scales_T = distances(ranked)
-    scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
-    e_BTU = np.ones((len(bets), *recent_TU.shape), np.float32)
-    Betting(bets).write_e_values(ranked, away, scales_T, e_BTU)
-    since_BT: Floats = np.log(e_BTU[:, :, unit].astype(np.float64)).cumsum(axis=1)
-    return since_BT
-
-
-def _length_of_first_run(measured_TS: Bools) -> int:
-    """Return how many steps from the first one on measure the same signals as it."""
-    other_T = (measured_TS != measured_TS[0]).any(axis=1)
-    return int(other_T.argmax()) if other_T.any() else len(other_T)
 
 
 def as_slice(rows: Ints) -> Rows:

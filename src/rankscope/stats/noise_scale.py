@@ -78,11 +78,9 @@ def block_sums(numerators_T: Floats, denominators_T: Floats) -> Floats:
 
 
 def ratio_of_sums(sums_B2: Floats, *, root: bool = False) -> Estimate:
-    """Return ``Σ numerator / Σ denominator`` over blocks with a jackknife interval.
+    """Return ``Σ numerator / Σ denominator`` over blocks ``[B, 2]`` with a jackknife interval.
 
-    Args:
-        sums_B2: Numerator and denominator of each block.
-        root: Whether the square root of the ratio is wanted; a negative ratio counts as 0.
+    ``root`` takes the square root of the ratio; a negative ratio counts as 0.
 
     Example:
         >>> ratio_of_sums(np.array([[2.0, 1.0], [6.0, 1.0]]), root=True).value
@@ -158,13 +156,9 @@ def noise_of_steps(
 ) -> NoiseOfSteps:
     """Return the noise of many steps.
 
-    Args:
-        squares_T: Mean over workers of the squared norm of their gradient.
-        reduced_norms_T: Norm of the mean of the workers' gradients.
-        micro_squares_T: Mean over workers of the sum of the squared norms of their micro-batches.
-        num_micro_T: M; 1 where it is unknown, and where workers differ in it.
-        shares_T: s from :func:`micro_shares`; NaN where unknown.
-        width: W.
+    Given are means over workers: of the squared norm of the gradient, and of the sum of the squared
+    norms of its micro-batches; the norm of the workers' mean gradient; M, 1 where it is unknown or
+    workers differ in it; s from :func:`micro_shares`, NaN where unknown; and W.
 
     Example:
         >>> unknown, one = np.array([math.nan]), np.array([1])
@@ -194,16 +188,12 @@ def noise_of_steps(
 
 
 def micro_shares(sums_TW: Floats, squares_TW: Floats, num_micro_T: Ints) -> Floats:
-    """Return s: the sum of the squared shares that micro-batches have in a worker's gradient.
+    """Return s, the sum of the squared shares of micro-batches in a worker's gradient, ``[T]``.
 
-    Args:
-        sums_TW: Sum of the multipliers of each worker's micro-batches; NaN where one is unknown.
-        squares_TW: Sum of their squares.
-        num_micro_T: M; 1 where workers differ in it.
-
-    Returns:
-        ``[T]``, from 1/M to below 1, a mean over workers; 1/M where the workers' sums differ. NaN
-        where a multiplier is unknown, where a worker's are 0 in all, and without accumulation.
+    Given are the sum of the multipliers of each worker's micro-batches, that of their squares, and
+    M, 1 where workers differ in it. s is a mean over workers, from 1/M to below 1; 1/M where the
+    workers' sums differ. NaN where a multiplier is unknown, where a worker's are 0 in all, and
+    without accumulation.
 
     Example:
         >>> scales_WM = np.array([[0.5, 0.5], [0.9, 0.1]])

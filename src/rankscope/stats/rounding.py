@@ -77,20 +77,10 @@ def predicted_error(
 ) -> float:
     """Return the relative error that rounding alone gives the mean of W gradients.
 
-    Args:
-        num_workers: W.
-        sums: Type of partial sums: a key of :data:`UNIT_ROUNDOFF`.
-        inputs: Type to which the gradients are rounded beforehand; None: they are not.
-        result: Type to which the sum is rounded in the end; None: it is not.
-        algorithm: In which order they are added.
-        cosine: Mean cosine of the gradients over pairs of workers.
-
-    Returns:
-        The expected Euclidean norm of the error, over the norm of the mean. Infinite when the
-        gradients cancel.
-
-    Raises:
-        UsageError: A type is not known.
+    That is the expected Euclidean norm of the error, over the norm of the mean; infinite when the
+    gradients cancel. ``sums`` is the type of partial sums, a key of :data:`UNIT_ROUNDOFF`.
+    Gradients are rounded to ``inputs`` beforehand, and the sum to ``result`` in the end, unless
+    these are None. ``cosine`` is the mean over pairs of workers.
 
     Example:
         >>> [f"{predicted_error(8, sums=dtype):.1e}" for dtype in ("float32", "bfloat16")]
@@ -115,9 +105,6 @@ def worst_error(num_terms: int, dtype: str, algorithm: Algorithm = Algorithm.SEQ
 
     ``(n - 1) u`` for one after the other, ``ceil(log2 n) u`` for a tree.
 
-    Raises:
-        UsageError: The type is not known.
-
     Example:
         >>> worst_error(9, "float32") / 2**-24, worst_error(9, "float32", Algorithm.TREE) / 2**-24
         (8.0, 4.0)
@@ -131,17 +118,8 @@ def worst_error(num_terms: int, dtype: str, algorithm: Algorithm = Algorithm.SEQ
 def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> Floats:
     """Return how many numbers of a type lie between two arrays' elements, one by one.
 
-    Args:
-        first: Any shape; rounded to the type first.
-        second: The same shape.
-        dtype: ``float64``, ``float32``, ``float16`` or ``bfloat16``.
-
-    Returns:
-        The distance in units in the last place, 0 for equal elements (and for the two zeros); NaN
-        where exactly one of the two is NaN, 0 where both are.
-
-    Raises:
-        UsageError: The type is not known.
+    Both are rounded to the type first: ``float64``, ``float32``, ``float16`` or ``bfloat16``. 0 for
+    equal elements (and for the two zeros, and two NaN); NaN where exactly one of the two is NaN.
 
     Example:
         >>> ulp_distance([1.0, 1.0, 0.0], [1.0 + 2**-23, 1.0 - 2**-23, -0.0]).tolist()

@@ -114,8 +114,7 @@ class SampleLedger(Stateful):
         crossing_SW = self._cross(pairs, cross_P, owners_P)
         new_P = new_U[sample_of_P]
         further_P = cross_P | (new_P & ~first_P)
-        self._remember_first(samples_U[new_U], firsts_U[new_U])
-        self._remember_further(pairs.samples[further_P], pairs.ranks[further_P])
+        self._remember(samples_U[new_U], firsts_U[new_U], pairs.where(further_P))
         return _counts(
             draws, pairs, (first_P, new_P & first_P, own_P, cross_P), crossing_SW, shared_P
         )
@@ -140,8 +139,7 @@ class SampleLedger(Stateful):
     def _cross(self, pairs: Draws, cross_P: Bools, owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
-        ``cross_P``: which of them draw a sample that only others drew before. ``owners_P``: the
-        first to draw each; negative where the sample has crossed already.
+        ``owners_P``: the first to draw each; negative where the sample has crossed already.
         """
         crossing_SW = np.zeros(pairs.shape, np.int64)
         at_C = cross_P.nonzero()[0]
@@ -160,8 +158,7 @@ class SampleLedger(Stateful):
     ) -> tuple[Bools, Bools]:
         """Return which draws repeat the worker's own samples, and which only those of others.
 
-        ``ranks_P``: the workers that draw them. ``owners_P``: the first to draw each; -1 minus its
-        rank where it has crossed already.
+        ``owners_P``: the first to draw each; -1 minus its rank where it has crossed already.
         """
         if not self._pairs_complete:
             return seen_P, np.zeros_like(seen_P)
@@ -175,15 +172,15 @@ class SampleLedger(Stateful):
             own_P[others_P] = found
         return own_P, seen_P & ~own_P
 
-    def _remember_first(self, new_samples: Ints, owners: Ints) -> None:
+    def _remember(self, new_samples: Ints, owners: Ints, further: Draws) -> None:
         room = max(self.capacity - len(self._first_owners), 0)
         self.exact = self.exact and len(new_samples) <= room
         self._first_owners.add(new_samples[:room], owners[:room])
-
-    def _remember_further(self, samples: Ints, ranks: Ints) -> None:
-        self._pairs_complete = self._pairs_complete and len(samples) <= self._room_for_pairs
-        if self._pairs_complete and len(samples):
-            self._pairs.add(np.sort(_pair_keys(samples, ranks)), np.zeros(len(samples), np.int8))
+        count = len(further.samples)
+        self._pairs_complete = self._pairs_complete and count <= self._room_for_pairs
+        if self._pairs_complete and count:
+            keys = np.sort(_pair_keys(further.samples, further.ranks))
+            self._pairs.add(keys, np.zeros(count, np.int8))
 
     @property
     def _room_for_pairs(self) -> int:

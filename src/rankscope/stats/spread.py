@@ -72,10 +72,12 @@ def mean_and_std(values_W: NDArray[np.floating]) -> tuple[float, float]:
         >>> mean_and_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))
         (5.0, 2.0)
     """
-    scaled, exponent = _scaled(values_W)
-    count = len(scaled)
+    finite = _finite(values_W)
+    count = len(finite)
     if not count:
         return math.nan, math.nan
+    exponent = math.frexp(float(np.abs(finite).max()))[1]
+    scaled = np.ldexp(finite, -exponent)  # into [-1, 1]
     from_first = scaled - scaled[0]
     mean = from_first.sum() / count
     from_mean = from_first - mean
@@ -94,14 +96,6 @@ def value_range(values_W: NDArray[np.floating]) -> float:
     return float(finite.max()) - float(finite.min()) if finite.size else math.nan
 
 
-def _scaled(values: NDArray[np.floating]) -> tuple[Floats, int]:
-    """Return the finite values times a power of two that brings them into [-1, 1]."""
-    finite = _finite(values)
-    largest = float(np.abs(finite).max()) if finite.size else 0.0
-    exponent = math.frexp(largest)[1]
-    return np.ldexp(finite, -exponent), exponent
-
-
 def _finite(values: NDArray[np.floating]) -> Floats:
     wide: Floats = np.asarray(values, np.float64)
     return wide[np.isfinite(wide)]
@@ -110,7 +104,7 @@ def _finite(values: NDArray[np.floating]) -> Floats:
 def weighted_means_and_sems(
     values_U: NDArray[np.floating], weights_U: NDArray[np.floating], lengths_W: Ints
 ) -> tuple[Floats, Floats]:
-    """Return the loss of each worker per label token, and its standard error.
+    """Return the loss of each worker per label token, and its standard error ``[W]``.
 
     With shares ``h = w / Σ w`` the mean is ``Σ h v`` and ``sem² = Σ h² (v − mean)² / (1 − h)``.
     The factor ``1/(1 − h)`` undoes that each unit pulls the mean towards itself: the estimate is
@@ -118,19 +112,11 @@ def weighted_means_and_sems(
     ``s²/b``, when all weights are equal. (Dividing by ``(b−1)/b`` throughout is too small when
     one long sample dominates a batch.)
 
-    Args:
-        values_U: Loss of each unit of all workers, one worker after the other ``[U]``.
-        weights_U: Label tokens of each unit ``[U]``. Units of weight 0 are left out, whatever
-            their value. When any weight of a worker is NaN (unknown), all its units count alike.
-        lengths_W: How many units each worker has.
-
-    Returns:
-        Means and standard errors ``[W]``, in the unit of the values. The standard error is NaN
-        with fewer than two units of positive weight; both are NaN without any, or when a weight is
-        negative or infinite. A unit that is not finite makes the mean so too.
-
-    Raises:
-        ValueError: Different numbers of values and weights.
+    Worker after worker has ``lengths_W`` units, of losses ``values_U`` and label tokens
+    ``weights_U``. Units of weight 0 are left out, whatever their value. When any weight of a worker
+    is NaN (unknown), all its units count alike. The standard error is NaN with fewer than two units
+    of positive weight; both are NaN without any, or when a weight is negative or infinite. A unit
+    that is not finite makes the mean so too.
 
     Example:
         >>> values, weights = np.array([1.0, 3.0, 5.0]), np.array([1.0, 1.0, 8.0])
@@ -195,13 +181,8 @@ def expected_std(sems_W: NDArray[np.floating]) -> float:
     """Return the loss std over workers (ddof 0) that sampling alone would give.
 
     The expected population variance of W independent values with standard errors ``s_i`` and one
-    true mean is ``(W−1)/W · mean(s²)``.
-
-    Args:
-        sems_W: Standard error of each worker's loss ``[W]``; those not finite are left out.
-
-    Returns:
-        The root of it, in the unit of the losses; NaN with fewer than two finite values.
+    true mean is ``(W−1)/W · mean(s²)``, whose root this is. Values not finite are left out; NaN
+    with fewer than two others.
 
     Example:
         >>> round(expected_std(np.array([2.0, 2.0, 2.0, 2.0])), 6)  # √(3/4 · 2²)
@@ -243,15 +224,10 @@ def pool_units(
 ) -> Units | None:
     """Return the units of all workers, or None when they cannot be compared.
 
-    Args:
-        values: One array per worker.
-        weights: Beside it; None, any NaN (unknown) or infinity: all units count alike. Units of
-            weight 0 are left out.
-        from_index: Micro-batch index of the first unit used of each worker.
-
-    Returns:
-        None with units of fewer than two workers, with no worker that has two, and when a unit
-        is not finite.
+    Without weights, or with any NaN (unknown) or infinity, all units count alike; those of weight 0
+    are left out. ``from_index`` is the micro-batch index of the first unit used of each worker.
+    None with units of fewer than two workers, with no worker that has two, and when a unit is not
+    finite.
 
     Example:
         >>> units = pool_units([np.array([1.0, 2.0]), np.array([3.0, 4.0])])
@@ -286,14 +262,9 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
     The spread is ``T = Σ_i (Σ_u w_u (v_u − m))²``, over workers i and their units u, with m the
     weighted mean of all units: for equal weights, U²/W times the variance of the workers' means.
 
-    Args:
-        units: The units.
-        rng: Draws the rotations; must not depend on the values of this step.
-        same_index: Whether units move between workers only inside the same micro-batch index.
-
-    Returns:
-        Mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others. Spreads that
-        are equal up to rounding share the middle of their ranks.
+    Returned are mid-ranks in (0, 1) ``[B]`` of the observed spread, at 0, and of the others; those
+    equal up to rounding share the middle of their ranks. ``rng`` must not depend on the values of
+    this step. ``same_index``: units move only inside the same micro-batch index.
 
     Example:
         >>> units = pool_units([np.array([1.0, 2.0, 3.0, 4.0])] * 4)  # all have the same data
@@ -317,14 +288,15 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
         sums_BW = np.add.reduceat(products.take(turned_BU), units.starts_W, axis=1)
         spreads_B[start : start + rows] = np.einsum("bw,bw->b", sums_BW, sums_BW)
     tie = max(_TIE * float(np.dot(products_U, values_U)), _ROUNDING**2 * len(values_U))
-    return _mid_ranks(spreads_B, tie)
+    doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
+    ranks_B: Floats = (doubled_B + 1) / 2 / len(spreads_B)
+    return ranks_B
 
 
 def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
     """Return the e-values of bets on a low and on a high rank, one per entry of ``STRENGTHS``.
 
-    Args:
-        ranks_B: Mid-ranks in (0, 1), that of the observation at 0.
+    Given are mid-ranks in (0, 1), that of the observation at 0.
 
     Example:
         >>> low, high = rank_bets(np.array([0.125, 0.375, 0.625, 0.875]))  # the lowest of four
@@ -339,13 +311,11 @@ def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
 def _rotations(
     groups_U: Ints, rng: np.random.Generator
 ) -> tuple[Ints, NDArray[np.int32], NDArray[np.int32]]:
-    """Deal the units anew.
+    """Deal the units anew: random circles, one for each group, turn by random numbers of places.
 
-    The units of each group stand in a random circle, which turns by a random number of places.
-    A single circle of few units is turned to each of its places once.
-
-    Returns the circles, written down twice each ``[2U]``; where in there the unit of each place
-    stands ``[U]``; and how far each circle turns ``[B, G]``. Rotation 0 leaves all where they are.
+    A single circle of few units is turned to each of its places once. Returns the circles, written
+    down twice each ``[2U]``; where in there the unit of each place stands ``[U]``; and how far each
+    circle turns ``[B, G]``. Rotation 0 leaves all where they are.
     """
     size = len(groups_U)
     sizes_G = np.bincount(groups_U)
@@ -372,9 +342,3 @@ def _each_twice(order_U: Ints, sizes: list[int]) -> Ints:
     ends = list(accumulate(sizes))
     pieces = [order_U[end - size : end] for end, size in zip(ends, sizes, strict=True)]
     return np.concatenate([piece for piece in pieces for _ in range(2)])
-
-
-def _mid_ranks(spreads_B: Floats, tie: float) -> Floats:
-    doubled_B = rank_units(np.rint(spreads_B / tie)[None]).doubled_SU[0]
-    middles: Floats = (doubled_B + 1) / 2 / len(spreads_B)
-    return middles

@@ -61,19 +61,13 @@ class Stateful:
         _CLASSES[cls.__name__] = cls
 
     def state(self) -> State:
-        """Return a copy of the object's state.
-
-        Raises TypeError: an attribute is of a kind that cannot be saved.
-        """
+        """Return a copy of the object's state; TypeError where an attribute cannot be saved."""
         return {name: _encode(getattr(self, name)) for name in self._attributes()}
 
     def restore(self, state: State) -> None:
-        """Continue from the state of an object of the same build.
+        """Continue from the state of an object of the same build, the result of its ``state``.
 
-        ``state``: the result of its ``state``.
-
-        Raises StateError: the state has other attributes, or values of another kind. The object may
-        then hold part of it and is of no use.
+        StateError: it has other attributes, or values of another kind; the object is of no use.
         """
         names = self._attributes()
         if set(state) != set(names):

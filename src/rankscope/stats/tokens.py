@@ -23,13 +23,9 @@ _SLOPE = 0.5
 def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
     """Return the logarithm of the largest weight of a token over the smallest ``[R]``.
 
-    Args:
-        scales_RU: Multipliers m; NaN where unknown.
-        tokens_RU: Tokens n; NaN where unknown. Units without tokens are left out.
-
-    Returns:
-        About 0 where m grows with n. NaN where fewer than two units are known, or where the
-        multipliers differ and do not follow the tokens: then they weigh something else.
+    It is about 0 where the multipliers grow with the tokens. NaN where fewer than two units are
+    known, or where the multipliers differ and do not follow the tokens: then they weigh something
+    else. Units without tokens are left out.
 
     Example:
         >>> equal, doubled = [1.0, 1.0], [2.0, 1.0]
@@ -92,12 +88,7 @@ def as_matrix(parts: Sequence[Floats]) -> Floats:
 def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
     """Return the sums of x² and of xy in each group ``[R, 2]``.
 
-    Args:
-        losses_RU: Losses of units; NaN where unknown.
-        tokens_RU: Their tokens; NaN where unknown.
-
-    Returns:
-        With x log tokens and y log losses, each minus its group's mean.
+    x is the log of a unit's tokens and y that of its loss, each minus its group's mean.
 
     Example:
         >>> token_products(np.array([[np.e, 1.0]]), np.array([[np.e, 1.0]])).tolist()  # ±1/2 each

@@ -117,14 +117,10 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
     Friedman, "The use of ranks to avoid the assumption of normality implicit in the analysis of
     variance", 1937; the chi-square quantile after Wilson and Hilferty, 1931.
 
-    Args:
-        values_TU: One value per step and unit; steps with a missing one are left out.
-        level: Probability of a difference for units that are alike.
-
-    Returns:
-        How far each unit's mean rank is from the middle ``[U]``, in standard deviations of the
-        mean rank of units that are alike; and whether they are alike, which is True with fewer
-        than four steps, or two units.
+    Steps with a missing value are left out. Returned are how far each unit's mean rank is from the
+    middle ``[U]``, in standard deviations of the mean rank of units that are alike; and whether
+    they are alike, which is True with fewer than four steps, or two units. Units that are alike
+    differ with a probability of ``level``.
 
     Example:
         >>> z_U, alike = friedman(np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]] * 10), level=0.01)

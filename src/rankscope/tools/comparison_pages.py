@@ -1,11 +1,12 @@
 """The pages of ``rankscope diff`` and ``rankscope parity``: two trainings compared."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from rankscope.record.tables import evenly
 from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import (
     DOT,
@@ -28,11 +29,9 @@ from rankscope.tools.diff import Comparison
 from rankscope.tools.diff.classes import named
 from rankscope.tools.parity.result import Answer, Kind
 
-MAX_POINTS = 2000
-"""Steps of a curve that are drawn; of longer ones an even choice, with the first and the last."""
+MAX_POINTS = 2000  # of a curve that are drawn, evenly chosen, the first and the last among them
 
-MAX_BARS = 20
-"""Tensors that are drawn, those farthest apart."""
+MAX_BARS = 20  # tensors that are drawn, those farthest apart
 
 _NAMES: Spec = {"title": None, "labelLimit": {"expr": "min(280, 0.45 * containerSize()[0])"}}
 """The axis of tensors' names, which leaves a narrow page room for the picture."""
@@ -131,15 +130,9 @@ def _rows(comparison: Comparison) -> list[Row]:
                 "value": float(f"{curve.values[at]:.4g}"),
                 "curve": curve.name,
             }
-            for at in known[_chosen(len(known))]
+            for at in known[evenly(len(known), MAX_POINTS)]
         ]
     return rows
-
-
-def _chosen(count: int) -> Sequence[int]:
-    if count <= MAX_POINTS:
-        return list(range(count))
-    return [int(at) for at in np.unique(np.linspace(0, count - 1, MAX_POINTS).astype(int))]
 
 
 _FAR = 100.0

@@ -37,8 +37,7 @@ from rankscope.evidence.canary.replay import (
 from rankscope.files import open_file
 from rankscope.tools.functions import find_function
 
-WORST = 5
-"""Samples that are listed, those whose loss is NaN and then those with the largest."""
+WORST = 5  # samples that are listed, those whose loss is NaN and then those with the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +269,8 @@ def _load_checkpoint(model: nn.Module, file: Path) -> None:
     try:
         open_file(file).close()  # a pipe would be waited for
         if file.suffix == ".safetensors":
-            state = _read_safetensors(file)
+            load: Callable[[Path], Any] = importlib.import_module("safetensors.torch").load_file
+            state = load(file)
         else:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -287,8 +287,3 @@ def _load_checkpoint(model: nn.Module, file: Path) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"the checkpoint {file} does not fit the model ({error})") from error
-
-
-def _read_safetensors(file: Path) -> Any:
-    load: Callable[[Path], Any] = importlib.import_module("safetensors.torch").load_file
-    return load(file)

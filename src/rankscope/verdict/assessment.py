@@ -37,7 +37,7 @@ from rankscope.verdict.rules import (
     ranked,
     settled_by,
 )
-from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
+from rankscope.verdict.verdicts import RunProgress, Verdict, describe_end, judge, statements
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +135,11 @@ _MEANS = (
     "loss_std_expected",
 )
 _ENDS = 5
-MAX_SAMPLES = 2**23
-"""Most samples that are counted exactly: 64 MB of ids."""
+MAX_SAMPLES = 2**23  # most samples that are counted exactly: 64 MB of ids
 
-LEFT_SECONDS = 3600.0
-"""Seconds without a step after which a run on another machine is taken for interrupted."""
+LEFT_SECONDS = 3600.0  # without a step, until a run elsewhere is taken for interrupted
 
-MAX_COSTS = 2**16
-"""Rows for the median cost of a step."""
+MAX_COSTS = 2**16  # rows for the median cost of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +154,7 @@ class Assessment:
         values: The numbers behind it; None where a number is undefined. Means are over steps.
         early: Whether some check needs more steps than the run has.
         command: The next command to run; empty without one.
+        ending: How a record that ends early ended; empty for any other.
     """
 
     severity: Severity | None
@@ -166,6 +164,7 @@ class Assessment:
     values: Mapping[str, float | int | None]
     early: bool = False
     command: str = ""
+    ending: str = ""
 
     @property
     def word(self) -> str:
@@ -209,6 +208,7 @@ def _assess(run: Run) -> Assessment:
         values=values,
         early=verdict.early,
         command="" if verdict.about is None else _next_command(run, verdict.about),
+        ending=describe_end(progress) if values["steps"] and progress.cut_short else "",
     )
 
 
@@ -225,8 +225,7 @@ def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None
     if own > fault.severity:
         return verdict
     if own == fault.severity:
-        about = verdict.about
-        if about is None or about.first_step <= fault.first_step:
+        if verdict.about is None or verdict.about.first_step <= fault.first_step:
             return verdict
         return replace(verdict, recommendation=f"{worst.sentence} {seen} {verdict.recommendation}")
     advice = f"{next_check_of(fault, worst.findings)} {seen}"
@@ -245,18 +244,14 @@ def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
     continues = "continues" in run.info and all(f.id != BEGUN_ANEW for f in run.findings())
-    earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
     agent = run.info.get("agent")
-    agent_ended = str(agent.get("ended") or "") if isinstance(agent, Mapping) else ""
-    last_step = -1 if steps is None else steps[1]
-    endings = read_endings(run.info)
     unwritten = run.info.get("unwritten")
     return RunProgress(
         "interrupted" if _is_left(run) else run.status,
-        last_step,
-        earlier,
-        endings=endings,
-        agent_ended=agent_ended,
+        -1 if steps is None else steps[1],
+        read_number(run.path / START_FILE, "num_steps") if continues else 0,
+        endings=read_endings(run.info),
+        agent_ended=str(agent.get("ended") or "") if isinstance(agent, Mapping) else "",
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
         lost=_lost_parts(run),
     )
@@ -275,8 +270,9 @@ def _lost_parts(run: Run) -> tuple[str, ...]:
     tables = (Table.STEPS, Table.WORKERS)
     missing = [f"{table}/" for table in tables if step_range(run.path, table) is None]
     lost = missing if len(missing) < len(tables) else []
-    if run.info.get("findings") and not is_file(run.path / FINDINGS_FILE):
-        lost.append(FINDINGS_FILE)
+    if len(run.findings()) < (run.info.get("findings") or 0):
+        whole = "whole " if is_file(run.path / FINDINGS_FILE) else ""
+        lost.append(f"{whole}{FINDINGS_FILE}")
     return tuple(lost)
 
 

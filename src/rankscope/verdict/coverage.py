@@ -55,8 +55,8 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     return tuple(f"{label}{'; '.join(items)}." for label, items in parts if items)
 
 
+# that the coverage follows from
 COLUMNS = ("step", "loss_mean", "observed", "interval", "samples_drawn")
-"""The columns of the steps table from which the coverage follows."""
 
 _NAMES = 3
 

@@ -135,10 +135,7 @@ class Diagnosis:
         return [events for steps in batches for events in self._observe(steps)]
 
     def _begin(self, first: GatheredStep) -> list[Finding]:
-        """Ask whether a step begins another training than before; return what changes then.
-
-        All that was found before is over, and detectors begin with nothing.
-        """
+        """Ask whether a step begins another training; if so, end all findings and begin anew."""
         shown = (detector.begins_anew(first) for detector in self._detectors)
         anew = next((evidence for evidence in shown if evidence is not None), None)
         if anew is None:
@@ -254,7 +251,6 @@ def diagnosis_of(run: Run) -> Diagnosis:
     reduced_in = _at(info, "options", "reduced_in")
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
-    digests = by_rank(info, "data_digest")
     lengths = [one for one in by_rank(info, "data_length") if isinstance(one, int)]
     rows = [one for one in by_rank(info, "data_rows") if isinstance(one, int)]
     unsaved = _at(info, "training", "model", "unsaved_buffers")
@@ -269,7 +265,8 @@ def diagnosis_of(run: Run) -> Diagnosis:
             sampler_seeds=tuple(by_rank(info, "sampler_seed")),
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],
-            data_digests=digests if all(isinstance(one, int) for one in digests) else (),
+            data_order=str((by_rank(info, "data_order") or [""])[0] or ""),
+            other_rows=are_other_rows(info),
             data_length=plan.samples or max(lengths, default=None),
             data_rows=max(rows, default=None),
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
@@ -278,6 +275,18 @@ def diagnosis_of(run: Run) -> Diagnosis:
             unheld=_holds_fewer(info),
         )
     )
+
+
+def are_other_rows(info: Mapping[str, Any]) -> bool:
+    """Return whether the ranks' data sets are known to have other rows, or another order of them.
+
+    Ranks may hold other values beside equal rows.
+    """
+    digests = by_rank(info, "data_digest")
+    if digests and all(isinstance(one, int) for one in digests):
+        return len(set(digests)) > 1
+    fields = [set(each) for each in by_rank(info, "data_fields") if isinstance(each, list)]
+    return len(fields) == len(digests) and all(fields) and not set.intersection(*fields)
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
@@ -324,9 +333,8 @@ def state_after(
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()
-        Diagnosis(RunFacts(num_workers, hosts)).restore(
-            unpack_state(pack_state(state))
-        )  # as all ranks will
+        restored = unpack_state(pack_state(state))  # as all ranks will
+        Diagnosis(RunFacts(num_workers, hosts)).restore(restored)
         return state
     except (StateError, RunError) as error:
         reason = str(error)

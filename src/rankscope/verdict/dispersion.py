@@ -21,8 +21,7 @@ from rankscope.stats.noise_scale import (
     ratio_of_sums,
 )
 
-Values = dict[str, float | int | None]
-"""The numbers of an assessment by name; None where one is undefined."""
+Values = dict[str, float | int | None]  # by name; None where one is undefined
 
 
 def describe_dispersion(values: Values) -> str:
@@ -150,8 +149,7 @@ def short_pair(first: float, last: float) -> tuple[str, str]:
 
 Numbers = Mapping[str, float | int | None]
 
-MAX_MICRO_ROWS = 2**20
-"""Most rows of micro-batches that are read of a long run, from evenly chosen steps."""
+MAX_MICRO_ROWS = 2**20  # of micro-batches that are read of a long run, from even steps
 
 _MICRO = ("step", "rank", "grad_norm", "loss_scale")
 

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import all_workers, name_ranks
 
-_TOGETHER_SECONDS = 0.5
-"""Ranks that end in the same way within this time have no first one among them."""
+_TOGETHER_SECONDS = 0.5  # ranks that end alike within this time have no first one among them
 _MOST_GROUPS = 4
 
 
@@ -48,8 +47,21 @@ class Endings:
         if self.first is None:
             ways = ("its training", "its process ended (")
             own = [one for one in self.groups if one.why.startswith(ways)]
-            return f"All {self.num_workers} workers ended there ({own[0].how})." if own else ""
+            who = all_workers(self.num_workers).capitalize()
+            return f"{who} ended there ({own[0].how})." if own else ""
         return f"{name_ranks(self.first.ranks).capitalize()} ended first ({self.first.how})."
+
+    @property
+    def where_to_look(self) -> str:
+        """Which log shows why: ranks that are stopped from outside end one after the other, too."""
+        stopped = any("killed by" in one.why for one in self.groups)
+        if self.first is None:
+            return f"See the log {'of what stopped the job' if stopped else 'of the training'}."
+        log = f"See the log of {name_ranks(self.first.ranks)}"
+        last = self.groups[-1].how
+        if last == "killed by SIGTERM" and self.first.how in ("process ended", last):
+            return f"{log}, or of what stopped the job: the launcher sends SIGTERM to all ranks."
+        return f"{log}: others may only have followed."
 
     def describe(self) -> str:
         """Return the order in which ranks ended; empty where none was the first."""

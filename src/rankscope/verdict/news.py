@@ -7,11 +7,17 @@ from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.assessment import Sibling, worst_of
 from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
-from rankscope.verdict.rules import explanations, faults_in_words, first_sentence, ranked, settles
+from rankscope.verdict.rules import (
+    explanations,
+    faults_in_words,
+    first_sentence,
+    ranked,
+    section_of,
+    settles,
+)
 from rankscope.verdict.words import consequence_of, title_of_finding
 
-MOST_LINES = 20
-"""Lines about single findings in one run: a log that scrolls is not read."""
+MOST_LINES = 20  # lines about single findings in one run: a log that scrolls is not read
 
 
 class Announcer:
@@ -99,10 +105,7 @@ def line_of(finding: Finding, event: FindingEvent, text: str = "") -> str:
 
 
 def with_causes(findings: Sequence[Finding], known: Iterable[Finding]) -> list[Finding]:
-    """Return findings for sinks: the check of one that another one explains is to see that first.
-
-    ``known`` are all findings of the run.
-    """
+    """Return findings for sinks: one that another of the ``known`` explains refers to that one."""
     causes = explanations(tuple(known)) if findings else {}
     found = [(finding, causes.get(finding.id)) for finding in findings]
     return [f if c is None else replace(f, next_check=consequence_of(c)) for f, c in found]
@@ -110,7 +113,7 @@ def with_causes(findings: Sequence[Finding], known: Iterable[Finding]) -> list[F
 
 def _name_of(finding: Finding) -> str:
     """Return the name under which ``rankscope causes`` and the report have a finding."""
-    return finding.id.split(":")[0]
+    return section_of(finding.id.split(":")[0], finding.cause)
 
 
 def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: int = 0) -> str:

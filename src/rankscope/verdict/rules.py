@@ -10,31 +10,38 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import takewhile
-from operator import itemgetter
 
-from rankscope.bus.detector import LATENESS, RULES
+from rankscope.bus.detector import BEGUN_ANEW, LATENESS, RULES
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, listed
 
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     """Return, by id of each finding of a run, the finding of which it is a consequence, if any."""
-    causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
-    for place, finding in enumerate(findings):
+    in_order = sorted(findings, key=lambda each: (each.first_step, each.id))
+    causes: dict[str, list[Finding]] = defaultdict(list)
+    for finding in in_order:
         for name in _explained(finding):
-            covering = sum(_covers(cause, finding) for _, cause in causes[name])
+            alike = [cause for cause in causes[name] if _explained(cause) == _explained(finding)]
+            covering = sum(_covers(cause, finding) for cause in alike)
             if covering < 2:  # a finding covers itself
-                causes[name].append((place, finding))
-    return {effect.id: _cause_of(effect, causes) for effect in findings}
+                causes[name].append(finding)
+    found = {effect.id: _cause_of(effect, causes) for effect in findings}
+    for finding in in_order:
+        cause = found[finding.id]
+        path = {finding.id}
+        while cause is not None and cause.id not in path:
+            path.add(cause.id)
+            cause = found[cause.id]
+        if cause is not None and cause.id == finding.id:  # a circle: the earliest is the cause
+            found[finding.id] = None
+    return found
 
 
-def _cause_of(
-    effect: Finding, causes: Mapping[str, Sequence[tuple[int, Finding]]]
-) -> Finding | None:
-    """Return the first finding that explains another."""
-    named = [one for name in {effect.id, effect.cause} for one in causes.get(name, ())]
-    fitting = [one for one in named if one[1].id != effect.id and _explains(one[1], effect)]
-    return min(fitting, key=itemgetter(0))[1] if fitting else None
+def _cause_of(effect: Finding, causes: Mapping[str, Sequence[Finding]]) -> Finding | None:
+    """Return the first finding that explains another; one that names its id before others."""
+    named = (one for name in (effect.id, effect.cause) for one in causes.get(name, ()))
+    return next((one for one in named if one.id != effect.id and _explains(one, effect)), None)
 
 
 def _explained(cause: Finding) -> Collection[str]:
@@ -109,8 +116,7 @@ def _first_step_known(finding: Finding, known: Iterable[Finding]) -> int:
     return min([finding.first_step, *earlier])
 
 
-_LONGEST_LIST = 40
-"""Characters of a list of names that a headline may have."""
+_LONGEST_LIST = 40  # characters of a list of names that a headline may have
 _OTHERS = r"(?P<others>\d[\d,]*) (?:more|others|other(?: (?:group|difference|moment)s?)?)"
 _DOTTED = r"[A-Za-z_]\w*(?:\.\w+)+"
 
@@ -152,17 +158,29 @@ def _common_part(names: Sequence[str]) -> str:
     return ".".join(common) if 2 * len(common) >= max(map(len, paths)) else ""
 
 
+_HARMLESS = {"time.straggler", "verify.agrees", "update.agrees", "rng.identical"}
+_USUAL = {BEGUN_ANEW, "loss.token_weighting"}  # ids: the mean over a worker's own tokens is DDP's
+
+
+def is_harmless(finding: Finding) -> bool:
+    """Return whether a run with this note is healthy: it is over, usual, or asks for nothing."""
+    over = finding.status == "closed" or finding.id in _USUAL
+    return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
+
+
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings with the most probable cause first, consequences of others last.
 
-    Findings without an explanation come first; among them the most severe, open before closed,
-    then the earliest.
+    Findings without an explanation come first; among them the most severe, harmless notes last,
+    open before closed, then the earliest.
     """
     causes = explanations(findings)
-    return sorted(
-        findings,
-        key=lambda f: (causes[f.id] is not None, -f.severity, f.status != "open", f.first_step),
-    )
+
+    def place(f: Finding) -> tuple[bool, int, bool, bool, int]:
+        follows = causes[f.id] is not None
+        return follows, -f.severity, is_harmless(f), f.status != "open", f.first_step
+
+    return sorted(findings, key=place)
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:

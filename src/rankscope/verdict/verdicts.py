@@ -4,10 +4,10 @@ Dispersion is only compared with its null. A ratio far from 1 is a reason to loo
 certainty comes from findings, and from exact equality.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.bus.detector import BEGUN_ANEW, Check
+from rankscope.bus.detector import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import all_workers, count, listed, name_ranks
 from rankscope.stats.bets import bound_in_words
@@ -21,7 +21,7 @@ from rankscope.verdict.dispersion import (
     spread_in_words,
 )
 from rankscope.verdict.endings import NOT_KNOWN, Endings
-from rankscope.verdict.rules import first_sentence, next_check_of, ranked
+from rankscope.verdict.rules import first_sentence, is_harmless, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 TOO_EARLY = ("Too early to judge", "Too short to judge")
@@ -94,7 +94,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
         verdict = _too_early(verdict, values, progress, missing)
     noted = next(filter(_depends, findings), None)
     if verdict.recommendation == NOTHING_TO_CHANGE and noted is not None:
-        return replace(verdict, recommendation=_IF_MEANT.format(first_sentence(noted)))
+        return replace(verdict, recommendation=noted.next_check)
     return verdict
 
 
@@ -108,26 +108,13 @@ def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -
     Repeated ones on one worker (``gross-outliers``) count, since chance is ruled out, and so do
     three in 50 steps. Harmless notes leave a run healthy.
     """
-    shown = [f for f in findings if not (_is_harmless(f) or _is_single(f))]
+    shown = [f for f in findings if not (is_harmless(f) or _is_single(f))]
     if not shown:
         return _without_findings(values, progress)
     worst = ranked(shown)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
     return Verdict(first_sentence(worst, findings), next_check_of(worst, findings), about=worst)
-
-
-_HARMLESS = {"time.straggler", "verify.agrees", "update.agrees", "rng.identical"}
-_USUAL = {BEGUN_ANEW, "loss.token_weighting"}  # ids: the mean over a worker's own tokens is DDP's
-
-
-def _is_harmless(finding: Finding) -> bool:
-    """Return whether a run with this note is healthy: it is over, usual, or asks for nothing."""
-    over = finding.status == "closed" or finding.id in _USUAL
-    return finding.severity is Severity.NOTE and (over or finding.cause in _HARMLESS)
-
-
-_IF_MEANT = "Nothing to change, if this is meant: {}"
 
 
 def _depends(finding: Finding) -> bool:
@@ -151,7 +138,7 @@ def statements(
     coverage = progress.coverage
     enough = coverage is None or coverage.enough
     parts = (
-        _describe_end(progress) if progress.cut_short and causes else "",
+        describe_end(progress) if progress.cut_short and causes else "",
         progress.endings.describe() if progress.cut_short else "",
         _describe_coverage(coverage),
         _describe_loss(values),
@@ -160,8 +147,7 @@ def statements(
         describe_noise_scale(values, causes),
         _describe_samples(values, causes),
         _describe_limits(values, causes),
-        _describe_budget(values, findings, progress) if enough else "",
-        *(describe_checks(progress.checks, _steps(values, progress)) if enough else ()),
+        *(_describe_chance(values, findings, progress) if enough and not progress.lost else ()),
         _describe_cost(values),
     )
     return tuple(part for part in parts if part)
@@ -242,7 +228,9 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
 
 
 _NOTHING_YET = Verdict(
-    "Nothing is recorded yet.", "Let the run take its first steps.", Severity.NOTE
+    "Nothing is recorded yet.",
+    "Let the run take its first steps, and its agent write them.",
+    Severity.NOTE,
 )
 _NOTHING_RECORDED = Verdict(
     "Nothing was recorded: the run ended before its first step had.",
@@ -250,7 +238,10 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
-_RESTORE = "Restore it from where the run was copied or cleaned up: nothing is known without it."
+_RESTORE = (
+    "Restore it from where the run was copied or cleaned up. Where findings.jsonl alone is "
+    "missing, rankscope report --again finds most of them in the tables."
+)
 _INTERRUPTED_BEFORE = Verdict(
     "Nothing was recorded: the training was interrupted before its first step had ended.",
     "See the training's own output for the reason, and start it again.",
@@ -336,15 +327,12 @@ def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
-    """Return the verdict on a record that ends early: its end before any note.
-
-    The advice about a note stays with its finding.
-    """
+    """Return the verdict on a record that ends early: its end first, without a note's advice."""
     has_own = verdict.about is None and verdict.recommendation != NOTHING_TO_CHANGE
     own = f" {verdict.recommendation}" if has_own else ""
     return replace(
         verdict,
-        headline=f"{_describe_end(progress)} {verdict.headline}",
+        headline=f"{describe_end(progress)} {verdict.headline}",
         recommendation=f"{_why_it_ended(progress)}{own}",
         severity=verdict.severity or Severity.NOTE,
         early=False,
@@ -371,13 +359,13 @@ def _why_it_ended(progress: RunProgress) -> str:
     """Return where to see why the record ends early."""
     if progress.unwritten:
         return _MAKE_ROOM
-    first = progress.endings.first
-    if first is not None:
-        return f"See the log of {name_ranks(first.ranks)}: others may only have followed."
-    return "See the log for the end of the training, or why rankscope ended before it."
+    if progress.endings.headline:
+        return progress.endings.where_to_look
+    return "See the log for the end of the training, or of the monitor before it."
 
 
-def _describe_end(progress: RunProgress) -> str:
+def describe_end(progress: RunProgress) -> str:
+    """Return how a record that ends early ended."""
     early = f"The record ends early, with step {progress.last_step:,}"
     if progress.unwritten:
         return f"{early}: {progress.unwritten}."
@@ -520,6 +508,14 @@ def _describe_limits(values: Values, causes: set[str]) -> str:
         "The three metrics alone cannot distinguish disjoint from overlapping shards; the identity "
         "of the samples can."
     )
+
+
+def _describe_chance(
+    values: Values, findings: Sequence[Finding], progress: RunProgress
+) -> Iterator[str]:
+    """Describe what was looked for, and what chance had to be found."""
+    yield _describe_budget(values, findings, progress)
+    yield from describe_checks(progress.checks, _steps(values, progress))
 
 
 def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunProgress) -> str:

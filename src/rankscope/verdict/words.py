@@ -44,8 +44,7 @@ Values = Mapping[str, Any]
 
 TOKENS = "nats per token"
 
-METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
-"""Columns of the three metrics."""
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")  # columns of the three metrics
 
 TITLES: dict[str, tuple[str, str]] = {
     "timeline": ("Findings over the steps", ""),
@@ -215,10 +214,7 @@ def finding_view(
     known: Iterable[Finding] = (),
     anchor: str = "",
 ) -> dict[str, Any]:
-    """Return the view of a finding for the page, and of the finding that explains it, if any.
-
-    Of the ``known`` findings one may settle its open question; ``anchor`` is the id of its article.
-    """
+    """Return the view of a finding for the page; one of the ``known`` may settle its question."""
     return {
         "anchor": anchor,
         "first_step": finding.first_step,
@@ -316,23 +312,20 @@ class VerdictWords:
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
     """Return a run's verdict in words; ``key`` begins the ids of its findings."""
-    with ranks_of_job(run.info):
-        return _verdict_of(run, assessment, key)
-
-
-def _verdict_of(run: Run, assessment: Assessment, key: str) -> VerdictWords:
     found = ranked(run.findings())
     causes = explanations(found)
+    with ranks_of_job(run.info):
+        findings = [
+            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
+            for one, anchor in zip(found, anchors(found, key), strict=True)
+        ]
     return VerdictWords(
         title=title_of(run.info, run.path),
         severity=assessment.word,
         line=run_line(run, assessment),
         assessment=assessment,
         tiles=tiles(assessment.values),
-        findings=[
-            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
-            for one, anchor in zip(found, anchors(found, key), strict=True)
-        ],
+        findings=findings,
     )
 
 

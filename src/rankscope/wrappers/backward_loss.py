@@ -189,6 +189,7 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
     constant = 1.0
     multiplied: list[float] = []
     scaler = []
+    of_sum = False
     node: Any = root.grad_fn
     while node is not None:
         output = outputs.get(node)
@@ -203,7 +204,8 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         elif not is_mean_node(before) and any(
             each != 1 and math.isclose(factor * each, 1) for each in multiplied
         ):
-            return Unscaled(root, math.prod(scaler, start=constant))  # a mean times its number
+            of_sum = True  # a mean times its number
+            break
         else:
             constant *= factor
             multiplied.append(factor)
@@ -212,6 +214,8 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
     larger = [each for each in multiplied if each > 1]
     if larger and not set(larger).isdisjoint(gathered_from(root, outputs)):
         return Unscaled(root, math.prod(scaler, start=1.0) if scaler else None)
+    if of_sum:
+        return Unscaled(root, math.prod(scaler, start=constant))
     if is_mean_node(node):
         return Unscaled(root, whole, tokens=averaged_tokens(node))
     own = math.prod(map(_without_scaler, scaler), start=constant)

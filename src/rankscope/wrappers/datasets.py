@@ -1,4 +1,4 @@
-"""The rows of a data set: a digest by which ranks see that theirs are the same, in one order."""
+"""The rows of a data set: digests by which ranks see whether theirs are the same, in one order."""
 
 import contextlib
 import itertools
@@ -33,6 +33,44 @@ def rows_digest(data: Any) -> int | None:
     return None
 
 
+def digests_by_field(data: Any) -> list[int]:
+    """Return a digest of each array, list or table by which the rows of a data set differ.
+
+    Ranks that share one have the same rows, whatever else they hold beside them. Paths count from
+    their common folder on, as ranks may have copies of their own. Empty where nothing is stored.
+    """
+    if _has_parts(data):
+        return []
+    with contextlib.suppress(Exception):  # a data set may do anything
+        fields = [each for each in _stored(data, len(data), _DEPTH) if each is not None]
+        return [digest_of(repr([len(data), *_without_folder(rows)]).encode()) for rows in fields]
+    return []
+
+
+def repeats_rows(sampler: Any) -> bool:
+    """Return whether a sampler gives a row several times, to be augmented each time."""
+    with contextlib.suppress(Exception):  # a sampler may do anything
+        return any(getattr(sampler, name, 1) != 1 for name in ("num_repeats", "repetitions"))
+    return False
+
+
+def _without_folder(rows: Sequence[Any]) -> Sequence[Any]:
+    """Return rows with the folder that all of their paths share left out."""
+    paths = [row[0] if isinstance(row, list) and row else row for row in rows]
+    if not all(isinstance(path, str) and os.sep in path for path in paths):
+        return rows
+    folder = os.path.commonpath(paths)
+    names = [os.path.relpath(path, folder) for path in paths]
+    rest = [row[1:] if isinstance(row, list) else [] for row in rows]
+    return list(zip(names, rest, strict=True))
+
+
+def _has_parts(data: Any) -> bool:
+    """Return whether the rows of a data set are those of others, or of a table of ``datasets``."""
+    of_others = isinstance(data, Subset | ConcatDataset)
+    return of_others or type(data).__module__ == "datasets.arrow_dataset"
+
+
 def _rows(data: Any, depth: int) -> list[Any] | None:
     if not depth:
         return None
@@ -63,7 +101,10 @@ def _stored(data: Any, length: int, depth: int) -> Iterator[list[Any] | None]:
                 # labels are alike in many rows
                 yield rows if rows and 2 * len(set(map(repr, rows))) > len(rows) else None
         elif value is not data and hasattr(value, "__getitem__") and _length(value) == length:
-            yield _rows(value, depth - 1)
+            if _has_parts(value):
+                yield _rows(value, depth - 1)
+            elif depth > 1:
+                yield from _stored(value, length, depth - 1)
 
 
 def _length(value: Any) -> int | None:

@@ -22,7 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
 from rankscope.bus.environment import PACKAGES, VARIABLES, precision_digest, without_addresses
 from rankscope.bus.pace import PACE
@@ -31,6 +38,7 @@ from rankscope.errors import UsageError
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.datasets import digests_by_field, repeats_rows
 from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import all_of, held_bits, held_names
@@ -543,8 +551,8 @@ def plain_value(value: object) -> object:
 def draws_with_replacement(loader: Any) -> bool:
     """Return whether a data loader declares that it draws samples, or shards, with replacement.
 
-    That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
-    (``WebDataset(resampled=True)``) or a class of that name.
+    That is torch's samplers with ``replacement=True``, those of repeated augmentation, and
+    webdataset's ``ResampledShards`` (``WebDataset(resampled=True)``) or a class of that name.
     """
     return any(map(_replaces, _inside(loader)))
 
@@ -565,9 +573,16 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
 
 
 def splitting_loader() -> Any:
-    """Return the living data loader that splits its data into the most parts; None without any."""
+    """Return the living data loader that splits its data into the most parts; None without any.
+
+    Of several, that of the most rows, as a data set for evaluation has fewer.
+    """
+
+    def size(loader: Any) -> tuple[int, int]:
+        return math.prod(n for _, n in splits_of(loader)), rows_of(loader) or 0
+
     loaders = [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
-    return max(loaders, key=lambda each: math.prod(n for _, n in splits_of(each)), default=None)
+    return max(loaders, key=size, default=None)
 
 
 def _parts_made_by(part: Any) -> int | None:
@@ -582,6 +597,21 @@ def _parts_made_by(part: Any) -> int | None:
         dealt = _quietly_of(_quietly_of(part, "state"), "num_processes")
         return dealt if isinstance(dealt, int) else None
     return None
+
+
+def order_of(loader: Any) -> str:
+    """Return what decides the order of a loader's data; empty if unknown.
+
+    "nothing" where it does not shuffle, "set_epoch" where a part has that method, "generator" where
+    torch's ``RandomSampler`` draws.
+    """
+    parts = list(_inside(loader))
+    samplers = [part for part in parts if isinstance(part, Sampler)]
+    if any(type(s) is SequentialSampler or _quietly_of(s, "shuffle") is False for s in samplers):
+        return "nothing"
+    if any(callable(_quietly_of(part, "set_epoch")) for part in parts[1:]):
+        return "set_epoch"
+    return "generator" if any(type(sampler) is RandomSampler for sampler in samplers) else ""
 
 
 def length_of(loader: Any) -> int | None:
@@ -632,6 +662,11 @@ def data_digest_of(loader: Any) -> int | None:
     return None
 
 
+def data_fields_of(loader: Any) -> list[int]:
+    """Return digests of what the data set of a loader stores of its rows: one that ranks share."""
+    return digests_by_field(_quietly_of(loader, "dataset"))
+
+
 def _inside(loader: Any) -> Iterator[Any]:
     """Yield a loader and its parts, each once; nothing of them is read or called."""
     waiting = deque([loader])
@@ -646,6 +681,8 @@ def _inside(loader: Any) -> Iterator[Any]:
 
 def _replaces(part: Any) -> bool:
     if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    if isinstance(part, Sampler) and repeats_rows(part):
         return True
     return _quietly_of(part, "replacement") is True
 

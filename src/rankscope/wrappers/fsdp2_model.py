@@ -205,6 +205,11 @@ class ManagedParameter:
         return tensor
 
     @property
+    def unsharded(self) -> Tensor | None:
+        """The whole parameter, by which the model computes; None before it was gathered."""
+        return getattr(self.inside, "_unsharded_param", None)
+
+    @property
     def summed_in(self) -> torch.dtype:
         """The type in which FSDP2 means to reduce the gradient."""
         if hasattr(type(self.inside), "unsharded_grad_dtype"):  # since torch 2.15
@@ -224,9 +229,8 @@ class ManagedParameter:
     def unreduced(self) -> Tensor | None:
         """The whole gradient that was accumulated without a reduction."""
         accumulated: Tensor | None = self.inside.unsharded_accumulated_grad
-        if accumulated is None and hasattr(self.inside, "_unsharded_param"):
-            accumulated = self.inside._unsharded_param.grad
-        return accumulated
+        whole = self.unsharded
+        return whole.grad if accumulated is None and whole is not None else accumulated
 
     @property
     def reduced(self) -> Tensor | None:

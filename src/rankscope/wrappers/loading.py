@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 
 from rankscope.stats.arrays import Ints, digest_of
 from rankscope.wrappers.calls import Relay, notify
-from rankscope.wrappers.datasets import rows_digest
+from rankscope.wrappers.datasets import repeats_rows, rows_digest
 from rankscope.wrappers.living import ITERATOR, live_objects
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.samples import digest_inputs, find_batch
@@ -61,9 +61,6 @@ PLACES = _ResultRelay(ITERATOR, "_next_index")
 _MOST_STREAMS = 4  # iterators that are followed, such as those of training and evaluation
 _ENOUGH = 8  # batches in a row that the model gets as they are
 _MOST_WAITING = 8  # batches of one that no forward pass has taken
-
-
-_REPEATS = ("num_repeats", "repetitions")  # of repeated augmentation, in samplers of libraries
 
 
 class LoaderBatch(NamedTuple):
@@ -192,8 +189,7 @@ def _number(iterator: Any) -> int:
 def _repeats(iterator: Any) -> bool:
     """Return whether several ranks are to draw one row, each to augment it in its own way."""
     batches = iterator._index_sampler
-    samplers = (batches, getattr(batches, "sampler", None))
-    return any(getattr(each, name, 1) != 1 for each in samplers for name in _REPEATS)
+    return any(map(repeats_rows, (batches, getattr(batches, "sampler", None))))
 
 
 class LoaderRows:

@@ -20,8 +20,6 @@ RANK = 0
 
 
 class Model(nn.Module):
-    """Attention, dropout, a mask of its own, and a branch on what it computes."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -69,7 +67,6 @@ def gradient(model):
 
 
 def on_rank(model, rank):
-    """Let a model's forward pass read another rank."""
     forward = FunctionType(Model.forward.__code__, {**globals(), "RANK": rank})
     model.__class__ = type(Model.__name__, (Model,), {"forward": forward, "__module__": __name__})
 
@@ -123,8 +120,7 @@ def test_what_one_worker_runs_otherwise_is_named(healthy, change, kinds, words):
     assert {str(one.kind) for one in found} == kinds
     assert words in (found[0].name if found else "")
     assert all(one.minority_ranks(np.zeros(4, int)) == (ODD,) for one in found)
-    alike = program_digest(odd) == program_digest(healthy[0])
-    assert alike == (kinds <= {"hook"})
+    assert (program_digest(odd) == program_digest(healthy[0])) == (kinds <= {"hook"})
     assert compare_programs(programs, (1,)) == ()  # it sets nobody else apart
     assert compare_programs([healthy[0]] * 4, (ODD,)) == ()
 

@@ -31,7 +31,6 @@ CPU = torch.device("cpu")
 
 
 def there_and_back(*args, **kwargs):
-    """Return arguments that were kept, packed, unpacked and brought back."""
     batch = unpack_batch(pack_batch(capture_batch(args, kwargs).plain()))
     return restore_batch(batch, CPU)
 
@@ -64,8 +63,6 @@ def test_what_is_kept_does_not_change_with_the_batch():
 
 
 class Boxes:
-    """An object of tensors, which checks what it is given."""
-
     def __init__(self, size, **fields):
         self.size = size
         vars(self)["fields"] = fields
@@ -95,8 +92,6 @@ def test_objects_stay_in_this_process_alone():
 
 
 class Locked:
-    """An object whose content is elsewhere."""
-
     __slots__ = ("__dict__", "secret")
 
 
@@ -207,8 +202,7 @@ class Attending(nn.Linear):
 
     def forward(self, x):
         hidden = super().forward(x)
-        attended = flex_attention(*[hidden.detach()[None, None]] * 3)
-        return (hidden * attended).mean()
+        return (hidden * flex_attention(*[hidden.detach()[None, None]] * 3)).mean()
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -255,8 +249,7 @@ def test_a_loss_alone_needs_no_gradient_and_leaves_nothing_behind():
     model, batch = make_model(), make_batch(0, 0)
     before = [state_digest(model), generators()]
     kept = capture_batch((), batch).plain()
-    loss = loss_without_gradient(model, kept, CPU, seed=1)
-    assert loss == run(model, **batch).loss
+    assert loss_without_gradient(model, kept, CPU, seed=1) == run(model, **batch).loss
     assert [state_digest(model), generators()] == before
 
 

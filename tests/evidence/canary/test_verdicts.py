@@ -1,4 +1,4 @@
-"""The detector that reads canaries."""
+"""When a canary is run, and what is told of its result."""
 
 from dataclasses import replace
 
@@ -7,52 +7,117 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import LATENESS, RunFacts
-from rankscope.bus.finding import Severity
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.evidence.canary.judge import CanaryVerdicts
+from rankscope.evidence.canary.schedule import (
+    RETRY_AFTER,
+    SHARE,
+    SPACING,
+    CanaryPlan,
+    Planned,
+    Schedule,
+)
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import describe, evidence_of
 from support.streams import gathered
 
+# When -----------------------------------------------------------------------------------------
 
-def step(
-    number=32,
-    digests=(5, 5, 5, 5),
-    again=None,
-    losses=None,
-    differs=None,
-    kinds=(),
-    unit=2**-24,
-    projected=False,
-):
+
+def finding(name="rank-2", cause="data.worker_outlier", ranks=(2,), status="open") -> Finding:
+    return Finding(name, cause, Severity.WARNING, ranks, 0, 5, "", "", status=status)
+
+
+def planned(plan: CanaryPlan, first: int, last: int, **events) -> list[Planned]:
+    """Show a range of steps, the events at the first; canaries end as soon as they have run."""
+    found = []
+    for step in range(first, last):
+        if plan.current is not None and step == plan.current.run_at:
+            plan.finish()
+        new = plan.observe(step, events.pop("findings", ()), **events)
+        events = {}
+        found += [new] if new else []
+    return found
+
+
+def test_a_finding_leads_to_one_canary_of_its_worker_against_one_that_is_healthy():
+    [one] = planned(CanaryPlan(4), 50, 1000, findings=[finding(ranks=(2, 3))])
+    assert one == Planned("rank-2", suspect=2, peer=0, capture_at=66, run_at=82)
+    again = CanaryPlan(4)
+    assert len(planned(again, 50, 500, findings=[finding()])) == 1
+    assert planned(again, 500, 1000, findings=[finding()]) == []  # the same finding
+
+
+def test_where_all_workers_are_concerned_the_next_is_the_peer():
+    [one] = planned(CanaryPlan(2), 0, 300, findings=[finding(ranks=(1, 0))])
+    assert (one.suspect, one.peer) == (1, 0)
+
+
+def test_a_canary_that_a_worker_missed_is_tried_once_more():
+    plan = CanaryPlan(3)
+    first = plan.observe(10, [finding()])
+    assert first is not None
+    assert plan.give_up()
+    seen = [plan.observe(step) for step in range(11, first.run_at + RETRY_AFTER + 1)]
+    assert seen[:-1] == [None] * (len(seen) - 1)
+    again = seen[-1]
+    lead = 2 * LAG  # the worker may have learned of it too late
+    assert again == replace(first, capture_at=106 + lead, run_at=106 + 2 * lead, attempt=2)
+    assert not plan.give_up()
+    assert planned(plan, 123, 1000) == []
+
+
+@pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (0.1, 0.0001)])
+def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost):
+    plan, runs = CanaryPlan(4, Schedule()), []
+    num_steps = 20_000
+    for step in range(num_steps):
+        if plan.current is not None and step == plan.current.run_at:
+            runs.append(step)
+            plan.finish(cost)
+        plan.observe(step, seconds=step_seconds)
+    assert runs[0] < 50
+    if cost / step_seconds > 1:
+        assert (len(runs) - 1) * cost <= SHARE * num_steps * step_seconds
+        assert (len(runs) + 1) * cost >= 0.8 * SHARE * num_steps * step_seconds
+    gaps = np.diff(runs)
+    assert gaps.min() >= SPACING
+    assert cost / step_seconds > 1 or gaps.max() <= SPACING + 2 * LAG + 1
+
+
+def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_to_nothing():
+    plan, begun = CanaryPlan(4, Schedule()), [0]  # the first is known without a word
+    for step in range(20_000):
+        if plan.current is not None and step == plan.current.run_at:
+            assert not plan.give_up()
+        new = plan.observe(step, seconds=0.1)
+        begun += [step] if new else []
+        assert new is None or new.by_default
+    gaps = np.diff(begun)
+    assert gaps[0] < 200
+    assert (np.diff(gaps) >= 0).all()
+    assert 4096 <= gaps[-1] <= 4096 + 2 * 8 * LAG
+
+
+def step(number=32, digests=(5,) * 4, again=None, losses=1, differs=None, kinds=(), **canary):
     """Return a step with a canary of rank 2 against rank 3; without one if digests are None."""
-    samples = [np.arange(2)] * 4
-    columns = {"replica": [0] * 4}
+    columns = {"replica": 0}
     if digests is not None:
-        losses = np.ones(4) if losses is None else np.array(losses)
-        columns |= {
-            "canary_of": [2] * 4,
-            "canary_loss": losses,
-            "canary_norm": losses,
-            "canary_digest": digests,
-            "canary_again": digests if again is None else again,
-            "canary_against": [3] * 4,
-            "canary_against_loss": losses,
-            "canary_against_norm": losses,
-            "canary_against_digest": digests,
-            "canary_program": [1] * 4,
-            "canary_unit": [unit] * 4,
-            "canary_projected": [projected] * 4,
-        }
-    found = gathered(number, samples, **columns)
+        names = ("loss", "norm", "against_loss", "against_norm")
+        found = dict.fromkeys(names, losses) | dict.fromkeys(("digest", "against_digest"), digests)
+        found |= {"again": digests if again is None else again, "of": 2, "against": 3, "program": 1}
+        found |= {"unit": 2**-24, "projected": False, **canary}
+        columns |= {f"canary_{name}": values for name, values in found.items()}
+    arrays = {name: np.broadcast_to(values, 4) for name, values in columns.items()}
+    one = gathered(number, [[0, 1]] * 4, **arrays)
     if differs is not None:
         own = np.array([9 if rank == differs else 1 for rank in range(4)])
         kinds = kinds or (StateKind.PARAMETER,)
-        differences = (
-            StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds
-        )
-        found = replace(found, differences=tuple(differences))
-    return summarize(found)
+        rows = [StateDifference(kind, "head.weight", own, np.zeros(4, bool)) for kind in kinds]
+        one = replace(one, differences=tuple(rows))
+    return summarize(one)
 
 
 def told(detector, *steps):

@@ -19,7 +19,6 @@ SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
 
 
 def watch(steps, num_workers=8, detector=None):
-    """Return what the detector says, as pairs of step and evidence."""
     detector = detector or Sampling(num_workers)
     told = told_of(detector, list(map(summarize, steps)))
     return [(step.step, one) for step, found in zip(steps, told, strict=True) for one in found]
@@ -35,8 +34,7 @@ def opened(found, key):
 
 @pytest.mark.parametrize(("gradients", "workers"), [(False, 2), (True, 8)])
 def test_healthy_jobs_say_nothing(workers, gradients):
-    job = Job(0, workers=workers, gradients=gradients)
-    assert watch(steps_of(job, 130), workers) == []
+    assert watch(steps_of(Job(0, workers=workers, gradients=gradients), 130), workers) == []
 
 
 def test_shared_data_without_names_are_found_in_ten_steps():
@@ -44,8 +42,7 @@ def test_shared_data_without_names_are_found_in_ten_steps():
         found = watch(steps_of(Job(seed, shared=1.0), 15))
         assert opened(found, SIMILAR) < 10
         evidence = found[-1][1]
-        assert evidence.cause == "data.duplicate_batches"
-        assert evidence.severity is Severity.WARNING
+        assert (evidence.cause, evidence.severity) == ("data.duplicate_batches", Severity.WARNING)
         assert evidence.first_step < 3
         assert evidence.numbers["dispersion_ratio"] < 1e-6
         assert {e.key for _, e in found} == {SIMILAR}
@@ -90,8 +87,7 @@ def test_losses_that_were_averaged_before_are_not_shared_data():
     steps = []
     for t in range(30):
         gradients = rng.standard_normal((8, 4, 60)) if t % 3 == 0 else None
-        losses = np.tile(rng.normal(3, 0.3, 4), (8, 1))
-        steps.append(micro_step(t, losses, gradients=gradients))
+        steps.append(micro_step(t, np.tile(rng.normal(3, 0.3, 4), (8, 1)), gradients=gradients))
     assert opened(watch(steps), SIMILAR) is None
 
 
@@ -99,9 +95,8 @@ def test_workers_that_replay_their_own_batches_say_nothing():
     """The first step of each batch is a draw; its repeats are not."""
     own = np.random.default_rng(0).standard_normal((3, 8, 4))
     own[:] -= own.mean(axis=2, keepdims=True)  # all workers alike by chance, for ever
-    steps = [
-        micro_step(t, 3 + own[t % 3], batch_digest=np.arange(8) + 8 * (t % 3)) for t in range(200)
-    ]
+    digests = np.arange(24).reshape(3, 8)
+    steps = [micro_step(t, 3 + own[t % 3], batch_digest=digests[t % 3]) for t in range(200)]
     assert watch(steps) == []
 
 
@@ -119,8 +114,7 @@ def record(path, steps, num_workers=8, *, diagnosed=True):
 
 
 def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path):
-    job = Job(1, gradients=True, shared=0.97, named=True)
-    run, live = record(tmp_path, steps_of(job, 50))
+    run, live = record(tmp_path, steps_of(Job(1, gradients=True, shared=0.97, named=True), 50))
     assert {f.id for f in live} & {SIMILAR, DIFFERENT}
     assert diagnose_run(run) == live == run.findings()
 

@@ -76,9 +76,7 @@ def test_shares_of_owners_add_up_to_the_mean_and_a_wrong_one_stays_wrong(local_W
     [([1, 1, 8, 1], 0.0, True), ([1, 1, 1, 1], 3.0, False)],
     ids=["one worker counts more", "noise is added"],
 )
-def test_a_loop_may_mean_another_gradient_than_a_sum_of_the_workers_own(
-    local_WSK, weights_W, noise, known
-):
+def test_a_loop_may_mean_another_gradient_than_a_sum(local_WSK, weights_W, noise, known):
     given_SK = np.einsum("w,wsk->sk", weights_W, local_WSK) / W
     given_SK += noise * np.random.default_rng(1).standard_normal(given_SK.shape)
     found = normalise_user_reduction(parts_of(local_WSK, everywhere(given_SK))).parts_W[0]

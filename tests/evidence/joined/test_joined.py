@@ -26,10 +26,7 @@ def make():
 
 
 def train(rank, folder):
-    """Thaw the first layer under two wrappers; give the optimizer another module; change nothing.
-
-    Return the bits of each, watched and not.
-    """
+    """Return the bits of each case, watched and not."""
     collect_warnings()
     return {case: [run(rank, case, path) for path in (f"{folder}/{case}", None)] for case in CASES}
 

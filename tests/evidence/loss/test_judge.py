@@ -18,8 +18,7 @@ def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1
         columns = {"nonfinite": [True] * 4, "loss": [1.0] * 4, "optimizer_steps": [0] * 4}
         found += observe(detector, step, grad_scale=[2.0 ** (40 - step)] * 4, **columns)
     assert all("skipped every such step" in each.fields["outcome"] for each in found)
-    severities = [each.severity for each in found]
-    assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
+    assert [each.severity for each in found] == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
 
 
 def test_twenty_skips_in_a_row_are_a_warning_though_no_update_is_applied():
@@ -42,8 +41,7 @@ def test_what_the_optimizer_got_decides():
 
 def test_ranks_that_follow_an_update_with_nan_are_not_blamed():
     detector, nan = NonFinite(), float("nan")
-    steps = [[False] * 4, [False, False, True, False], [True] * 4]
-    for t, flags in enumerate(steps):
+    for t, flags in enumerate([[False] * 4, [False, False, True, False], [True] * 4]):
         losses = [nan if flag else 1.0 for flag in flags]
         columns = {"nonfinite": flags, "loss": losses, "optimizer_steps": [1] * 4}
         found = observe(detector, t, reduced_norm=[nan] * 4, **columns)
@@ -64,9 +62,7 @@ def test_batches_without_labels_are_named_and_their_loss_is_no_gradient_with_nan
         assert found.severity is Severity.WARNING
         assert found.fields["what"] == "loss"
         assert "did not reach the parameters" in found.fields["outcome"]
-    assert found.fields["labels"] == (
-        " In 6 steps, the batches had no label token: a mean over none is NaN."
-    )
+    assert "In 6 steps, the batches had no label token: a mean over none" in found.fields["labels"]
     assert found.fields["label_check"].startswith("Look for what masks or cuts off all labels")
 
 
@@ -74,16 +70,13 @@ W = 2
 GROUPS = ("embed", "blocks.0", "blocks.1", "head")
 
 
-def watch(norms_SG, detector=None, first=0):
-    """Return the evidence on steps with these norms of the groups, the same on all workers."""
-    detector = detector or PartsWithoutGradient()
-    found = []
-    for step, norms_G in enumerate(norms_SG, start=first):
-        one = gathered(step, [[]] * W)
-        norms_WG = np.array([norms_G] * W, float)
-        one = replace(one, groups=GROUPS, group_norms_WG=norms_WG, observed=True)
-        found += evidence_of(detector, StepReport(one, {}))
-    return found
+def watch(norms_SG):
+    reports = []
+    for step, norms_G in enumerate(norms_SG):
+        norms = {"groups": GROUPS, "group_norms_WG": np.array([norms_G] * W, float)}
+        one = replace(gathered(step, [[]] * W), observed=True, **norms)
+        reports.append(StepReport(one, {}))
+    return evidence_of(PartsWithoutGradient(), *reports)
 
 
 @pytest.mark.parametrize(

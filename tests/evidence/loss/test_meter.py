@@ -1,3 +1,5 @@
+"""Losses, their weights and multipliers as they are met, and which models shift their labels."""
+
 import math
 import weakref
 from types import SimpleNamespace
@@ -10,8 +12,13 @@ from torch.nn import functional as F
 
 from rankscope.evidence.loss.probe import LossMeter, read_losses
 from rankscope.wrappers.backward_loss import unscaled
-from rankscope.wrappers.labels import problem_of
+from rankscope.wrappers.labels import problem_of, shifts_labels
 from support.collected import to_arrays
+
+
+@pytest.fixture
+def meter():
+    return LossMeter(shifted=False)
 
 
 def collected(meter):
@@ -19,8 +26,7 @@ def collected(meter):
     return [loss.tolist() for loss in losses], [weight.tolist() for weight in weights]
 
 
-def test_losses_are_picked_up_from_objects_and_mappings():
-    meter = LossMeter(shifted=False)
+def test_losses_are_picked_up_from_objects_and_mappings(meter):
     labels = torch.tensor([[1, -100, 3]])
     meter.see(SimpleNamespace(loss=torch.tensor(2.0)), {"labels": labels})
     meter.see({"loss": torch.tensor([3.0])}, {"labels": labels})
@@ -28,20 +34,7 @@ def test_losses_are_picked_up_from_objects_and_mappings():
     assert collected(meter) == ([], [])
 
 
-def test_a_loss_over_the_tokens_of_all_micro_batches_becomes_the_mean_over_its_own():
-    meter = LossMeter(shifted=False)
-    loss = torch.tensor(0.5, requires_grad=True)
-    labels = torch.tensor([[1, -100, 3]])
-    meter.see({"loss": loss}, {"labels": labels, "num_items_in_batch": torch.tensor(8)})
-    (loss * 2).backward()
-    (micro,), multipliers = meter.collect()
-    assert micro.values.numpy().tolist() == [2.0]  # 0.5 * 8 / 2
-    assert multipliers.numpy().tolist() == [0.5]  # 2 * 2 / 8
-    assert meter.collect() == ([], None)
-
-
-def test_given_losses_win_and_unknown_weights_are_nan():
-    meter = LossMeter(shifted=False)
+def test_given_losses_win_and_unknown_weights_are_nan(meter):
     meter.give(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]))
     meter.give(5.0)
     meter.see(SimpleNamespace(loss=torch.tensor(9.0)), {})
@@ -71,91 +64,76 @@ def test_numbers_are_a_loss_or_its_weight(value):
     assert problem_of(value if value is not None else 1.0, value, factor=2, constant=None) == ""
 
 
-class TestWhatTheLossWasMultipliedBy:
-    """Factors between a loss and its backward pass, told from the gradient at the loss."""
+def losses_of_samples(size=3):
+    """Return one loss per sample ``[B]``."""
+    return nn.Linear(4, 1)(torch.randn(size, 4)).square().flatten()
 
-    @pytest.fixture
-    def meter(self):
-        return LossMeter(shifted=False)
 
-    @pytest.fixture
-    def model(self):
-        torch.manual_seed(0)
-        return nn.Linear(4, 1)
+def scale_of(meter):
+    scale = meter.collect()[1]
+    return None if scale is None else float(scale.numpy().sum())
 
-    def losses(self, model, size=3, seed=0):
-        """Return one loss per sample ``[B]``."""
-        batch = torch.randn(size, 4, generator=torch.Generator().manual_seed(seed))
-        return model(batch).square().flatten()
 
-    def scale(self, meter):
-        scale = meter.collect()[1]
-        return None if scale is None else float(scale.numpy().sum())
-
-    @pytest.mark.parametrize(("factor", "given"), [(65536.0, False), (1 / 3, True), (0.0, True)])
-    def test_a_factor(self, meter, model, factor, given):
-        loss = self.losses(model).mean()
-        if given:
-            meter.give(loss)
-        else:
-            meter.see(SimpleNamespace(loss=loss), {})
-        (loss * factor).backward()
-        assert self.scale(meter) == np.float32(factor)
-        assert self.scale(meter) is None
-
-    @pytest.mark.parametrize(
-        ("reduce", "expected"),
-        [
-            (lambda losses: losses.mean(), 1.0),
-            (lambda losses: losses.sum(), 5.0),
-            (lambda losses: 512 * (losses @ torch.tensor([0.5, 0.25, 0.0, 0.0, 0.25])), 512.0),
-        ],
-        ids=["mean", "sum", "weighted mean, scaled"],
-    )
-    def test_one_loss_per_sample(self, meter, model, reduce, expected):
-        losses = self.losses(model, size=5)
-        meter.give(losses)
-        reduce(losses).backward()
-        assert self.scale(meter) == pytest.approx(expected, rel=1e-6)
-
-    def test_a_loss_whose_gradient_is_undefined_does_not_stop_the_backward_pass(self, meter):
-        class Cut(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                return value.clone()
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return None
-
-        parameter = torch.ones(2, requires_grad=True)
-        loss = parameter.sum()
+@pytest.mark.parametrize(("factor", "given"), [(65536.0, False), (1 / 3, True), (0.0, True)])
+def test_a_factor_between_a_loss_and_its_backward_pass(meter, factor, given):
+    loss = losses_of_samples().mean()
+    if given:
         meter.give(loss)
-        (Cut.apply(loss) + parameter.sum()).backward()
-        assert parameter.grad.tolist() == [1.0, 1.0]
-        assert self.scale(meter) is None
+    else:
+        meter.see(SimpleNamespace(loss=loss), {})
+    (loss * factor).backward()
+    assert scale_of(meter) == np.float32(factor)
+    assert scale_of(meter) is None
 
-    def test_a_meter_keeps_no_graph_alive(self, meter):
-        nodes = []
 
-        class Node(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                nodes.append(weakref.ref(ctx))
-                return value.clone()
+@pytest.mark.parametrize(
+    ("reduce", "expected"),
+    [
+        (lambda losses: losses.mean(), 1.0),
+        (lambda losses: losses.sum(), 5.0),
+        (lambda losses: 512 * (losses @ torch.tensor([0.5, 0.25, 0.0, 0.0, 0.25])), 512.0),
+    ],
+)
+def test_one_loss_per_sample(meter, reduce, expected):
+    losses = losses_of_samples(size=5)
+    meter.give(losses)
+    reduce(losses).backward()
+    assert scale_of(meter) == pytest.approx(expected, rel=1e-6)
 
-            @staticmethod
-            def backward(ctx, gradient):
-                return gradient
 
-        loss = Node.apply(torch.ones(2, requires_grad=True)).sum()
-        meter.give(loss)
-        meter.see({"loss": loss}, {})
-        loss.backward()
-        assert nodes[0]() is not None
-        del loss
-        assert nodes[0]() is None
-        assert self.scale(meter) == 1.0
+class Noted(torch.autograd.Function):
+    """Returns a value; in the backward pass, its gradient or none."""
+
+    @staticmethod
+    def forward(ctx, value, nodes, defined):
+        nodes.append(weakref.ref(ctx))
+        ctx.defined = defined
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient if ctx.defined else None, None, None
+
+
+def test_a_loss_whose_gradient_is_undefined_does_not_stop_the_backward_pass(meter):
+    parameter = torch.ones(2, requires_grad=True)
+    loss = parameter.sum()
+    meter.give(loss)
+    (Noted.apply(loss, [], False) + parameter.sum()).backward()
+    assert parameter.grad.tolist() == [1.0, 1.0]
+    assert scale_of(meter) is None
+
+
+def test_a_meter_keeps_no_graph_alive(meter):
+    nodes = []
+    loss = Noted.apply(torch.ones(2, requires_grad=True), nodes, True).sum()
+    meter.give(loss)
+    meter.see({"loss": loss}, {})
+    loss.backward()
+    assert nodes[0]() is not None
+    del loss
+    assert nodes[0]() is None
+    assert scale_of(meter) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -170,10 +148,7 @@ class TestWhatTheLossWasMultipliedBy:
     ],
     ids=["mean", "sum over its terms", "its share of all", "scaled", "schedule", "no schedule"],
 )
-def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(
-    make, micro, scheduled, value, scale
-):
-    meter = LossMeter(shifted=False)
+def test_a_loss_of_unknown_make_is_that_of_backward(meter, make, micro, scheduled, value, scale):
     for forward in range(micro):
         x = torch.full((3,), 1.5, requires_grad=True)
         root = make(x)
@@ -181,16 +156,14 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
     parts = read_losses(*meter.collect(), 1.0, scheduled).arrays
-    losses = np.frombuffer(parts["losses_U"])
-    assert losses.tolist() == [pytest.approx(value)] * micro
+    assert np.frombuffer(parts["losses_U"]).tolist() == [pytest.approx(value)] * micro
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3], [0, -100, 2, 3]])
 def test_a_cross_entropy_with_smoothed_labels_is_a_mean_over_its_labels(labels):
     logits = torch.ones(4, 5, requires_grad=True).exp()
-    loss = F.cross_entropy(logits, torch.tensor(labels), label_smoothing=0.1)
-    found = unscaled(loss * 2, {})
+    found = unscaled(F.cross_entropy(logits, torch.tensor(labels), label_smoothing=0.1) * 2, {})
     assert (found.constant, found.factor) == (None, 2.0)
     assert float(found.tokens) == len([each for each in labels if each >= 0])
     other = unscaled(0.9 * F.cross_entropy(logits, torch.tensor(labels)) + 0.3 * logits.sum(), {})
@@ -245,3 +218,55 @@ def test_label_tokens_of_losses_per_token_are_counted(make, count):
     logits = torch.randn(4, 5, requires_grad=True)
     summed = unscaled(make(logits), {}).summed
     assert (None if summed is None else float(summed[0])) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "shifts"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("BertForMaskedLM", {}, False),
+        ("T5ForConditionalGeneration", {"encodes": True}, False),
+        ("LlavaForConditionalGeneration", {"encodes": False}, True),
+    ],
+)
+def test_models_that_shift_their_labels_are_known(name, attributes, shifts):
+    model = type(name, (nn.Module,), {})()
+    if attributes:
+        model.config = SimpleNamespace(is_encoder_decoder=attributes["encodes"])
+        model.loss_type = "ForConditionalGeneration"
+    assert shifts_labels(model) is shifts
+
+
+class Adapter(nn.Module):
+    """What ``get_peft_model`` returns without a task type, as far as it matters here."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def forward(self, **inputs):
+        return self.base_model(**inputs)
+
+    def get_base_model(self):
+        if isinstance(self.base_model, Exception):
+            raise self.base_model
+        return self.base_model
+
+
+class TinyForCausalLM(nn.Module):
+    """Predicts the next of seven tokens, and divides by the number of tokens that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Embedding(7, 7)
+
+    def forward(self, labels, num_items_in_batch):
+        logits, targets = self.head(labels)[:, :-1], labels[:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return {"loss": total / num_items_in_batch}
+
+
+@pytest.mark.parametrize("wrap", [Adapter, lambda m: Adapter(torch.compile(m, backend="eager"))])
+def test_models_that_shift_their_labels_are_known_inside_what_wraps_them(wrap):
+    assert shifts_labels(wrap(TinyForCausalLM()))
+    assert not shifts_labels(wrap(nn.Linear(2, 2)))

@@ -13,6 +13,7 @@ from rankscope.evidence.loss.scale import (
     LONG_WINDOW,
     ONE_WORKER,
     SHORT_WINDOW,
+    UNSCALED_TWICE,
     LossScale,
     UnevenWindows,
 )
@@ -22,38 +23,20 @@ from support.streams import gathered
 W = 4
 
 
-def observation(step, tokens, scales, losses=None, calls=1):
+def observation(step, tokens, scales):
     """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
     tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
-    losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
-    nothing = [np.empty(0, np.int64)] * len(tokens)
     one = gathered(
         step,
-        nothing,
-        loss=[np.mean(row) for row in losses],
+        [[]] * len(tokens),
+        loss=[2.0] * len(tokens),
         loss_weight=[row.sum() for row in tokens],
         grad_scale=[row.sum() for row in scales],
-        optimizer_steps=[calls] * len(tokens),
+        optimizer_steps=[1] * len(tokens),
     )
-    one = replace(
-        one,
-        micro_losses=tuple(losses),
-        micro_weights=tuple(tokens),
-        micro_scales=tuple(scales),
-        micro_norms=(),
-    )
-    return as_recorded(summarize(one))
-
-
-def watch(detector, steps, first=0):
-    """Return all evidence by key, the last of each."""
-    found = {}
-    for step, parts in enumerate(steps, start=first):
-        for evidence in evidence_of(detector, observation(step, *parts)):
-            key = evidence.key or evidence.cause
-            assert "{" not in "".join(describe(evidence))
-            found[key] = evidence
-    return found
+    losses = [np.full(len(row), 2.0) for row in tokens]
+    micro = {"micro_losses": losses, "micro_weights": tokens, "micro_scales": scales}
+    return as_recorded(summarize(replace(one, **{n: tuple(rows) for n, rows in micro.items()})))
 
 
 def told(detector, steps, **columns):
@@ -64,7 +47,12 @@ def told(detector, steps, **columns):
         for name, value in columns.items():
             seen.gathered.workers[name][:] = value(parts[0]) if callable(value) else value
         found += evidence_of(detector, seen)
+    assert "{" not in "".join(map(words, found))
     return found
+
+
+def watch(detector, steps):
+    return {one.key or one.cause: one for one in told(detector, steps)}
 
 
 def lengths(steps, *, micro=1, width=W, ratio=4.0, seed=0):
@@ -93,8 +81,7 @@ def test_means_of_means_between_workers_are_a_warning():
     assert set(found) == {"loss.token_weighting"}
     evidence = found["loss.token_weighting"]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
-    assert evidence.first_step == 0
-    assert evidence.count == 40
+    assert (evidence.first_step, evidence.count) == (0, 40)
     assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
     assert watch(TokenWeighting(W, None), steps[:15]) == {}
     assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
@@ -108,8 +95,7 @@ def test_means_of_means_between_micro_batches():
         steps.append((table, means_of_means(table)))
     found = watch(TokenWeighting(W, None), steps)
     assert set(found) == {MICRO}
-    assert found[MICRO].cause == "loss.token_weighting"
-    assert found[MICRO].severity is Severity.WARNING
+    assert (found[MICRO].cause, found[MICRO].severity) == ("loss.token_weighting", Severity.WARNING)
 
 
 @pytest.mark.parametrize(("ratio", "micro"), [(2.1, 1), (10, 4)])
@@ -188,9 +174,7 @@ def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summ
     assert len(told(detector, constant(1 / W), summed_workers=summed)) == found
 
 
-@pytest.mark.parametrize(
-    ("others", "severity"), [([], Severity.WARNING), ([2], Severity.NOTE)], ids=["rest", "varied"]
-)
+@pytest.mark.parametrize(("others", "severity"), [([], Severity.WARNING), ([2], Severity.NOTE)])
 def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severity):
     sizes = [*others, *([4] * 5 + [6]) * 3]
     steps = [constant(1 / 4, micro=micro, steps=1)[0] for micro in [4, *sizes]]
@@ -202,7 +186,6 @@ def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severi
 
 
 def sums(detector, tokens=None, **columns):
-    """Return all evidence on losses that are sums over tokens."""
     drawn = (t if tokens is None else np.full_like(t, tokens) for t in lengths(20))
     return told(detector, [(tokens_W, tokens_W) for tokens_W in drawn], **columns)
 
@@ -220,6 +203,15 @@ def test_a_gradient_scaler_that_is_the_number_of_tokens_by_chance_is_silent():
     unscaled = {"clip_limit": 1.0, "clip_factor": 1e-3, "applied_scale": 1e-3 / 65536}
     assert sums(LossScale(W), tokens=65536, **unscaled) == []
     assert sums(LossScale(W), tokens=65536) == []  # it is not known what became of it
+
+
+@pytest.mark.parametrize(("power", "keys"), [(-1, set()), (-2, {UNSCALED_TWICE})])
+def test_gradients_that_are_divided_by_the_scaler_twice_are_a_warning(power, keys):
+    steps = [(tokens, [[4096.0]] * W) for tokens in lengths(20)]
+    clipped = {"clip_factor": 0.5, "applied_scale": 0.5 * 4096.0**power}
+    found = told(LossScale(W), steps, **clipped)
+    assert {one.key for one in found} == keys
+    assert all("gets 1/4,096 of each gradient" in describe(one)[0] for one in found)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -273,9 +265,7 @@ def test_other_factors_are_silent(values):
 
 def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_their_number():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
-    uneven = [
-        ([np.full(4, 64.0)] * 3 + [np.full(3, 64.0)], [np.full(4, 0.25)] * 3 + [np.full(3, 0.25)])
-    ]
+    uneven = [tuple([np.full(n, value) for n in (4, 4, 4, 3)] for value in (64.0, 0.25))]
     full = constant(0.25, micro=4, steps=15)
     found = watch(LossScale(W), (full + rest + uneven) * 10)
     assert set(found) == {SHORT_WINDOW}
@@ -284,8 +274,7 @@ def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_
     assert "with 2 micro-batches, the gradient is 0.5 of their mean" in words(note)
     often = watch(LossScale(W), (full[:1] + rest) * 16)
     assert often[SHORT_WINDOW].severity is Severity.WARNING
-    right = constant(0.5, micro=2, steps=1)
-    assert watch(LossScale(W), (full + right + uneven) * 10) == {}
+    assert watch(LossScale(W), (full + constant(0.5, micro=2, steps=1) + uneven) * 10) == {}
 
 
 @pytest.mark.parametrize(("idle", "severity"), [(0, Severity.WARNING), (1, None)])

@@ -1,7 +1,4 @@
-"""What is said of an optimizer that a session does not begin with as it should.
-
-The optimizers are torch's own. Several in one process stand for those of several ranks.
-"""
+"""What is said of an optimizer that a session does not begin with as it should."""
 
 import copy
 from dataclasses import replace
@@ -15,15 +12,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.judge import (
-    AHEAD,
-    APART,
-    COUNTERS,
-    NOT_LOADED,
-    RESUMED,
-    OptimizerStart,
-)
+from rankscope.evidence.optimizer import KEY, judge
 from rankscope.evidence.optimizer.probe import PendingHoldings
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import evidence_of, named_message, words
@@ -31,10 +20,9 @@ from support.streams import gathered
 
 
 class Rank:
-    """A model and its optimizer on one rank; shards differ from rank to rank."""
-
     def __init__(self, rank=0, **options):
         torch.manual_seed(rank)
+        self.number = rank
         self.model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
         groups = [{"params": list(layer.parameters())} for layer in self.model]
         self.optimizer = torch.optim.AdamW(groups, lr=0.01, **options)
@@ -47,24 +35,28 @@ class Rank:
             self.optimizer.step()
         return self
 
+    def step_without_gradients(self):
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+
     def held(self):
         names = {id(p): name for name, p in self.model.named_parameters()}
-        return PendingHoldings(self.optimizer, lambda p: names.get(id(p), "a parameter")).read()
+        return PendingHoldings(self.optimizer, names).read()
 
     def states(self):
         return [self.optimizer.state[p] for p in self.model.parameters()]
 
 
-def step_of(number, kind, ranks, lr=0.01):
+def step_of(number, kind, ranks):
     messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
     rows = HeldValues(KEY).combine(messages, {})
-    one = gathered(number, [[]] * len(ranks), lr=[lr] * len(ranks))
+    one = gathered(number, [[]] * len(ranks), lr=[0.01] * len(ranks))
     return StepReport(replace(one, **rows), {})
 
 
 def ended_with(ranks, *, saved=True):
-    """Return the detector of a training that has ended with its third step, perhaps unsaved."""
-    detector = OptimizerStart()
+    detector = judge.OptimizerStart()
     assert evidence_of(detector, step_of(0, StateKind.STARTED, ranks)) == []
     for rank in ranks:
         rank.train(3)
@@ -74,93 +66,69 @@ def ended_with(ranks, *, saved=True):
     return detector
 
 
-def after_restart(ranks, change):
-    """Return what is said of ranks that go on after a change."""
-    detector, resumed = ended_with(ranks), OptimizerStart()
+def after_restart(ranks, change, on=None):
+    """Return what is said of ranks that go on after a change of each, or of some."""
+    detector, resumed = ended_with(ranks), judge.OptimizerStart()
     resumed.restore(unpack_state(pack_state(detector.state())))
     again = copy.deepcopy(ranks)
-    change(again)
+    for rank in again if on is None else [again[number] for number in on]:
+        change(rank)
     return evidence_of(resumed, step_of(3, StateKind.STARTED, again))
 
 
-def emptied(ranks):
-    for rank in ranks:
-        rank.optimizer.state.clear()
+def emptied(rank):
+    rank.optimizer.state.clear()
 
 
-def group_lost(ranks):
-    for rank in ranks:
-        for parameter in rank.model[1].parameters():
-            del rank.optimizer.state[parameter]
+def group_lost(rank):
+    for parameter in rank.model[1].parameters():
+        del rank.optimizer.state[parameter]
 
 
-def one_lost_and_others_changed(ranks):
-    halved(ranks)
-    for rank in ranks:
-        del rank.optimizer.state[rank.model[1].bias]
+def lost_and_halved(rank):
+    halved(rank)
+    del rank.optimizer.state[rank.model[1].bias]
 
 
-def swapped(ranks):
-    for rank in ranks:
-        for state in rank.states():
-            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+def swapped(rank):
+    for state in rank.states():
+        state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
 
-def permuted(ranks):
-    for rank in ranks:
-        first, second = rank.states()[0], rank.states()[2]
-        for key in ("exp_avg", "exp_avg_sq"):
-            first[key], second[key] = second[key], first[key]
+def permuted(rank):
+    first, second = rank.states()[0], rank.states()[2]
+    for key in ("exp_avg", "exp_avg_sq"):
+        first[key], second[key] = second[key], first[key]
 
 
-def of_rank_zero(ranks):
-    for rank in ranks[1:]:
-        for state, source in zip(rank.states(), ranks[0].states(), strict=True):
-            state["exp_avg"] = source["exp_avg"].clone()
+def rounded(rank):
+    for state in rank.states():
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16().float()
 
 
-def rounded(ranks):
-    for rank in ranks:
-        for state in rank.states():
-            state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16().float()
+def halved(rank):
+    for state in rank.states():
+        state["exp_avg"] = state["exp_avg"] / 2
 
 
-def halved(ranks):
-    for rank in ranks:
-        for state in rank.states():
-            state["exp_avg"] = state["exp_avg"] / 2
-
-
-def shifted(ranks):
+def shifted(rank):
     """One parameter has another's, and that one's begin anew."""
-    for rank in ranks:
-        first, second = rank.states()[0], rank.states()[2]
-        first["exp_avg"] = second["exp_avg"]
-        second["exp_avg"] = torch.full_like(second["exp_avg"], 1e-3)
+    first, second = rank.states()[0], rank.states()[2]
+    first["exp_avg"] = second["exp_avg"]
+    second["exp_avg"] = torch.full_like(second["exp_avg"], 1e-3)
 
 
-def stepped(ranks):
+def stepped(rank):
     """Make an update with zero gradients and a rate of 0 after loading."""
-    for rank in ranks:
-        for group in rank.optimizer.param_groups:
-            group["lr"] = 0.0
-        for parameter in rank.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        rank.optimizer.step()
-
-
-def nothing(ranks):
-    pass
+    for group in rank.optimizer.param_groups:
+        group["lr"] = 0.0
+    rank.step_without_gradients()
 
 
 CHANGES = [
     (emptied, Severity.WARNING, "it holds nothing, and exp_avg and exp_avg_sq of 4 parameters"),
     (group_lost, Severity.ERROR, "the moments of 2 parameters (1.weight and 1.bias) are lost"),
-    (
-        one_lost_and_others_changed,
-        Severity.ERROR,
-        "of 1 parameter (1.bias) are lost, and those of at least 3 others are not what was saved",
-    ),
+    (lost_and_halved, Severity.ERROR, "(1.bias) are lost, and those of at least 3 others are not"),
     (swapped, Severity.ERROR, "exp_avg holds what was saved as exp_avg_sq"),
     (permuted, Severity.ERROR, "have gone to other parameters than when saved"),
     (rounded, Severity.NOTE, "exp_avg_sq are not what was saved. Its step counters are"),
@@ -177,7 +145,7 @@ def three_ranks():
 @pytest.mark.parametrize(("change", "severity", "text"), CHANGES)
 def test_what_was_lost_or_moved_is_named(change, severity, text):
     [found] = after_restart(three_ranks(), change)
-    assert (found.cause, found.severity, found.ranks) == (RESUMED, severity, ())
+    assert (found.cause, found.severity, found.ranks) == (judge.RESUMED, severity, ())
     assert found.first_step == 3
     assert text in words(found)
     assert "those saved in step 2, bit for bit" in words(found)
@@ -198,18 +166,17 @@ class WithOthers(Rank):
     def __init__(self):
         super().__init__()
         self.others = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(6))]
-        parameters = [*self.others, *self.model.parameters()]
-        self.optimizer = Rates(parameters, lr=0.01, momentum=0.9)
+        self.optimizer = Rates([*self.others, *self.model.parameters()], lr=0.01, momentum=0.9)
 
 
-def others_begun(ranks):
-    for parameter in ranks[0].others:
-        ranks[0].optimizer.state[parameter]["rates"] = torch.full_like(parameter, 0.5)
+def others_begun(rank):
+    for parameter in rank.others:
+        rank.optimizer.state[parameter]["rates"] = torch.full_like(parameter, 0.5)
 
 
-def found_by_position(ranks):
+def found_by_position(rank):
     """Take rates by the place among those saved, or new ones where shapes differ."""
-    optimizer = ranks[0].optimizer
+    optimizer = rank.optimizer
     saved = [state["rates"] for state in optimizer.state.values()]
     for at, parameter in enumerate(optimizer.param_groups[0]["params"]):
         fits = at < len(saved) and saved[at].shape == parameter.shape
@@ -230,68 +197,48 @@ def test_states_that_begin_after_loading_are_healthy_unless_others_have_moved(ch
     assert all(said in words(one) for one in found)
 
 
-def not_loaded(ranks):
-    for rank, begun in zip(ranks, three_ranks(), strict=True):
-        rank.model.load_state_dict(begun.model.state_dict())
+def not_loaded(rank):
+    rank.model.load_state_dict(Rank(rank.number).model.state_dict())
 
 
-def not_loaded_on_two(ranks):
-    for rank, begun in zip(ranks[1:], three_ranks()[1:], strict=True):
-        rank.model.load_state_dict(begun.model.state_dict())
-
-
-def doubled_on_one(ranks):
+def doubled(rank):
     with torch.no_grad():
-        ranks[2].model[0].weight.mul_(2)
-
-
-def doubled(ranks):
-    with torch.no_grad():
-        for rank in ranks:
-            rank.model[0].weight.mul_(2)
-
-
-def parameters_rounded(ranks):
-    for rank in ranks:
-        rank.model.bfloat16().float()
+        rank.model[0].weight.mul_(2)
 
 
 @pytest.mark.parametrize(
     ("change", "severity", "ranks", "text"),
     [
         (not_loaded, Severity.ERROR, (), "the parameters are still those of the run's first step"),
-        (not_loaded_on_two, Severity.ERROR, (1, 2), "the parameters of ranks 1 and 2 are still"),
-        (doubled_on_one, Severity.WARNING, (2,), "of rank 2 are not (in 0.weight its norm is 2 t"),
+        (not_loaded, Severity.ERROR, (1, 2), "the parameters of ranks 1 and 2 are still"),
+        (doubled, Severity.WARNING, (2,), "of rank 2 are not (in 0.weight its norm is 2 t"),
         (doubled, Severity.NOTE, (), "the parameters are not (in 0.weight its norm is 2 times"),
     ],
 )
-def test_parameters_that_were_not_loaded_beside_their_moments_are_named(
-    change, severity, ranks, text
-):
-    [found] = after_restart(three_ranks(), change)
-    assert (found.cause, found.key) == (RESUMED, NOT_LOADED)
+def test_parameters_that_were_not_loaded_are_named(change, severity, ranks, text):
+    [found] = after_restart(three_ranks(), change, on=ranks or None)
+    assert (found.cause, found.key) == (judge.RESUMED, judge.NOT_LOADED)
     assert (found.severity, found.ranks) == (severity, ranks)
     assert text in words(found)
     assert "step counters are those saved in step 2, bit for bit" in words(found)
 
 
-@pytest.mark.parametrize("change", [nothing, parameters_rounded])
+@pytest.mark.parametrize("change", [lambda rank: None, lambda rank: rank.model.bfloat16().float()])
 def test_what_was_saved_is_healthy_also_where_the_parameters_are_rounded(change):
     assert after_restart(three_ranks(), change) == []
 
 
-def nothing_loaded(ranks):
-    not_loaded(ranks)
-    emptied(ranks)
+def nothing_loaded(rank):
+    not_loaded(rank)
+    emptied(rank)
 
 
-def other_seed(ranks):
-    ranks[:] = [Rank(10 + rank) for rank in range(len(ranks))]
+def other_seed(rank):
+    rank.__init__(10 + rank.number)
 
 
-def other_seed_on_two(ranks):
-    ranks[1:] = [Rank(11), Rank(12)]
-    emptied(ranks)
+def other_seed_on_two(rank):
+    (other_seed if rank.number else emptied)(rank)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +256,8 @@ def other_seed_on_two(ranks):
 def test_lost_moments_beside_new_parameters_begin_anew(change, saved, said):
     ranks = three_ranks()
     detector = ended_with(ranks, saved=saved)
-    change(ranks)
+    for rank in ranks:
+        change(rank)
     begun = detector.begins_anew(step_of(3, StateKind.STARTED, ranks).gathered)
     assert (begun is not None) is (said is not None)
     if said is not None:
@@ -317,17 +265,19 @@ def test_lost_moments_beside_new_parameters_begin_anew(change, saved, said):
 
 
 def test_the_state_of_another_rank_is_named():
-    ranks = [Rank(0), Rank(1), Rank(2)]
-    for number, rank in enumerate(ranks):  # shards: each has moments of its own
-        for group in rank.optimizer.param_groups:
-            group["betas"] = (0.9 - 0.1 * number, 0.999)
-    [found] = after_restart(ranks, of_rank_zero)
+    ranks = [Rank(n, betas=(0.9 - 0.1 * n, 0.999)) for n in range(3)]  # each has its own moments
+
+    def of_rank_zero(rank):
+        for state, source in zip(rank.states(), ranks[0].states(), strict=True):
+            state["exp_avg"] = source["exp_avg"].clone()
+
+    [found] = after_restart(ranks, of_rank_zero, on=(1, 2))
     assert (found.severity, found.ranks) == (Severity.ERROR, (1, 2))
     assert "exp_avg is another rank's: ranks 1 and 2 hold rank 0's" in words(found)
 
 
 def test_moments_of_an_older_checkpoint_are_named():
-    rank, detector = Rank(), OptimizerStart()
+    rank, detector = Rank(), judge.OptimizerStart()
     evidence_of(detector, step_of(0, StateKind.STARTED, [rank]))
     evidence_of(detector, step_of(2, StateKind.SAVED, [rank.train(3)]))
     old = copy.deepcopy(rank.optimizer.state_dict())
@@ -342,15 +292,13 @@ def test_moments_of_an_older_checkpoint_are_named():
 
 def test_counters_ahead_of_zero_moments_are_a_warning():
     rank = Rank()
-    for parameter in rank.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    rank.optimizer.step()
-    [found] = evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank]))
-    assert (found.cause, found.severity) == (AHEAD, Severity.WARNING)
+    rank.step_without_gradients()
+    [found] = evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, [rank]))
+    assert (found.cause, found.severity) == (judge.AHEAD, Severity.WARNING)
     assert "it is 1.34 times too small" in words(found)
     for state in rank.states():
         state["step"].zero_()
-    assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
 
 
 def never_updated(rank, layer):
@@ -364,12 +312,12 @@ def test_parameters_that_one_rank_leaves_out_are_named():
     for rank in ranks:
         rank.train(3)
     never_updated(ranks[2], 1)
-    [found] = evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks))
-    assert (found.cause, found.severity, found.ranks) == (COUNTERS, Severity.WARNING, (2,))
+    [found] = evidence_of(judge.OptimizerStart(), step_of(2, StateKind.SAVED, ranks))
+    assert (found.cause, found.severity, found.ranks) == (judge.COUNTERS, Severity.WARNING, (2,))
     assert "has not updated 1.weight and 1.bias: its step counters there are 0 to 3" in words(found)
     for rank in ranks[:2]:
         never_updated(rank, 1)
-    assert evidence_of(OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(2, StateKind.SAVED, ranks)) == []
 
 
 @pytest.mark.parametrize(
@@ -382,8 +330,8 @@ def test_parameters_that_one_rank_leaves_out_are_named():
 )
 def test_ranks_that_begin_with_states_of_other_steps_are_named(updates, ranks, said):
     begun = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
-    [found] = evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun))
-    assert (found.key, found.severity, found.ranks) == (APART, Severity.ERROR, ranks)
+    [found] = evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, begun))
+    assert (found.key, found.severity, found.ranks) == (judge.APART, Severity.ERROR, ranks)
     assert said in words(found)
 
 
@@ -392,4 +340,4 @@ def test_ranks_that_hold_states_of_their_own_parameters_alone_begin_alike():
     begun[0].optimizer.state.clear()
     for parameter in begun[1].model[0].parameters():
         del begun[1].optimizer.state[parameter]
-    assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []
+    assert evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []

@@ -26,8 +26,12 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 8, dtype=dtype)
 
 
+def told(detector, number, **held):
+    rows = HeldValues(KEY).combine(as_columns([named_message(number, {KEY: held})]), {})
+    return evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
+
+
 def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.AdamW, **change):
-    """Train with gradients of chance; return what is said, after each window."""
     torch.manual_seed(0)
     net = Net(dtype)
     groups = [{"params": list(net.norms.parameters())}, {"params": list(net.last.parameters())}]
@@ -41,9 +45,7 @@ def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.
         optimizer.step()
         pending = meter.see_update()
         if pending is not None:
-            message = named_message(number, {KEY: {"rounded": pending.read()}})
-            rows = HeldValues(KEY).combine(as_columns([message]), {})
-            found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
+            found += told(detector, number, rounded=pending.read())
     return found
 
 
@@ -110,9 +112,7 @@ def test_an_optimizer_that_finds_no_gradient_is_named_unless_parameters_change(w
             with torch.no_grad():
                 net.last.bias.add_(1.0)
         if pending is not None:
-            message = named_message(number, {KEY: {"missed": pending.read()}})
-            rows = HeldValues(KEY).combine(as_columns([message]), {})
-            found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
+            found += told(detector, number, missed=pending.read())
     assert bool(found) is bool(said)
     for one in found:
         assert (one.severity, one.first_step) == (Severity.ERROR, 0)

@@ -10,31 +10,22 @@ from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 
-def observation(rng, step, width=8, block=(), above=0.2, samples=None):
-    noise = 0.05 * rng.standard_normal((width, width))
-    cosines = 0.3 + np.triu(noise, 1)
-    cosines = np.triu(cosines, 1) + np.triu(cosines, 1).T + np.eye(width)
-    for i in block:
-        for j in block:
-            cosines[i, j] += above * (i != j)
-    own = [np.array([100 * step + rank]) for rank in range(width)] if samples is None else samples
-    return StepReport(gathered(step, own, None), {}, {}, cosines, None)
-
-
-def run(detector, num_steps, start=0, seed=0, **options):
-    rng = np.random.default_rng(seed)
-    told = []
+def run(detector, num_steps, start=0, seed=0, block=(), above=0.2, samples=None):
+    rng, reports = np.random.default_rng(seed), []
     for step in range(start, start + num_steps):
-        told += evidence_of(detector, observation(rng, step, **options))
-    return told
+        cosines = np.triu(0.3 + 0.05 * rng.standard_normal((8, 8)), 1)
+        cosines += cosines.T + np.eye(8)
+        cosines[np.ix_(block, block)] += above * (1 - np.eye(len(block)))
+        own = [[100 * step + rank] for rank in range(8)] if samples is None else samples
+        reports.append(StepReport(gathered(step, own), {}, {}, cosines, None))
+    return evidence_of(detector, *reports)
 
 
 def test_a_block_that_is_too_much_alike_is_named():
     detector = AlikePairs(8, tuple)
     assert run(detector, 100) == []
     told = run(detector, 100, start=100, seed=1, block=(2, 6))
-    assert told[-1].ranks == (2, 6)
-    assert told[-1].severity is Severity.WARNING
+    assert (told[-1].ranks, told[-1].severity) == ((2, 6), Severity.WARNING)
     assert abs(told[0].first_step - 100) <= 5
     assert told[0].count == told[0].last_step - told[0].first_step
     text, _ = describe(told[-1])

@@ -1,4 +1,4 @@
-"""How much each worker is given: what counts as another amount, and healthy data of any lengths."""
+"""How much each worker is given, and what follows from sizes."""
 
 from dataclasses import replace
 
@@ -9,24 +9,16 @@ from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence.outliers.judge import RecentVisits, UnequalAmounts, WorkerOutliers
+from rankscope.evidence.outliers.parts import SizeEffect
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered
 
-NO_SAMPLES = np.empty(0, np.int64)
-
 
 def told_of(num_workers, columns_of, steps, detector=None, first=0):
-    detector = detector or UnequalAmounts(num_workers)
-    told = []
-    for step in range(first, first + steps):
-        columns = columns_of(step)
-        sizes = columns.pop("num_samples", None)
-        step_ = gathered(step, [NO_SAMPLES] * num_workers, None, **columns)
-        if sizes is not None:
-            step_.workers["num_samples"][:] = sizes
-        told += evidence_of(detector, StepReport(step_, {}))
-    return told
+    steps, none = range(first, first + steps), [[]] * num_workers
+    reports = (StepReport(gathered(step, none, **columns_of(step)), {}) for step in steps)
+    return evidence_of(detector or UnequalAmounts(num_workers), *reports)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +74,7 @@ def test_lengths_that_differ_from_batch_to_batch_are_healthy():
 
 
 def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy():
-    """As that of Transformers does: batches of fifty steps are sorted, the longest first.
-
-    Rank 0 then has the longest of each few samples in every step.
-    """
+    """As that of Transformers does: rank 0 has the longest of each few samples in every step."""
     width, batch, steps, rng = 4, 1, 50, np.random.default_rng(1)
     dealt = []
     for _ in range(20):
@@ -105,7 +94,7 @@ def test_amounts_that_differ_by_worker_are_a_note_and_hide_no_other_fault():
         losses = 2 + 0.1 * rng.standard_normal(4)
         losses[2] *= 1.5 if step >= 80 else 1
         columns = {"loss": losses, "loss_weight": [100, 400, 400, 100]}
-        told += diagnosis.observe(StepReport(gathered(step, [NO_SAMPLES] * 4, None, **columns), {}))
+        told += diagnosis.observe(StepReport(gathered(step, [[]] * 4, **columns), {}))
     severe = {(one.id, one.ranks) for one in told if one.severity > Severity.NOTE}
     assert severe == {("outlier-1", (2,))}
     assert any(one.id == "amounts-differ" for one in told)
@@ -146,3 +135,57 @@ def test_samples_that_are_dealt_anew_count_in_each_epoch():
     visits = RecentVisits()
     assert not any(visits.observe(list(drawn)) for drawn in fixed)
     assert all(visits.observe(list(drawn)) for drawn in fixed)
+
+
+UNITS = 8
+BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm
+
+
+def step(rng, sizes_U, noise=0.0):
+    scatter = noise * rng.standard_normal((2, len(sizes_U)))
+    return np.array([3 * np.exp(0.6 * sizes_U + scatter[0]), 0.4 - 0.2 * sizes_U + scatter[1]])
+
+
+def free(effect, values, sizes_U):
+    [left] = effect.adjust(values[None], sizes_U[None])
+    return left
+
+
+def taught(rng):
+    effect = SizeEffect(BOTH, UNITS)
+    for _ in range(100):
+        sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
+        free(effect, step(rng, sizes_U, noise=0.05), sizes_U)
+    return effect
+
+
+def test_what_follows_sizes_is_taken_away():
+    rng = np.random.default_rng(0)
+    effect = taught(rng)
+    sizes_U = 5 + 0.3 * np.arange(UNITS)
+    left = free(effect, step(rng, sizes_U), sizes_U)
+    middle = np.median(sizes_U)
+    np.testing.assert_allclose(left[0], 3.0 * np.exp(0.6 * middle), rtol=0.05)
+    np.testing.assert_allclose(left[1], 0.4 - 0.2 * middle, atol=0.05)
+
+
+def test_the_units_stay_exchangeable():
+    """To permute values and sizes of a step together permutes what is left."""
+    rng = np.random.default_rng(2)
+    sizes_U, order = rng.standard_normal(UNITS), rng.permutation(UNITS)
+    values = step(rng, sizes_U, noise=0.3)
+    left = free(taught(np.random.default_rng(3)), values, sizes_U)
+    permuted = free(taught(np.random.default_rng(3)), values[:, order], sizes_U[order])
+    np.testing.assert_array_equal(permuted, left[:, order])
+
+
+def test_a_fault_stays_whole():
+    rng = np.random.default_rng(5)
+    effect = SizeEffect(BOTH, UNITS)
+    for _ in range(100):
+        sizes_U = 5 + 0.3 * rng.standard_normal(UNITS)
+        sizes_U[6] += 0.4  # the faulty one has larger batches, too
+        values = step(rng, sizes_U, noise=0.05)
+        values[0, 6] *= 1.5
+        left = free(effect, values, sizes_U)
+    assert left[0, 6] / np.median(left[0]) == pytest.approx(1.5, rel=0.15)

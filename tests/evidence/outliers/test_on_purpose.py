@@ -20,7 +20,6 @@ from support.ranks import on_ranks, run_ranks
 pytestmark = pytest.mark.ranks
 
 LENGTH, STEPS = 16, 40
-END = StepEnd(0, True, frozenset(), 1)
 
 
 class Gathered(Function):
@@ -98,13 +97,11 @@ def train_all(rank, folder):
             model, loss_of = make(rank, on_purpose=on_purpose)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
             torch.manual_seed(1 + rank)
-            train_watched(
-                model,
-                optimizer,
-                f"{folder}/{name}-{on_purpose}",
-                STEPS,
-                lambda step, loss_of=loss_of: (1 + rank) * loss_of(step),  # parts differ in kind
-            )
+
+            def loss_of_part(step, loss_of=loss_of):
+                return (1 + rank) * loss_of(step)  # parts differ in kind
+
+            train_watched(model, optimizer, f"{folder}/{name}-{on_purpose}", STEPS, loss_of_part)
 
 
 runs = on_ranks(train_all, 2)
@@ -128,27 +125,19 @@ def exchange(rank, folder):
     half = dist.new_group([0, 1])
     alone = [dist.new_group([each]) for each in range(3)][rank]
     source, target = torch.ones(6, 2, 4), torch.empty(6, 2, 4)
-    uneven = [1, 2, 3]
-    took = [uneven[rank]] * 3
+    uneven, uneven_target = [1, 2, 3], torch.empty(3 * (rank + 1), 2, 4)
+    took = [rank + 1] * 3
+    sends = dist.P2POp(dist.isend, source, (rank + 1) % 3)
+    ring = [sends, dist.P2POp(dist.irecv, target, (rank - 1) % 3)]
     operations = {
         "even": lambda: dist.all_to_all_single(target, source),
-        "uneven": lambda: dist.all_to_all_single(
-            torch.empty(sum(took), 2, 4), source, took, uneven
-        ),
+        "uneven": lambda: dist.all_to_all_single(uneven_target, source, took, uneven),
         "sum": lambda: dist.all_reduce(source),
         "rows": lambda: dist.all_gather(list(target[:3]), source[0]),
         "alone": lambda: dist.all_gather([target], source, group=alone),
-        "ring": lambda: [
-            work.wait()
-            for work in dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, source, (rank + 1) % 3),
-                    dist.P2POp(dist.irecv, target, (rank - 1) % 3),
-                ]
-            )
-        ],
+        "ring": lambda: [work.wait() for work in dist.batch_isend_irecv(ring)],
         "half": lambda: rank < 2 and dist.all_gather([target, target], source, group=half),
-    }  # fmt: skip
+    }
     found = {}
     for name, operation in operations.items():
         probe = ExchangeProbe(frozenset(range(3)), 0)
@@ -156,15 +145,11 @@ def exchange(rank, folder):
         probe.before_forward(0, first=True)
         operation()
         probe.after_forward()
-        pending = probe.collect(END)
+        pending = probe.collect(StepEnd(0, True, frozenset(), 1))
         found[name] = {} if pending is None else pending.read().names[EXCHANGES]["exchanged"]
-    nothing = {"uneven": {}, "sum": {}, "rows": {}, "alone": {}}
-    expected = {
-        **nothing,
-        "even": {"all-to-all": 1},
-        "ring": {"send": 1},
-        "half": {"all-gather": 1} if rank < 2 else {},
-    }
+    expected = {name: {} for name in operations}
+    expected |= {"even": {"all-to-all": 1}, "ring": {"send": 1}}
+    expected["half"] = {"all-gather": 1} if rank < 2 else {}
     assert found == expected, found
 
 

@@ -11,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import rankscope
-from rankscope.bus.parity import RankStep
+from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT, RankStep
 from rankscope.evidence.parity.figures import FigureMeter, Labels, elements_among
+from rankscope.evidence.parity.inside import LayerOutputs
 from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
 from support.loops import watch
+from support.models import PassedOn
 from support.ranks import on_ranks, run_ranks
 
 SHAPES = {"wide": (6, 10), "odd": (5, 3, 2), "line": (7,)}
@@ -28,7 +30,6 @@ def whole_tensors():
 
 
 def layouts(tensor, mesh):
-    """Yield a tensor in several layouts over a mesh of two axes."""
     last = tensor.dim() - 1
     yield distribute_tensor(tensor, mesh, [Shard(0), Replicate()])
     yield distribute_tensor(tensor, mesh, [Replicate(), Shard(last)])
@@ -143,15 +144,9 @@ def test_rounding_of_the_norm_that_clips_is_measured(tmp_path, size):
     optimizer.step()
     recorder.after_update(optimizer)
     recorder.close()
-    exact = vector.weight.grad.double().norm()
-    error = abs(vector.weight.grad.norm().double() / exact - 1)
-    [step] = recorder_steps(tmp_path)
+    error = abs(vector.weight.grad.norm().double() / vector.weight.grad.double().norm() - 1)
+    [step] = [RankStep.unpack(file.read_bytes()) for file in tmp_path.rglob("step-*.bin")]
     assert step.facts["norm rounding"] == pytest.approx(float(error), rel=0.05, abs=1e-7)
-
-
-def recorder_steps(folder):
-    files = folder.rglob("step-*.bin")
-    return [RankStep.unpack(file.read_bytes()) for file in files]
 
 
 def train(rank, folder, watched):
@@ -217,11 +212,23 @@ def test_a_watched_training_keeps_its_bits_and_leaves_a_record(tmp_path):
 
 
 def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
-    net = model()
-    recorder = ParityRecorder(net, RecordPlace(tmp_path / "parity"), 3)
+    recorder = ParityRecorder(model(), RecordPlace(tmp_path / "parity"), 3)
     recorder._meter = None
     recorder.on_inputs((torch.ones(2, 6),), {})
     assert not recorder.active
     assert "parity records no more of this training" in caplog.text
     with pytest.raises(rankscope.RankscopeError, match="rank 0 of A could not be recorded"):
         read_side(tmp_path, "A")
+
+
+def test_an_output_that_the_loss_leaves_alone_has_no_gradient():
+    torch.manual_seed(0)
+    heads = nn.ModuleDict({"used": nn.Linear(3, 2), "alone": nn.Linear(3, 2)})
+    taken = []
+    LayerOutputs(heads, lambda *found: taken.append(found), lambda: True)
+    batch = torch.randn(4, 3)
+    used, _ = PassedOn.apply(*(head(batch) for head in heads.values()))
+    used.sum().backward()
+    kinds = [(OUTPUT, "used"), (OUTPUT, "alone"), (OUTPUT_GRADIENT, "used")]
+    assert [found[:2] for found in taken] == kinds
+    assert all(isinstance(tensor, torch.Tensor) for _, _, tensor in taken)

@@ -1,18 +1,32 @@
-"""Random numbers that workers share, or do not share though they should."""
+"""Random numbers that workers share or should share, and states that a restart restores."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
-from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.randomness.judge import BETWEEN, DIFFERS, IDENTICAL, LOADERS, EqualRandom
-from support.stepping import observe, run, words
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.evidence.randomness import KEY
+from rankscope.evidence.randomness.judge import (
+    BETWEEN,
+    DIFFERS,
+    IDENTICAL,
+    LOADERS,
+    RESUMED,
+    EqualRandom,
+    RandomRestart,
+)
+from rankscope.evidence.randomness.probe import RandomMeter
+from rankscope.record.states import pack_state, unpack_state
+from support.stepping import evidence_of, observe, run, words
+from support.streams import gathered
 
 SAME = Plan(random="same")
-OWN = {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}
-ALL = {"rng_used": [12] * 4, "rng_digest": [9] * 4}
 
 
 def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
@@ -48,7 +62,7 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
 @pytest.mark.parametrize(
     ("plan", "columns"),
     [
-        (None, OWN),
+        (None, {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}),
         (None, {"rng_used": [0] * 4, "rng_digest": [9] * 4}),  # nobody draws
         (
             None,
@@ -59,7 +73,7 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
             },
         ),
         (None, {"rng_used": [4, 0, 0, 0], "rng_digest": [9, 9, 9, 9]}),
-        (SAME, ALL),
+        (SAME, {"rng_used": [12] * 4, "rng_digest": [9] * 4}),
         (None, {"loader_rng_numpy": [1, 2, 3, 4], "loader_rng_repeats": [0] * 4}),
         (None, {"loader_rng_repeats": [MISSING_INT] * 4}),
     ],
@@ -99,3 +113,57 @@ def test_loader_processes_of_one_rank_that_are_alike_are_told():
     assert told[0].severity is Severity.WARNING
     assert "numpy's random generator" in words(told[0])
     assert "several processes of rank 1" in words(told[0])
+
+
+W = 4
+FIRST, SAVED = [1, 2, 3, 4], [11, 12, 13, 14]
+
+
+def step_of(number, kind, values_W, name="numpy's"):
+    row = StateDifference(kind, f"{KEY}: {name}", np.array(values_W), np.zeros(W, bool))
+    return StepReport(replace(gathered(number, [[]] * W), differences=(row,)), {})
+
+
+def after_restart(now_W, first_W=FIRST, saved_W=SAVED):
+    before, after = RandomRestart(W), RandomRestart(W)
+    assert evidence_of(before, step_of(0, StateKind.STARTED, first_W)) == []
+    assert evidence_of(before, step_of(9, StateKind.SAVED, saved_W)) == []
+    before.close()
+    after.restore(unpack_state(pack_state(before.state())))
+    return evidence_of(after, step_of(10, StateKind.STARTED, now_W))
+
+
+@pytest.mark.parametrize(
+    ("now_W", "ranks", "text"),
+    [
+        ([11, 11, 11, 11], (1, 2, 3), "ranks 1–3 hold rank 0's random state (numpy's)"),
+        ([12, 11, 13, 14], (0, 1), "rank 0 holds rank 1's and rank 1 holds rank 0's random state"),
+        ([7, 7, 7, 7], (0, 1, 2, 3), "ranks 0–3 hold one and the same random state"),
+    ],
+)
+def test_a_copy_or_a_permutation_is_named(now_W, ranks, text):
+    [found] = after_restart(now_W)
+    assert (found.cause, found.severity, found.ranks) == (RESUMED, Severity.WARNING, ranks)
+    assert text in words(found)
+
+
+@pytest.mark.parametrize(
+    ("now_W", "first_W", "saved_W"),
+    [
+        (SAVED, FIRST, SAVED),  # restored
+        (FIRST, FIRST, SAVED),  # seeded as before
+        ([2, 1, 3, 4], FIRST, FIRST),  # nobody draws from it
+        ([5, 5, 5, 5], [5, 5, 5, 5], SAVED),  # seeded alike from the start
+    ],
+)
+def test_other_restarts_are_healthy(now_W, first_W, saved_W):
+    assert after_restart(now_W, first_W, saved_W) == []
+
+
+def test_the_states_are_those_of_the_generators():
+    meter = RandomMeter(torch.device("cpu"))
+    before = meter.held()
+    assert before == meter.held()
+    torch.rand(1)
+    after = meter.held()
+    assert {name for name in before if before[name] != after[name]} == {"torch's on the CPU"}

@@ -15,7 +15,6 @@ from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
-FLOOR = 4e-7  # what sketches of large sections leave
 
 
 def to_type(values, dtype):
@@ -30,15 +29,13 @@ def reduced(gradients_WP, dtype="float32"):
 
 
 def gradients(rng, num_workers, sizes, scale=1.0, common=0.3):
-    return {
-        name: (
-            scale * (rng.standard_normal((num_workers, n)) + common * rng.standard_normal(n))
-        ).astype(np.float32)
-        for name, n in sizes.items()
-    }
+    def draw(n):
+        return scale * (rng.standard_normal((num_workers, n)) + common * rng.standard_normal(n))
+
+    return {name: draw(n).astype(np.float32) for name, n in sizes.items()}
 
 
-def audited(step, local, results_W, rng, floor=FLOOR, **columns):
+def audited(step, local, results_W, rng, floor=4e-7, **columns):
     """Return a step's record: W results of each group, against the mean in float64."""
     norms, cosines, residuals = [], [], []
     for name, own in local.items():
@@ -53,9 +50,8 @@ def audited(step, local, results_W, rng, floor=FLOOR, **columns):
             each = np.hypot(distances, noise) / lengths
         each[np.array(lengths) == 0] = 0.0
         residuals.append(np.where(np.isfinite(each), each, np.nan))
-    num_workers = len(results_W)
     one = replace(
-        gathered(step, [[]] * num_workers, **columns),
+        gathered(step, [[]] * len(results_W), **columns),
         observed=True,
         groups=tuple(local),
         group_norms_WG=np.stack(norms, axis=1),
@@ -83,8 +79,7 @@ def watch(num_steps, make, num_workers=4, reduced_in=None, detector=None, seed=0
 def healthy(num_workers=4, dtype="float32", sizes=SIZES, **kinds):
     def make(t, rng):
         local = gradients(rng, num_workers, sizes, **kinds)
-        result = {name: reduced(own, dtype) for name, own in local.items()}
-        return local, [result] * num_workers
+        return local, [{name: reduced(own, dtype) for name, own in local.items()}] * num_workers
 
     return make
 
@@ -103,8 +98,7 @@ def flipped(values, rng, bit):
 )
 def test_rounding_in_the_type_that_is_meant_is_no_error(num_workers, dtype, common):
     meant = dict.fromkeys(SIZES, dtype)
-    make = healthy(num_workers, dtype, common=common)
-    assert watch(40, make, num_workers, meant) == {}
+    assert watch(40, healthy(num_workers, dtype, common=common), num_workers, meant) == {}
 
 
 @pytest.mark.parametrize(("dtype", "num_workers"), [("float32", 5), ("bfloat16", 2)])
@@ -138,8 +132,7 @@ def test_a_corrupted_element_is_found_in_the_same_step(bit):
     assert list(told) == ["reduction-spike"]
     ((step, evidence),) = told["reduction-spike"]
     assert (step, evidence.first_step, evidence.count) == (9, 9, 1)
-    assert evidence.groups == ("blocks.1",)
-    assert evidence.ranks == (0, 1, 2, 3)
+    assert (evidence.groups, evidence.ranks) == (("blocks.1",), (0, 1, 2, 3))
     assert str(evidence.severity) == "error"
 
 
@@ -181,19 +174,16 @@ def test_one_worker_that_gets_another_result():
     assert list(told) == ["reduction-one-worker"]
     assert [step for step, _ in told["reduction-one-worker"]] == [0, 11]
     _, evidence = told["reduction-one-worker"][1]
-    assert evidence.ranks == (1,)
-    assert evidence.groups == ("norm",)
+    assert (evidence.ranks, evidence.groups) == ((1,), ("norm",))
     assert str(evidence.severity) == "error"
 
 
-@pytest.mark.parametrize(
-    ("begin", "dtype", "num_workers"), [(0, "float16", 16), (25, "bfloat16", 2)]
-)
-def test_a_reduction_in_a_narrower_type_than_meant(num_workers, dtype, begin):
+@pytest.mark.parametrize(("begin", "dtype", "width"), [(0, "float16", 16), (25, "bfloat16", 2)])
+def test_a_reduction_in_a_narrower_type_than_meant(width, dtype, begin):
     def make(t, rng):
-        return healthy(num_workers, dtype if t >= begin else "float32")(t, rng)
+        return healthy(width, dtype if t >= begin else "float32")(t, rng)
 
-    told = watch(60, make, num_workers)
+    told = watch(60, make, width)
     assert list(told) == ["numerics.reduction_error"]
     step, evidence = told["numerics.reduction_error"][0]
     assert (step, evidence.first_step, evidence.count) == (begin + STEPS - 1, begin, STEPS)

@@ -28,7 +28,6 @@ SIZE = 600
 
 
 def gradients(num_steps, num_workers=4, seed=0, common=0.5):
-    """Yield gradients ``[W, P]`` with something in common, of sizes that change."""
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
         own_WP = rng.standard_normal((num_workers, SIZE))
@@ -36,41 +35,24 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
         yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
 
 
-def watch(
-    gradients_TWP,
-    reduce,
-    applied=None,
-    noise=0.01,
-    loss_scale=None,
-    micro_batches=None,
-    clipped=lambda step: np.nan,
-):
-    """Return the evidence of a run whose reduction is ``reduce(gradients_WP, step)``."""
+def watch(gradients_TWP, reduce, noise=0.01, **columns):
+    """Return the evidence of a run with this reduction; columns may follow from the step."""
     rng = np.random.default_rng(1)
-    detector, told = None, []
+    reports = []
     for step, gradients_WP in enumerate(gradients_TWP):
-        num_workers = len(gradients_WP)
-        detector = detector or ReductionChecks(num_workers)
-        gram_WW = gradients_WP @ gradients_WP.T
-        cosines = {
+        width, gram_WW = len(gradients_WP), gradients_WP @ gradients_WP.T
+        given = {name: value(step) if callable(value) else value for name, value in columns.items()}
+        workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}
+        workers |= {name: np.full(width, value) for name, value in given.items()}
+        reduced = np.linalg.norm(reduce(gradients_WP, step)) * np.exp(noise * rng.standard_normal())
+        values = {
             "cosine_weighted": norm_weighted_cosine(gram_WW),
             "cosine_mean": mean_and_min_cosine(cosines_from_gram(gram_WW))[0],
+            "grad_norm_reduced": reduced,
         }
-        reduced = np.linalg.norm(reduce(gradients_WP, step)) * np.exp(noise * rng.standard_normal())
-        workers = {"grad_norm": np.linalg.norm(gradients_WP, axis=1)}
-        if applied is not None:
-            workers["applied_scale"] = np.full(num_workers, applied(step))
-            workers["clip_factor"] = np.full(num_workers, clipped(step))
-        if loss_scale is not None:
-            workers["grad_scale"] = np.full(num_workers, loss_scale)
-        if micro_batches is not None:
-            workers["micro_batches"] = np.full(num_workers, micro_batches)
-        report = StepReport(
-            replace(gathered(step, [[]] * num_workers, **workers), observed=True),
-            {**cosines, "grad_norm_reduced": reduced},
-        )
-        told += evidence_of(detector, report)
-    return told
+        one = gathered(step, [[]] * width, **workers)
+        reports.append(StepReport(replace(one, observed=True), values))
+    return evidence_of(ReductionChecks(width), *reports)
 
 
 def mean(gradients_WP, step):
@@ -81,12 +63,10 @@ def mean(gradients_WP, step):
 def test_the_mean_is_no_fault(num_workers):
     for common in (0.0, 0.3, 3.0):
         stream = gradients(300, num_workers, common=common)
-        assert watch(stream, mean, applied=lambda t: min(1.0, 0.3 + t % 7 / 7)) == []
+        assert watch(stream, mean, applied_scale=lambda t: min(1.0, 0.3 + t % 7 / 7)) == []
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"), [(0.25, "divided twice"), (4.0, "summed, not averaged")]
-)
+@pytest.mark.parametrize(("factor", "words"), [(0.25, "divided twice"), (4.0, "not averaged")])
 def test_a_factor_that_stays(factor, words):
     told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
     assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]
@@ -95,7 +75,7 @@ def test_a_factor_that_stays(factor, words):
 
 
 def test_a_division_after_the_reduction():
-    told = watch(gradients(STEPS), mean, applied=lambda t: 0.25)
+    told = watch(gradients(STEPS), mean, applied_scale=0.25)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
 
     assert (told[0].first_step, told[0].count) == (0, STEPS_APPLIED)
@@ -105,9 +85,8 @@ def test_a_division_after_the_reduction():
 
 def test_a_sum_after_the_reduction_that_is_clipped():
     """Clipping hides the factor in the gradient's norm, and not in what the call has seen."""
-    told = watch(
-        gradients(STEPS), mean, applied=lambda t: 4.0 / (2 + t), clipped=lambda t: 1 / (2 + t)
-    )
+    columns = {"applied_scale": lambda t: 4.0 / (2 + t), "clip_factor": lambda t: 1 / (2 + t)}
+    told = watch(gradients(STEPS), mean, **columns)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
     assert "multiplied once more by the number of workers" in describe(told[0])[0]
 
@@ -115,20 +94,19 @@ def test_a_sum_after_the_reduction_that_is_clipped():
 @pytest.mark.parametrize(("micro_batches", "found"), [(4, set()), (1, {"sync.wrong_scale"})])
 def test_losses_may_be_summed_over_micro_batches_where_none_is_known(micro_batches, found):
     """As in a pipeline, whose schedule divides the gradients after the reduction."""
-    told = watch(gradients(STEPS), mean, applied=lambda t: 0.25, micro_batches=micro_batches)
+    told = watch(gradients(STEPS), mean, applied_scale=0.25, micro_batches=micro_batches)
     assert {evidence.cause for evidence in told} == found
 
 
 @pytest.mark.parametrize(("applied", "loss_scale"), [(0.25, 1.2), (4.0, 8.0)])
 def test_a_factor_after_the_reduction_that_nothing_explains(applied, loss_scale):
-    told = watch(gradients(STEPS), mean, applied=lambda t: applied, loss_scale=loss_scale)
+    told = watch(gradients(STEPS), mean, applied_scale=applied, grad_scale=loss_scale)
     assert {evidence.cause for evidence in told} == {"sync.wrong_scale"}
 
 
 def test_a_scaler_that_is_undone_is_no_division():
     """Scalers divide after the reduction; so does who sums the losses of W micro-batches."""
-    told = watch(gradients(3 * STEPS), mean, applied=lambda t: 0.25, loss_scale=32.0)
-    assert told == []
+    assert watch(gradients(3 * STEPS), mean, applied_scale=0.25, grad_scale=32.0) == []
 
 
 def test_the_gradient_of_the_step_before():
@@ -138,8 +116,7 @@ def test_the_gradient_of_the_step_before():
         before[step] = mean(gradients_WP, step)
         return before.get(step - 1, before[step])
 
-    told = watch(gradients(3 * STEPS), stale)
-    assert {evidence.cause for evidence in told} == {"sync.stale"}
+    assert {evidence.cause for evidence in watch(gradients(3 * STEPS), stale)} == {"sync.stale"}
 
 
 def test_gradients_that_were_clipped_before_the_reduction():
@@ -157,14 +134,12 @@ def test_norms_that_stop_at_one_value():
         for gradients_WP in gradients(2 * STEPS):
             yield 5.0 * gradients_WP / np.linalg.norm(gradients_WP, axis=1, keepdims=True)
 
-    told = watch(limited(), mean)
-    assert {evidence.cause for evidence in told} == {"sync.clipped_locally"}
+    assert {evidence.cause for evidence in watch(limited(), mean)} == {"sync.clipped_locally"}
 
 
 def test_equal_batches_are_not_taken_for_clipping():
     rng = np.random.default_rng(0)
-    one_P = rng.standard_normal(SIZE)
-    assert watch([np.tile(one_P, (4, 1))] * 40, mean, noise=0.0) == []
+    assert watch([np.tile(rng.standard_normal(SIZE), (4, 1))] * 40, mean, noise=0.0) == []
 
 
 W = 3
@@ -172,38 +147,25 @@ GROUPS = ("embedding", "block", "head")
 
 
 def step(number, *, observed=True, changes_WG=None, names=(), **columns):
-    columns = {name: np.array(values) for name, values in columns.items()}
     zeros_W = np.zeros(W, np.int64)
+    rows = [StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names]
+    parts = {"groups": GROUPS, "group_norms_WG": np.ones((W, 3))}
+    parts |= {"accumulator_changes_WG": changes_WG, "differences": tuple(rows)}
     return StepReport(
-        replace(
-            gathered(number, [[]] * W, **columns),
-            observed=observed,
-            groups=GROUPS,
-            group_norms_WG=np.ones((W, 3)),
-            accumulator_changes_WG=changes_WG,
-            differences=tuple(
-                StateDifference(StateKind.CHANGED, name, zeros_W, zeros_W > 0) for name in names
-            ),
-        ),
-        {},
+        replace(gathered(number, [[]] * W, **columns), observed=observed, **parts), {}
     )
 
 
-def accumulated(number, change, scale, *, groups=GROUPS, ranks=range(W)):
-    """Return a step in which the gradient of these groups and ranks changed before the third."""
-    on_W = np.isin(np.arange(W), list(ranks))
-    changes_WG = np.outer(on_W, np.isin(GROUPS, groups)) * change
+def accumulated(number, change, scale, *, micro=2, **columns):
+    """Return a step in which the gradient changed before a micro-batch, the third by default."""
     return step(
         number,
-        changes_WG=changes_WG,
-        accumulator_change=np.where(on_W, change, 0.0),
-        accumulator_scale=np.where(on_W, scale, 1.0),
-        accumulator_micro=np.full(W, 2),
+        changes_WG=np.full((W, 3), change),
+        accumulator_change=[change] * W,
+        accumulator_scale=[scale] * W,
+        accumulator_micro=[micro] * W,
+        **columns,
     )
-
-
-def tell(detector, *steps):
-    return [evidence for one in steps for evidence in evidence_of(detector, one)]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +178,8 @@ def tell(detector, *steps):
 )
 def test_a_mistake_that_comes_again_is_an_error(scale, kind, text):
     change = abs(scale - 1) / max(scale, 1)
-    found = tell(AccumulationAudit(), *(accumulated(n, change, scale) for n in range(ERROR_FROM)))
+    steps = (accumulated(n, change, scale) for n in range(ERROR_FROM))
+    found = evidence_of(AccumulationAudit(), *steps)
     assert [one.severity for one in found] == [Severity.WARNING] * 2 + [Severity.ERROR]
     assert found[-1].numbers["kind"] == kind
     assert found[-1].ranks == (0, 1, 2)
@@ -225,8 +188,8 @@ def test_a_mistake_that_comes_again_is_an_error(scale, kind, text):
 
 
 def test_rounding_is_no_change_and_one_micro_batch_tells_nothing():
-    unknown = [step(n) for n in range(4)]
-    assert tell(AccumulationAudit(), *unknown, *(accumulated(n, 1e-6, 1.0) for n in range(9))) == []
+    unknown, rounded = [step(n) for n in range(4)], [accumulated(n, 1e-6, 1.0) for n in range(9)]
+    assert evidence_of(AccumulationAudit(), *unknown, *rounded) == []
 
 
 def left(number, ranks, *, calls=1):
@@ -235,7 +198,8 @@ def left(number, ranks, *, calls=1):
 
 
 def test_a_gradient_that_two_updates_apply_is_left_over():
-    found = tell(AccumulationAudit(), *(left(n, (0, 2) if n % 3 == 1 else ()) for n in range(9)))
+    steps = (left(n, (0, 2) if n % 3 == 1 else ()) for n in range(9))
+    found = evidence_of(AccumulationAudit(), *steps)
     assert [one.key for one in found] == [LEFT_OVER] * 3
     assert (found[-1].severity, found[-1].ranks) == (Severity.ERROR, (0, 2))
     assert found[-1].first_step == 1
@@ -243,7 +207,7 @@ def test_a_gradient_that_two_updates_apply_is_left_over():
 
 
 def test_one_that_is_thrown_away_afterwards_is_not():
-    assert tell(AccumulationAudit(), *(left(n, range(W), calls=0) for n in range(5))) == []
+    assert evidence_of(AccumulationAudit(), *(left(n, range(W), calls=0) for n in range(5))) == []
 
 
 def changed(number, factor, names=("block.weight",)):
@@ -251,7 +215,7 @@ def changed(number, factor, names=("block.weight",)):
 
 
 def test_a_factor_of_some_parameters_is_told_and_they_are_named():
-    found = tell(ChangedLater(), *(changed(n, 0.5) for n in range(3)))
+    found = evidence_of(ChangedLater(), *(changed(n, 0.5) for n in range(3)))
     assert [one.severity for one in found] == [Severity.NOTE, Severity.NOTE, Severity.WARNING]
     numbers = {"steps": 3, "names": ["block.weight"], "num_names": 1, "factor": 0.5}
     assert found[-1].numbers == numbers
@@ -260,25 +224,15 @@ def test_a_factor_of_some_parameters_is_told_and_they_are_named():
 
 def test_clipping_by_value_or_layer_is_a_note_and_by_norm_nothing():
     factors = [0.9, 0.4, 0.7, 0.2]
-    found = tell(ChangedLater(), *(changed(n, factor) for n, factor in enumerate(factors)))
+    found = evidence_of(ChangedLater(), *(changed(n, factor) for n, factor in enumerate(factors)))
     assert {one.severity for one in found} == {Severity.NOTE}
-    assert tell(ChangedLater(), *(changed(n, 1.0) for n in range(9)), step(9)) == []
+    assert evidence_of(ChangedLater(), *(changed(n, 1.0) for n in range(9)), step(9)) == []
 
 
 def test_a_first_of_two_passes_that_is_dropped_may_be_meant():
     """A GAN's generator is trained through its discriminator, whose gradient is dropped then."""
-    dropped = [
-        step(
-            number,
-            changes_WG=np.ones((W, 3)),
-            accumulator_change=np.ones(W),
-            accumulator_scale=np.zeros(W),
-            accumulator_micro=np.ones(W, int),
-            micro_batches=np.full(W, 2.0),
-        )
-        for number in range(5)
-    ]
-    told = tell(AccumulationAudit(), *dropped)[-1]
+    dropped = [accumulated(n, 1.0, 0.0, micro=1, micro_batches=[2.0] * W) for n in range(5)]
+    told = evidence_of(AccumulationAudit(), *dropped)[-1]
     assert told.severity is Severity.NOTE
     assert "What the first pass has contributed is dropped" in words(told)
 
@@ -290,11 +244,10 @@ def carried(number, ranks, *, updates=1, **columns):
 
 
 def test_gradients_that_held_other_values_before_are_a_warning():
-    found = tell(AccumulationAudit(), *(carried(n, [1, 2]) for n in range(12)))
+    found = evidence_of(AccumulationAudit(), *(carried(n, [1, 2]) for n in range(12)))
     assert [one.last_step for one in found] == [8, 9, 10, 11]  # the first one may be any
-    assert {(one.key, one.severity, one.ranks) for one in found} == {
-        (FILLED, Severity.WARNING, (1, 2))
-    }
+    kinds = {(one.key, one.severity, one.ranks) for one in found}
+    assert kinds == {(FILLED, Severity.WARNING, (1, 2))}
     assert "was not zero when the first backward pass of a step began" in words(found[0])
 
 
@@ -308,16 +261,13 @@ def test_gradients_that_held_other_values_before_are_a_warning():
     ],
 )
 def test_gradients_that_are_explained_otherwise_are_not_filled(make):
-    found = tell(AccumulationAudit(), *map(make, range(40)))
+    found = evidence_of(AccumulationAudit(), *map(make, range(40)))
     assert FILLED not in {one.key for one in found}
 
 
 def test_gradients_of_parameters_that_no_optimizer_holds_are_zeroed_by_nobody():
     steps = [carried(n, [1, 2]) for n in range(12)]
     for by_loop in (False, True):
-        (audit,) = (
-            one
-            for one in make_judges(RunFacts(W, unheld=True, by_loop=by_loop))
-            if isinstance(one, AccumulationAudit)
-        )
-        assert bool(tell(audit, *steps)) == by_loop
+        judges = make_judges(RunFacts(W, unheld=True, by_loop=by_loop))
+        (audit,) = (one for one in judges if isinstance(one, AccumulationAudit))
+        assert bool(evidence_of(audit, *steps)) == by_loop

@@ -104,18 +104,15 @@ def test_a_parameter_whose_gradient_is_wrong_is_named(lacking):
 def test_a_block_that_is_nearly_right_is_set_apart_and_not_all_of_it_is_blamed():
     ratios_B = np.array([1.04, 1.0, 1.0, 1.0])
     changes_BDE = np.tile([[0.01, 0.02]], (4, 2, 1))
+    numbers = {"loss": 4.0, "error": 0.0, "scale": 1.0, "rounds_in": 1e-7, "clipped": 1.0}
     slopes = Slopes(
         labels=("a (and 2 more)", "b (and 1 more)", "c", "d"),
         changes_BDE=changes_BDE,
         given_BDE=changes_BDE * ratios_B[:, None, None],
         usual_BD=np.full((4, 2), 0.01),
-        loss=4.0,
-        error=0.0,
-        scale=1.0,
-        rounds_in=1e-7,
         num_ranks=2,
         parts=False,
-        clipped=1.0,
+        **numbers,
     )
     found = judge_slopes(slopes, 2)
     assert [block.label for block in found.odd] == ["a (and 2 more)"]

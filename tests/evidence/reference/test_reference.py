@@ -1,4 +1,4 @@
-"""A micro-batch's gradient, computed again by the plain module, against the training's own bits."""
+"""A micro-batch's gradient, computed again, and what parameters get past a model's outputs."""
 
 import random
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope.bus.groups import Groups
 from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.models import WholeModel, measure_gradients
 from rankscope.evidence.reference.reference import ReferenceStep
@@ -94,20 +95,9 @@ def train(model, kind, *, autocast=False, num_micro=3):
 
 
 def state_of(model):
-    return (
-        {name: value.clone() for name, value in model.state_dict().items()},
-        (model.calls, torch.get_rng_state(), model.own.get_state(), random.getstate()),
-        np.random.get_state(legacy=False)["state"]["key"].copy(),  # noqa: NPY002
-    )
-
-
-def assert_same(before, after):
-    torch.testing.assert_close(before[0], after[0], rtol=0, atol=0)
-    assert all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-        for one, other in zip(before[1], after[1], strict=True)
-    )
-    np.testing.assert_array_equal(before[2], after[2])
+    tensors = [*model.state_dict().values(), torch.get_rng_state(), model.own.get_state()]
+    numpys = np.random.get_state(legacy=False)["state"]["key"].tolist()  # noqa: NPY002
+    return [t.to_dense().tolist() for t in tensors], model.calls, random.getstate(), numpys
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, au
         for one, other in zip(again, gradients[number], strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
-    assert_same(before, state_of(model))
+    assert state_of(model) == before
     assert parameters[0].grad is kept
     assert bool((kept == 1).all())
 
@@ -168,16 +158,13 @@ def test_a_step_is_measured_in_sketches_that_add_up_to_it():
 
 @pytest.mark.parametrize("clipped", [1.0, 0.3])
 def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
-    draw = torch.Generator().manual_seed(0)
-    gradients = torch.randn(2, 5_000_000, generator=draw)
+    gradients = torch.randn(2, 5_000_000, generator=torch.Generator().manual_seed(0))
     reduced = gradients.mean(0)
     measured = [sketched(gradient) for gradient in [*gradients, reduced, clipped * reduced]]
     norm = np.array([float(gradients[0].double().norm())])
     known = {"elements_P": np.array([5e6]), "norms_MP": norm[None], "copies": 2}
-    shares = [
-        share_of(("weight",), measured[rank][None], measured[3], reduced_PK=measured[2], **known)
-        for rank in range(2)
-    ]
+    known |= {"names": ("weight",), "given_PK": measured[3], "reduced_PK": measured[2]}
+    shares = [share_of(terms_MPK=measured[rank][None], **known) for rank in range(2)]
     found = verify(shares, [np.ones(1)] * 2, [])
     assert (found.answer, found.clipped) == (ReferenceAnswer.AGREES, pytest.approx(clipped, 1e-4))
 
@@ -196,3 +183,62 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_declined():
     micros, _ = train(model, "loss")
     with pytest.raises(CanaryDeclined, match="does not repeat itself"):
         micros[0].gradients(model, list(model.parameters()))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def direct_of(loss, outputs, model):
+    edges = {(output.grad_fn, output.output_nr) for output in outputs}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    direct = DirectGradients([loss], edges, names)
+    loss.backward()
+    direct.remove()
+    return direct
+
+
+def test_what_the_loss_takes_of_parameters_is_kept_and_what_came_through_outputs_is_not(model):
+    other = nn.Linear(2, 2)  # of the loss's own
+    first, last = model[0].weight, model[2].bias
+
+    def loss_of(output):
+        temperature = last.sum().exp()
+        penalty = first.square().sum() + first.sum()
+        return (other(output) * temperature).square().mean() + penalty * temperature
+
+    outputs = [model(torch.randn(5, 3)) for _ in range(2)]
+    direct = direct_of(loss_of(outputs[0] + outputs[1]), outputs, model)
+    cut = loss_of((outputs[0] + outputs[1]).detach())
+    assert not direct.takes_inner
+    assert direct.by_name.keys() == {"0.weight", "2.bias"}
+    for name, parameter in (("0.weight", first), ("2.bias", last)):
+        (expected,) = torch.autograd.grad(cut, parameter, retain_graph=True)
+        torch.testing.assert_close(direct.by_name[name], expected)
+
+
+def test_a_loss_of_outputs_alone_takes_nothing_else(model):
+    output = model(torch.randn(5, 3))
+    direct = direct_of(output.square().mean(), [output], model)
+    assert not direct.by_name
+    assert not direct.takes_inner
+
+
+def test_a_value_of_the_forward_pass_that_is_not_returned_is_seen(model):
+    inner = model[0](torch.randn(5, 3))
+    output = model[2](inner.relu())
+    assert direct_of(output.sum() + inner.sum(), [output], model).takes_inner
+
+
+def test_a_gradient_that_cannot_be_kept_does_not_reach_the_training(model, monkeypatch):
+    output = model(torch.randn(5, 3))
+
+    def fail(*_):
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(DirectGradients, "_keep", fail)
+    direct = direct_of(output.sum() + model[2].bias.square().sum(), [output], model)
+    assert "none left" in direct.lost
+    assert model[2].bias.grad is not None

@@ -1,8 +1,13 @@
 """The reference step's arithmetic, against gradients whose making is known."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from rankscope.bus.probe import DirectedRun
+from rankscope.evidence.reference.director import Verifications
 from rankscope.evidence.reference.verify import GradientMismatch, ReferenceAnswer, verify
 from rankscope.evidence.reference.words import verified
 from rankscope.stats.rounding import round_to_bfloat16
@@ -18,8 +23,7 @@ BY_TOKEN = np.array(TOKENS) / np.sum(TOKENS)
 def gradients(seed=0):
     """Return the gradient of each micro-batch's mean loss: alike, as in a training ``[W,M,P,K]``"""
     random = np.random.default_rng(seed)
-    common = random.standard_normal((P, K))
-    return common + random.standard_normal((W, M, P, K))
+    return random.standard_normal((P, K)) + random.standard_normal((W, M, P, K))
 
 
 def summed(units, weights):
@@ -89,12 +93,10 @@ def test_a_factor_of_all_parameters_is_told(factor):
 
 
 def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
-    given = summed(gradients(), EQUAL / W)
-    found = ask(given, scales=np.full((W, M), 1 / (M * W)))
+    found = ask(summed(gradients(), EQUAL / W), scales=np.full((W, M), 1 / (M * W)))
     assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
-    assert "0.333 times what one process would compute, as if averaged over the workers twice" in (
-        words(found)
-    )
+    said = "0.333 times what one process would compute, as if averaged over the workers twice"
+    assert said in words(found)
     assert "it was so when backward was called" in words(found)
 
 
@@ -120,9 +122,8 @@ def test_a_factor_that_may_be_meant_is_one_of_the_mean_loss():
     found = ask(0.965 * summed(gradients(), BY_TOKEN), scales=0.965 * W * BY_TOKEN)
     finding = verified(found, 20, W, M)
     assert str(finding.severity) == "warning"
-    assert "0.965 times that of the mean loss, where each label token counts alike; it was so" in (
-        finding.explanation
-    )
+    said = "0.965 times that of the mean loss, where each label token counts alike; it was so"
+    assert said in finding.explanation
 
 
 def test_stages_of_a_pipeline_may_sum_a_shared_weight_after_a_sound_reduction():
@@ -279,9 +280,8 @@ def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():
     whole = ask(M * given, units=units, scales=scales, known=False, dtype="bfloat16")
     assert whole.answer is ReferenceAnswer.AGREES
     assert whole.ulps < 3
-    assert (
-        ask(M * given, units=units, scales=scales, known=False).answer is not ReferenceAnswer.AGREES
-    )
+    plain = ask(M * given, units=units, scales=scales, known=False)
+    assert plain.answer is not ReferenceAnswer.AGREES
 
 
 def taken_back(factors, error=0.0):
@@ -310,3 +310,47 @@ def test_a_layer_that_is_held_back_and_clipping_by_layer_are_right():
 def test_other_changes_after_the_reduction_are_errors(factors, error):
     _, finding = taken_back(factors, error)
     assert str(finding.severity) == "error"
+
+
+def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
+    """Return the finding of W workers, whose backward passes had a factor on their losses."""
+    draw = np.random.default_rng(0)
+    terms = draw.standard_normal((W, 1, 2, 31)).astype(np.float32) * factor
+    given = terms.mean(axis=0)[0]
+    values = draw.uniform(2, 3, W)
+    found = []
+    root = Verifications(DirectedRun(W, 0, Path(), report=found.append))
+    for rank in range(W):
+        root_of = (values[rank] * factor,)
+        more = {"digests": digests[rank], "roots_M": root_of, "copies": W}
+        root.take(
+            rank, 5, share_of(("up.weight", "down.weight"), terms[rank], given, **more).pack()
+        )
+    unknown = tuple(np.array([np.nan]) for _ in range(W))
+    micro = dict.fromkeys(("micro_scales", "micro_weights", "micro_losses"), unknown)
+    if losses is not None:
+        micro["micro_losses"] = tuple(np.array([value]) for value in losses(values))
+    step = SimpleNamespace(step=5, workers={"loss_divided": np.zeros(W)}, **micro)
+    root.observe(step, (), (), 5)
+    (finding,) = found
+    return finding
+
+
+def test_a_loss_that_is_not_known_may_have_any_factor():
+    finding = judged()
+    assert finding.cause == "verify.declined"
+    assert "the factor between the loss" in finding.explanation
+
+
+@pytest.mark.parametrize(("factor", "cause"), [(1.0, "verify.agrees"), (1 / W, "verify.scale")])
+def test_a_loss_given_after_its_backward_pass_has_the_factor_of_its_value(factor, cause):
+    finding = judged(factor=factor, losses=lambda values: values)
+    assert finding.cause == cause
+    assert ("averaged over the workers twice" in finding.explanation) == (factor != 1)
+
+
+def test_workers_that_hold_other_parameters_have_no_common_gradient():
+    digests = ({"up.weight": 1, "down.weight": 2}, {"up.weight": 1, "down.weight": 2})
+    finding = judged(digests=(*digests, {"up.weight": 1, "down.weight": 3}))
+    assert finding.cause == "verify.declined"
+    assert "different values of down.weight" in finding.explanation

@@ -10,9 +10,10 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.steps import StepBatch
+from rankscope.evidence.samples.epochs import KEY, EpochsCutShort
 from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import describe
+from support.stepping import describe, evidence_of, words
 from support.streams import gathered, replicated, shard, sharded, with_replacement
 
 W, BATCH = 4, 4
@@ -30,7 +31,6 @@ def feed(detector, reports, together):
 
 
 def goes_on(before, after, *options, together):
-    """Return the evidence of a job that is stopped and goes on in a new process."""
     old, new = (ResumeMismatch(W, *options) for _ in range(2))
     assert feed(old, before, together) == []
     assert old.close() == ()
@@ -50,7 +50,6 @@ def restart(before, after, *, lr=(None, None), capacity=1 << 18, together=1, row
 
 
 def epochs(num_samples, first_epoch=0, **kwargs):
-    """Yield the batches of a sharded job from some epoch on."""
     for epoch in count(first_epoch):
         shares = [shard(num_samples, W, rank, 0, epoch, **kwargs) for rank in range(W)]
         for start in range(0, len(shares[0]), BATCH):
@@ -74,17 +73,12 @@ def shuffled_again(num_samples, steps, seed=7):
 def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop, together):
     length = -(-num_samples // (W * BATCH))
     at = epoch * length + stop
-    found = restart(
-        islice(epochs(num_samples), at),
-        islice(shuffled_again(num_samples, stop), 2 * length),
-        together=together,
-    )
+    after = islice(shuffled_again(num_samples, stop), 2 * length)
+    found = restart(islice(epochs(num_samples), at), after, together=together)
     assert found
-    assert {(one.cause, one.severity, one.key) for one in found} == {
-        ("data.resume_mismatch", Severity.ERROR, "")
-    }
-    assert found[0].ranks == tuple(range(W))
-    assert found[0].first_step == at
+    kinds = {(one.cause, one.severity, one.key) for one in found}
+    assert kinds == {("data.resume_mismatch", Severity.ERROR, "")}
+    assert (found[0].ranks, found[0].first_step) == (tuple(range(W)), at)
     assert found[0].numbers["epoch_began_at"] == epoch * length
     assert found[0].last_step < at + length
 
@@ -95,17 +89,13 @@ def test_one_worker_that_shuffles_again_is_named():
         for batches, odd in zip(good, shuffled_again(1024, 32), strict=False):
             yield [*batches[:2], odd[2], batches[3]]
 
-    found = restart(islice(epochs(1024), 32), islice(after(), 32))
-    assert found[-1].ranks == (2,)
+    assert restart(islice(epochs(1024), 32), islice(after(), 32))[-1].ranks == (2,)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "at"), [(512, 7), (512, 32), (517, 16), (64, 2), (16, 33), (40, 1)]
-)
-def test_a_job_that_goes_on_is_silent(num_samples, at):
-    stream = epochs(num_samples)
-    lost = at % 2
-    assert restart(islice(stream, at), islice(stream, lost, 120)) == []
+@pytest.mark.parametrize(("size", "at"), [(512, 7), (512, 32), (517, 16), (16, 33), (40, 1)])
+def test_a_job_that_goes_on_is_silent(size, at):
+    stream = epochs(size)
+    assert restart(islice(stream, at), islice(stream, at % 2, 120)) == []
 
 
 @pytest.mark.parametrize(
@@ -130,9 +120,8 @@ def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells
 def test_a_few_steps_show_a_loader_that_began_again_where_most_rows_are_left(rows, steps, seen):
     batches = list(islice(epochs(2000), 100))
     found = restart(batches[:20], batches[:steps], rows=rows, lr=(falls(), falls()))
-    assert [(one.severity, one.key) for one in found] == [
-        (Severity.WARNING, "epoch-begun-again")
-    ] * seen
+    begun_again = (Severity.WARNING, "epoch-begun-again")
+    assert [(one.severity, one.key) for one in found] == [begun_again] * seen
     assert restart(batches[:20], batches[20:28], rows=rows) == []
 
 
@@ -156,19 +145,17 @@ STARTED, SAVED = StateKind.STARTED, StateKind.SAVED
 
 
 def held(step, kind, model, **more):
-    values = {"parameters: bits": model, **more}
     rows = (
         StateDifference(kind, f"optimizer: {name}", np.full(W, value), np.zeros(W, bool))
-        for name, value in values.items()
+        for name, value in {"parameters: bits": model, **more}.items()
     )
     return replace(step, differences=(*step.differences, *rows))
 
 
 def streamed(before, after, *, saved, started, state=None, more=True, together=3):
-    """Return the evidence of a job that reads a stream, by the steps after which it was saved.
+    """Return the evidence of a job that begins again with the model of step ``started``.
 
-    It begins again with the model of step ``started``, and with some ``state`` of its optimizer,
-    which had none at first; ``more``: whether its data had a rest.
+    ``state`` is that of its optimizer, which had none at first; ``more``: its data had a rest.
     """
     steps = [
         gathered(number, samples, loader_goes_on=[more or number != len(before) - 1] * W)
@@ -191,9 +178,7 @@ def streamed(before, after, *, saved, started, state=None, more=True, together=3
         (-1, {"momentum_buffer: held": 2}, Severity.ERROR),
     ],
 )
-def test_another_permutation_is_no_error_where_the_job_may_be_another_training(
-    started, state, severity
-):
+def test_another_permutation_is_no_error_in_another_training(started, state, severity):
     before, after = (list(islice(them, 32)) for them in (epochs(512), shuffled_again(512, 16)))
     found = streamed(before[:16], after, saved=[15], started=started, state=state)
     assert found
@@ -203,9 +188,7 @@ def test_another_permutation_is_no_error_where_the_job_may_be_another_training(
 
 @pytest.mark.parametrize("together", [1, 5])
 @pytest.mark.parametrize(("saved", "started"), [([37], 37), ([30, 37], 37), ([10, 30], 30)])
-def test_a_stream_that_begins_again_under_a_model_that_went_on_is_a_warning(
-    saved, started, together
-):
+def test_a_stream_that_begins_again_behind_its_model_is_a_warning(saved, started, together):
     batches = list(islice(epochs(2000), 38))
     [found] = streamed(batches, batches, saved=saved, started=started, together=together)
     assert (found.severity, found.key) == (Severity.WARNING, "epoch-begun-again")
@@ -248,12 +231,10 @@ def test_a_loader_that_went_further_back_than_its_checkpoint_is_a_warning():
 def test_the_same_order_in_each_epoch_is_no_restart_at_an_epochs_end(stop, seen):
     stream = list(islice(sharded(512, W, BATCH, reshuffle=False), 200))
     first = stop // 32 * 32
-    found = streamed(
-        stream[:stop], stream[first:][:12], saved=[stop - 1], started=stop - 1, more=False
-    )
-    assert [(one.severity, one.key) for one in found] == [
-        (Severity.WARNING, "epoch-begun-again")
-    ] * seen
+    after, at = stream[first:][:12], stop - 1
+    found = streamed(stream[:stop], after, saved=[at], started=at, more=False)
+    begun_again = (Severity.WARNING, "epoch-begun-again")
+    assert [(one.severity, one.key) for one in found] == [begun_again] * seen
 
 
 def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
@@ -283,3 +264,73 @@ def test_what_goes_on_as_it_was_is_silent(name):
     make, at, until, capacity = HEALTHY[name]
     stream = make()
     assert restart(islice(stream, at), islice(stream, until), capacity=capacity) == []
+
+
+WORKERS, SAMPLES = 2, 8
+GLOBAL = WORKERS * SAMPLES
+
+
+def whole_epochs(size, first=0, begin=0, *, shuffled=True, every=False):
+    """Yield batches of epochs of the rest from a step on: of the first epoch, or of ``every``."""
+    for epoch in count(first):
+        order = np.random.default_rng(epoch).permutation(size) if shuffled else np.arange(size)
+        batches = order[: size // GLOBAL * GLOBAL].reshape(-1, WORKERS, SAMPLES)
+        yield from batches[begin if every or epoch == first else 0 :]
+
+
+def restarted(before, after, capacity=1 << 16, **options):
+    old, new = (EpochsCutShort(capacity=capacity, **options) for _ in range(2))
+    for number, samples in enumerate(before):
+        assert evidence_of(old, summarize(gathered(number, list(samples)))) == []
+    old.close()
+    new.restore(unpack_state(pack_state(old.state())))
+    steps = enumerate(after, len(before))
+    return [e for n, batch in steps for e in evidence_of(new, summarize(gathered(n, list(batch))))]
+
+
+@pytest.mark.parametrize(("size", "capacity"), [(80, 1 << 16), (1280, 300)])
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_epochs_that_begin_at_the_place_of_the_restart_are_a_warning(size, capacity, shuffled):
+    length = size // GLOBAL
+    begin = 2 * length // 5
+    stop = 4 * length + begin
+    before = list(islice(whole_epochs(size, shuffled=shuffled), stop))
+    after = whole_epochs(size, 4, begin, shuffled=shuffled, every=True)
+    [found] = restarted(before, islice(after, 9 * length), capacity)
+    assert (found.cause, found.key) == ("data.resume_mismatch", KEY)
+    assert (found.severity, found.first_step) == (Severity.WARNING, stop)
+    assert f"Before the restart at step {stop}" in words(found)
+    assert found.numbers["samples"] == pytest.approx(size, rel=0.2)
+
+
+def other_data(size):
+    return whole_epochs(size, 77), (batch + 10**6 for batch in whole_epochs(size, 78))
+
+
+AS_BEFORE = {
+    "whole epochs": lambda: (whole_epochs(80), whole_epochs(80, 4, 2)),
+    "with a rest that is left out": lambda: (whole_epochs(95), whole_epochs(95, 4, 2)),
+    "epochs of one batch": lambda: (whole_epochs(28), whole_epochs(28, 22, 0)),
+    "padded shards": lambda: (
+        sharded(75, WORKERS, SAMPLES),
+        islice(sharded(75, WORKERS, SAMPLES), 22, None),
+    ),
+    "with replacement": lambda: (with_replacement(80, WORKERS, SAMPLES, 0),) * 2,
+    "other data": lambda: other_data(80),
+    "the last steps again": lambda: (whole_epochs(80), islice(whole_epochs(80), 18, None)),
+}
+
+
+@pytest.mark.parametrize("name", AS_BEFORE)
+def test_what_goes_on_as_before_is_silent(name):
+    before, after = AS_BEFORE[name]()
+    before = list(islice(before, 22))
+    assert restarted(before, islice(after, 150)) == []
+
+
+def test_a_few_epochs_before_the_restart_and_repeats_on_purpose_show_nothing():
+    short = list(islice(whole_epochs(80), 8))
+    rest = list(islice(whole_epochs(80, 1, 3, every=True), 60))
+    assert restarted(short, rest) == []
+    assert restarted(list(islice(whole_epochs(80), 22)), rest, repeats=True) == []
+    assert restarted(list(islice(whole_epochs(80), 22)), chain(rest)) != []

@@ -56,8 +56,7 @@ def test_digests_see_order_and_single_elements():
     changed = base.clone()
     changed[49] += 1
     prefix = base[:49]
-    batch = padded([base, swapped, changed, prefix, base], 50)
-    digests = digest_inputs((), batch).tolist()
+    digests = digest_inputs((), padded([base, swapped, changed, prefix, base], 50)).tolist()
     assert len(set(digests)) == 4
     assert digests[0] == digests[4]
 
@@ -85,8 +84,6 @@ class Example:
 
 
 class Broken(Mapping):
-    """A batch that raises when it is read."""
-
     def __getitem__(self, key):
         raise OSError("the file is gone")
 
@@ -103,9 +100,6 @@ class Colour(Enum):
 
 class Opaque:
     __hash__ = None
-
-
-IMAGES = torch.rand(6, 5, 4, generator=torch.Generator().manual_seed(0))
 
 
 def test_token_ids_are_found_with_their_mask_wherever_they_are():
@@ -127,22 +121,14 @@ def test_lists_of_one_tensor_per_sample():
     digests = digest_inputs((images, [{"boxes": torch.rand(2, 4)}] * 3), {}).tolist()
     assert len(set(digests)) == 3
     assert digest_inputs((images[::-1],), {}).tolist() == digests[::-1]
-    sequences = [tokens(1, 5), tokens(2, 7)]
-    assert len(digest_inputs((sequences,), {})) == 2
+    assert len(digest_inputs(([tokens(1, 5), tokens(2, 7)],), {})) == 2
 
 
 def test_lists_of_one_mapping_per_sample():
     images = [torch.rand(3, 8, 8) for _ in range(2)]
     expected = digest_inputs((images,), {}).tolist()
-    samples = [
-        {
-            "file_name": f"{n}.png",
-            "sem_seg": torch.ones(8, 8),
-            "image": image,
-            "instances": Opaque(),
-        }
-        for n, image in enumerate(images)
-    ]
+    other = {"sem_seg": torch.ones(8, 8), "instances": Opaque()}
+    samples = [{"file_name": f"{n}.png", **other, "image": i} for n, i in enumerate(images)]
     assert digest_inputs((samples,), {}).tolist() == expected
     assert digest_inputs((samples[:1],), {}).tolist() == expected[:1]
     del samples[1]["image"]
@@ -194,7 +180,6 @@ def collected(samples):
         [date(2026, 1, 2), PurePosixPath("x/1"), Decimal("1.5"), Colour.RED, 1.5],
         np.array(["2026-01-01", "2026-01-02"], "datetime64[D]"),
     ],
-    ids=str,
 )
 def test_ids_of_any_type_are_told_apart(ids):
     numbers = collected(ids)
@@ -203,16 +188,12 @@ def test_ids_of_any_type_are_told_apart(ids):
     assert collected(one for one in ids) == numbers
 
 
-@pytest.mark.parametrize(
-    "samples",
-    ["text", [{"a": 1}], [float("nan")], Broken()],
-    ids=["text", "list of dicts", "NaN", "broken"],
-)
+@pytest.mark.parametrize("samples", ["text", [{"a": 1}], [float("nan")], Broken()])
 def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, caplog):
     meter = SampleMeter()
     for _ in range(3):
         meter.give(samples)
-        meter.see((IMAGES,), {})
+        meter.see((torch.rand(6, 5, 4),), {})
         assert not meter.named
         assert len(to_array(meter.collect())) == 6
     (record,) = caplog.records
@@ -228,7 +209,6 @@ def test_what_is_no_id_is_declined_in_one_line_and_digests_stand_in(samples, cap
         (torch.ones(2, 2, device="meta"),),
         (iter([torch.ones(2)]),),
     ],
-    ids=lambda inputs: type(inputs[0]).__name__,
 )
 def test_inputs_that_cannot_be_read_are_declined_in_one_line(inputs, caplog):
     meter = SampleMeter()
@@ -241,7 +221,6 @@ def test_inputs_that_cannot_be_read_are_declined_in_one_line(inputs, caplog):
         assert next(inputs[0]) is not None  # not consumed
 
 
-IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 
 
@@ -251,7 +230,7 @@ def end(*idle):
 
 @pytest.mark.parametrize(("mask", "inside"), [(MASK, False), (MASK.bool(), True)])
 def test_length_and_padding_of_a_batch(mask, inside):
-    batch = {"input_ids": IDS, "attention_mask": mask}
+    batch = {"input_ids": torch.arange(12).reshape(3, 4), "attention_mask": mask}
     meter = LengthMeter()
     meter.on_inputs(*(((batch,), {}) if inside else ((), batch)))
     lengths = meter.collect(end())

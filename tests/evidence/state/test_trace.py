@@ -29,7 +29,6 @@ def reader():
 
 
 def read(*tensors, name="w", kind=P):
-    """Return the trace of tensors that all have one name."""
     return reader().read((kind, name, tensor) for tensor in tensors).read()
 
 
@@ -60,9 +59,8 @@ def test_every_number_is_what_its_definition_says(what):
     length = float(tensor.double().norm())
     assert trace.norms_N[0] == pytest.approx(length, rel=1e-6)
     assert trace.sketches_NK.shape == (1, TRACE_WIDTH)
-    np.testing.assert_allclose(
-        trace.sketches_NK[0], expected_sketch("w", tensor), atol=1e-6 * length
-    )
+    expected = expected_sketch("w", tensor)
+    np.testing.assert_allclose(trace.sketches_NK[0], expected, atol=1e-6 * length)
 
 
 def distance(a, b, name):
@@ -103,7 +101,6 @@ def test_a_tensor_may_change_at_once():
 
 
 def traced_after(num_updates):
-    """Return what is traced of the start of a training that goes on after some updates."""
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))

@@ -1,4 +1,4 @@
-"""State that differs between workers: who is named, for what cause, and when it is over."""
+"""State that differs between workers or moves between forward passes: who, why, until when."""
 
 import functools
 import operator
@@ -6,18 +6,29 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.probe import StepEnd
 from rankscope.bus.replicas import StateDifference, StateDigests, StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.state.judge import ALONE, HELD, NOTHING, NotUpdated
-from rankscope.evidence.state.roles import Role, role_word
+from rankscope.evidence.state.judge import (
+    ALONE,
+    FROZEN_MOVES,
+    HELD,
+    NOTHING,
+    OTHERS_MOVE,
+    MovesInPasses,
+    NotUpdated,
+)
+from rankscope.evidence.state.probe import PassMeter
+from rankscope.evidence.state.roles import Role, numbered, role_word
 from rankscope.evidence.state.unequal import AVERAGES, UnequalState
 from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
 W = 4
-ONE_SET = {"replica": np.zeros(W, np.int64)}
 
 
 def difference(kind, digests_W, *, name="head.weight", unchanged=()):
@@ -27,7 +38,7 @@ def difference(kind, digests_W, *, name="head.weight", unchanged=()):
 
 
 def step(number, *found, **values):
-    values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
+    values = {name: np.array(value) for name, value in {"replica": [0] * W, **values}.items()}
     one = gathered(number, [[]] * W, **values)
     one = replace(one, differences=found, observed=True, reduced_copies=W)
     return StepReport(one, {})
@@ -69,7 +80,6 @@ def test_optimizer_state_counts_where_the_parameter_differs():
         ([5, 6, 7, 8], [("scratch-buffers", Severity.NOTE)]),
         ([1, 2, 3, 4], [("state.buffers_differ", Severity.ERROR)]),
     ],
-    ids=["counts", "a table"],
 )
 def test_buffers_that_no_checkpoint_holds_and_that_change_are_a_note(second, found):
     detector = UnequalState(W, unsaved=["head.weight"])
@@ -95,9 +105,8 @@ def test_norms_tell_at_once_that_nothing_is_reduced():
 
 
 def test_a_gradient_that_one_worker_scales_alone():
-    [found] = watch(
-        step(3, difference("applied", [1, 1, 1, 9]), applied_scale=[1.0, 1.0, 1.0, 0.25])
-    )
+    scaled = {"applied_scale": [1.0, 1.0, 1.0, 0.25]}
+    [found] = watch(step(3, difference("applied", [1, 1, 1, 9]), **scaled))
     assert (found.key, found.cause) == ("applied-scale", "state.parameters_differ")
     assert found.ranks == (3,)
     assert "0.25" in describe(found)[0]
@@ -211,15 +220,10 @@ def test_what_is_equal_or_has_one_owner_is_no_fault():
     assert watch(step(0, replica=np.full(W, np.iinfo(np.int64).min), **own)) == []
 
 
-class TestDifferences:
-    def digests(self, *kinds):
-        kinds = tuple(StateKind(kind) for kind in kinds)
-        names = tuple(f"tensor {i}" for i in range(len(kinds)))
-        zeros = np.zeros(len(kinds), np.int64)
-        return StateDigests(kinds, names, zeros, zeros.astype(bool))
-
-    def test_items_have_a_digest_of_their_own(self):
-        assert self.digests("parameter").items != self.digests("buffer").items
+def test_items_have_a_digest_of_their_own():
+    values = ("tensor",), np.zeros(1, np.int64), np.zeros(1, bool)
+    kinds = (StateKind.PARAMETER, StateKind.BUFFER)
+    assert len({StateDigests((kind,), *values).items for kind in kinds}) == 2
 
 
 def test_roles_that_differ_in_nothing_a_sentence_could_name_are_no_finding():
@@ -235,9 +239,8 @@ def test_averages_stay_known_in_steps_that_compare_frozen_parameters_alone():
     apart, own = difference("parameter", [1, 2, 3, 4]), difference("applied", [5, 6, 7, 8])
     columns = {"unreduced": [1] * W, "param_digest": [9] * W}
     detector = UnequalState(W)
-    assert {one.severity for one in evidence_of(detector, step(0, apart, own, **columns))} == {
-        Severity.ERROR
-    }
+    found = evidence_of(detector, step(0, apart, own, **columns))
+    assert {one.severity for one in found} == {Severity.ERROR}
     met = evidence_of(detector, step(1, own, **columns))
     assert {one.severity for one in met if one.key != "sync.gradients_differ"} == {Severity.NOTE}
     for number, found in ((2, ()), (3, (apart, own))):  # frozen ones, then the others again
@@ -302,3 +305,71 @@ def test_what_is_not_reduced_and_differs_is_told_as_planned(planned, severity):
     [told] = tell(UnequalState(W, replicated=planned), {0: found})
     assert (told.key, told.severity, told.ranks) == ("left-out-drifts", severity, (0, 1, 2, 3))
     assert "differ from worker to worker" in words(told)
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Linear(4, 4)
+        self.teacher = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(4)
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        self.centre.lerp_(x.mean(0), 0.1)
+        return self.spectral(self.norm(self.student(x)))
+
+    @torch.no_grad()
+    def follow(self):
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+
+
+def moved(*, in_forward, passes, steps=24):
+    """Return the changes of a step by name, over steps in which the student moves as well."""
+    torch.manual_seed(0)
+    model = Averaged()
+    optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
+    meter = PassMeter(model)
+    found = {}
+    for _ in range(steps):
+        for number in range(passes):
+            meter.before_forward(0, first=number == 0)
+            if in_forward:
+                model.follow()
+            model(torch.randn(3, 4)).square().mean().backward()
+        meter.before_update()
+        optimizer.step()
+        if not in_forward:
+            model.follow()
+        pending = meter.collect(StepEnd(0, comparable=True, idle=frozenset(), num_passes=1))
+        for name, changes, frozen in pending.read().names.get("passes", ()) if pending else ():
+            found[name] = changes, frozen
+    return found
+
+
+def test_what_moves_in_the_forward_pass_is_counted():
+    teacher = {f"teacher.{name}": (4, True) for name in ("weight", "bias")}
+    assert moved(in_forward=True, passes=4) == {**teacher, "centre": (4, False)}
+    assert moved(in_forward=False, passes=4) == {"centre": (4, False)}
+    assert moved(in_forward=True, passes=1) == {}
+
+
+def test_frozen_parameters_are_a_warning_and_others_a_note():
+    sent = [[("teacher.weight", 4, True), ("centre", 4, False)], []]
+    named = [(d.kind, d.name, d.digests_W.tolist()) for d in numbered(StateKind.PASSES, sent)]
+    assert named == [(StateKind.PASSES, name, [4, 0]) for name in ("teacher.weight", "centre")]
+    frozen = difference("passes", [4, 4, 4, 4], name="teacher.weight", unchanged=range(4))
+    once = difference("passes", [1, 1, 1, 1], name="other", unchanged=range(4))
+    centre = difference("passes", [4, 4, 4, 4], name="centre")
+    detector = MovesInPasses()
+    told = [e for n in range(5) for e in evidence_of(detector, step(n, frozen, once, centre))]
+    assert {(e.key, e.severity, e.fields["names"]) for e in told} == {
+        (FROZEN_MOVES, Severity.WARNING, "teacher.weight"),
+        (OTHERS_MOVE, Severity.NOTE, "centre"),
+    }
+    assert min(e.last_step for e in told) == 2
+    assert evidence_of(MovesInPasses(), *(step(n, once) for n in range(9))) == []

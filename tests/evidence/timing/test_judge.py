@@ -25,25 +25,21 @@ def simulate(num_steps=450, num_workers=8, slow=None, *, noise=0.03, seed=0):
 
 
 def on(workers, seconds, steps=range(10**9), num_workers=8):
-    """Return what adds time to some workers in some steps."""
     extra_W = np.zeros(num_workers)
     extra_W[workers] = seconds
     return lambda t: extra_W if t in steps else 0 * extra_W
 
 
 def report(step, busy_W):
-    samples = [[]] * len(busy_W)
-    longest = np.nanmax(busy_W, initial=0.0) + 0.02
-    return StepReport(
-        gathered(step, samples, busy_seconds=busy_W, step_seconds=[longest] * len(busy_W)), {}
-    )
+    took_W = np.full(len(busy_W), np.nanmax(busy_W, initial=0.0) + 0.02)
+    columns = {"busy_seconds": busy_W, "step_seconds": took_W}
+    return StepReport(gathered(step, [[]] * len(busy_W), **columns), {})
 
 
-def watch(busy_TW, hosts=(), detector=None, start=0):
-    """Return all evidence, in order."""
-    detector = detector or Stragglers(busy_TW.shape[1], hosts)
-    told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW, start=start)])
-    found = [(t, one) for t, several in enumerate(told, start=start) for one in several]
+def watch(busy_TW, hosts=()):
+    detector = Stragglers(busy_TW.shape[1], hosts)
+    told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW)])
+    found = [(t, one) for t, several in enumerate(told) for one in several]
     return found + [(-1, one) for one in detector.close()]
 
 
@@ -86,8 +82,7 @@ def test_a_slow_worker_is_named_after_two_windows(num_workers):
 def test_a_worker_is_slow_only_if_slow_ones_are_the_last_in_most_steps(last, slow):
     behind_SW = np.tile([0.0, 1.0, 0.0], (50, 1))
     behind_SW[:last, 2] = 2.0
-    found = Lateness.of(np.arange(50), np.full(50, 3.0), behind_SW)
-    assert found.slow_W.tolist() == slow
+    assert Lateness.of(np.arange(50), np.full(50, 3.0), behind_SW).slow_W.tolist() == slow
 
 
 def test_a_slow_host_is_one_finding():

@@ -23,8 +23,6 @@ WIDTH, WORDS, AT, STEPS = 16, 24, 2, 4
 
 
 class Net(nn.Module):
-    """An embedding, a pair of layers that tensor parallelism cuts, a layer and a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
@@ -76,7 +74,6 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def train(run_dir: str | None, one_asks: bool) -> list[bytes]:
-    """Train; return the bits of this rank's parameters, optimizer state and generator."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model: Any = Net()
@@ -94,8 +91,7 @@ def train(run_dir: str | None, one_asks: bool) -> list[bytes]:
     ]
     scope: Any = None
     if run_dir is not None:
-        at = [] if one_asks else [AT]
-        scope = watch(model, optimizers, run_dir=run_dir, verify_at=at)
+        scope = watch(model, optimizers, run_dir=run_dir, verify_at=[] if one_asks else [AT])
     torch.manual_seed(100 + mesh["dp"].get_local_rank())
     for step in range(STEPS):
         if one_asks and step == AT and dist.get_rank():
@@ -132,7 +128,6 @@ def trained(folder: Path) -> None:
 
 
 def findings(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Return what was found of updates in the runs of both coordinates of tp."""
     runs = sorted(folder.glob(f"{name}*"))
     assert len(runs) == 2
     events = [event for run in runs for event in events_of(run)]

@@ -11,7 +11,7 @@ from rankscope.evidence.world.director import Unit, UnitsOfJob, World, first_apa
 ELEMENTS = 64
 
 
-def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
+def unit(*ranks: int, moves=0.0, begins=0, batches=None, **more) -> Unit:
     """Return a unit whose elements take equal steps, and one of its own from the second step on."""
     values = np.random.default_rng(begins).normal(size=ELEMENTS)
     common = np.random.default_rng(7).normal(size=ELEMENTS)
@@ -20,20 +20,18 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         "main": True, "layout": 1, "names": ("a", "b"), "dtype": "float32", "divisor": 2.0,
         "wrapper": "fully_shard got a mesh", "axes": {}, "given_dir": "run", "seed": 0,
     }  # fmt: skip
-    readings = {
-        at: values + 1e-3 * (at * common + max(at - 1, 0) * moves * own) for at in (0, 1, 2, 4)
-    }
+    steps = {at: at * common + max(at - 1, 0) * moves * own for at in (0, 1, 2, 4)}
+    readings = {at: (values + 1e-3 * step).astype(np.float32) for at, step in steps.items()}
     return Unit(
         tuple(ranks),
         **{**taken, **more},
-        readings={at: one.astype(np.float32) for at, one in readings.items()},
-        settings=more.pop("settings", dict.fromkeys(readings, 3)),
-        batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
+        readings=readings,
+        settings=dict.fromkeys(readings, 3),
+        batches=batches or {0: ranks[0], 1: ranks[0]},
     )
 
 
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
-    """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
     sent = UnitsOfJob(*(tuple(memoryview(one.pack()) for one in units) for units in (own, others)))
     world.take(0, 14, sent.pack())
@@ -42,15 +40,14 @@ def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
 
 def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     own, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
-    elsewhere = dataclasses.replace(other, given_dir="member-1")
-    [note] = found([own], [elsewhere]).values()
+    [note] = found([own], [dataclasses.replace(other, given_dir="member-1")]).values()
     assert note.severity is Severity.NOTE
     [note] = found([own], [dataclasses.replace(other, seed=1)], seed=0).values()
     assert note.severity is Severity.NOTE
     assert found([own], [other], independent=True) == {}
 
 
-def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
+def tensor_parallel(rank: int, *, apart: int, last: int = 6) -> Unit:
     """Return a unit of 16 parameters, of which it holds 4 in parts, and so many replicas apart."""
     one = unit(rank, begins=3)
     own = np.random.default_rng(rank).normal(size=(16, 4))
@@ -61,7 +58,7 @@ def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
         values[:apart] += 1e-3 * at * own[:apart]
         one.readings[at] = values.astype(np.float32).ravel()
     names = tuple(f"p{number}" for number in range(16))
-    return dataclasses.replace(one, names=names, batches={0: 5, 1: 6}, **more)
+    return dataclasses.replace(one, names=names, batches={0: 5, 1: last})
 
 
 def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
@@ -81,14 +78,8 @@ def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
     [
         (tensor_parallel(0, apart=0), tensor_parallel(1, apart=0)),
         (tensor_parallel(0, apart=7), tensor_parallel(1, apart=7)),  # parts that begin alike
-        (
-            tensor_parallel(0, apart=8),
-            dataclasses.replace(tensor_parallel(1, apart=8), batches={0: 5, 1: 7}),
-        ),
-        (  # two trainings
-            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
-            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
-        ),
+        (tensor_parallel(0, apart=8), tensor_parallel(1, apart=8, last=7)),
+        (unit(0, moves=1.0, batches={0: 5}), unit(1, moves=1.0, batches={0: 5})),  # two trainings
     ],
 )
 def test_replicas_that_agree_or_are_none_are_silent(one, other):

@@ -16,11 +16,11 @@ from rankscope.verdict.diagnosis import Diagnosis
 from report.recorded_runs import gathered, sampler
 
 SECONDS_PER_STEP = 0.4
+PATIENCE = 60_000  # of browsers, in milliseconds
 
 
 @contextlib.contextmanager
 def serving(directory, **options):
-    """Serve a directory on a free port until the block ends."""
     options = {"port": 0, "poll_seconds": 0.05, "refresh_seconds": 0.0, **options}
     server = live_server(directory, **options)
     thread = threading.Thread(target=server.serve_until_stopped, daemon=True)
@@ -45,10 +45,7 @@ class Answer:
 
 
 def get(server, path, *, method="GET", **headers):
-    """Ask a server, with exactly these headers besides the ones that a request must have.
-
-    It takes compressed answers, as a browser does, unless the headers do not.
-    """
+    """Ask a server, with these headers; it takes compressed answers unless the headers do not."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         headers = {"accept_encoding": "gzip", **headers}
@@ -89,16 +86,12 @@ def events(server, topic, have=""):
 
 
 class Training:
-    """A training that is under way: every call writes more steps of it."""
-
     def __init__(self, path, *, num_workers=4, reading="sharded", **info):
         facts = {"num_workers": num_workers, "model": "tiny (built-in base)", "data": "simulated"}
         self.writer = RunWriter(path, {**facts, **info})
         self.num_workers = num_workers
-        self._draws = {
-            name: sampler(name, setting, num_workers)
-            for name, setting in (("sharded", "s1-1"), ("replicated", "s1-2"))
-        }
+        settings = {"sharded": "s1-1", "replicated": "s1-2"}
+        self._draws = {name: sampler(name, own, num_workers) for name, own in settings.items()}
         self._reading = reading
         self._diagnosis = Diagnosis(RunFacts(num_workers))
         self._began = time.time() - 60
@@ -110,8 +103,7 @@ class Training:
         for _ in range(number):
             batches = [draw(self.step, rank) for rank in range(self.num_workers)]
             step = gathered(self.step, batches, 60)
-            at = self._began + SECONDS_PER_STEP * self.step
-            report = summarize(replace(step, time=at))
+            report = summarize(replace(step, time=self._began + SECONDS_PER_STEP * self.step))
             self.writer.add(report)
             self.writer.add_findings(self._diagnosis.observe(report))
             self.step += 1

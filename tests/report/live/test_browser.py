@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
-from report.live.chromium import PATIENCE
-from report.live.serving import Training, serving
+from report.live.serving import PATIENCE, Training, serving
 
 FIGURES = Path(__file__).parents[3] / "docs" / "figures"
 HOSTILE = "<script>alert(1)</script>"
@@ -31,14 +30,10 @@ CUT_OFF = """() => [...document.querySelectorAll("figure.panel, .timeline a, .to
 
 
 class Site:
-    """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
-
     def __init__(self, root):
         self.root = root
-        for name, reading, steps in (
-            ("healthy", "sharded", 40),
-            ("forgotten-sampler", "replicated", 30),
-        ):
+        runs = (("healthy", "sharded", 40), ("forgotten-sampler", "replicated", 30))
+        for name, reading, steps in runs:
             config = {"optimizer": {"lr": 0.1 * steps}, "layers": 2}
             training = Training(root / "sft" / name, num_workers=8, reading=reading, config=config)
             training.steps(steps)
@@ -67,9 +62,7 @@ def page(browser, site):
     opened.set_default_timeout(PATIENCE)
     complaints = []
     asked = []
-    opened.on(
-        "console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None
-    )
+    opened.on("console", lambda m: complaints.extend([m.text] * (m.type in ("error", "warning"))))
     opened.on("pageerror", lambda error: complaints.append(str(error)))
     opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
     opened.on("request", lambda request: asked.append(request.url))
@@ -87,7 +80,6 @@ def opened(page, site, path):
 
 
 def figure(page, name):
-    """Scroll a figure into view and return it when it is drawn."""
     place = page.locator(f'[data-figure="{name}"]')
     place.scroll_into_view_if_needed()
     expect(place.locator(".stage:not(.next) :is(svg, canvas)").first).to_be_visible()
@@ -112,7 +104,8 @@ def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page
     opened(page, site, "run/pretrain/live")
     expect(page.locator("#strip")).to_contain_text("Running")
     figure(page, "workers-loss")
-    page.get_by_role("button", name="2", exact=True).click()
+    second = page.get_by_role("button", name="2", exact=True)
+    second.click()
     heatmap = figure(page, "heatmap")
     slider = page.locator("[data-slider]")
     slider.focus()
@@ -131,9 +124,7 @@ def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page
     assert before is not None
     assert after is not None
     assert abs(after["y"] - before["y"]) < 5
-    expect(page.get_by_role("button", name="2", exact=True)).to_have_attribute(
-        "aria-pressed", "true"
-    )
+    expect(second).to_have_attribute("aria-pressed", "true")
 
     slider.press("Home")
     slider.press("ArrowRight")
@@ -157,8 +148,7 @@ def test_a_fault_that_begins_is_found_in_the_open_page(page, site):
 
 def test_print_has_every_figure(page, site):
     opened(page, site, "run/sft/forgotten-sampler")
-    figures = page.locator("[data-figure]")
-    expect(page.locator("[data-drawn]")).to_have_count(figures.count())
+    expect(page.locator("[data-drawn]")).to_have_count(page.locator("[data-figure]").count())
     page.emulate_media(media="print")
     page.evaluate("document.querySelector('main').style.width = '600px'")  # as paper is narrower
     assert page.evaluate(OVERHANG) == []
@@ -198,8 +188,7 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page, site):
     page.locator("#filter").fill("")
     expect(page.get_by_role("region", name="Runs")).to_be_visible()
     page.get_by_role("button", name="Run", exact=True).click()
-    downwards = sorted(first, reverse=True)
-    assert names(page) == downwards
+    assert names(page) == sorted(first, reverse=True)
     page.get_by_text("Columns").click()
     offered = page.locator("[data-column]").evaluate_all("all => all.map((e) => e.dataset.column)")
     assert offered == ["samples per step", "optimizer.lr", "layers"]

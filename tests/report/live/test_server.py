@@ -4,13 +4,19 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import time
+import urllib.request
+from pathlib import Path
 
 import pytest
 
-from rankscope.report.live import board
-from rankscope.report.live.catalog import id_of
+from rankscope.errors import MissingExtraError, RunError, install_command
+from rankscope.report.live import board, catalog, live_server
+from rankscope.report.live.catalog import MAX_DEPTH, ListedPlace, id_of, places, stamp
 from report.html_reader import Page
 from report.live.serving import Training, events, get, serving
 
@@ -84,27 +90,23 @@ def test_a_damaged_run_says_so_calmly(served, name, words):
 def test_a_flush_is_pushed_to_those_who_listen(tmp_path):
     training = Training(tmp_path / "run")
     training.steps(2)
-    with (
-        serving(tmp_path) as server,
-        events(server, "run:run") as told,
-        events(server, "runs") as all_runs,
-    ):
+    with serving(tmp_path) as live, events(live, "run:run") as told, events(live, "runs") as runs:
         assert next(told) == ("hello", "run:run")
-        assert next(all_runs) == ("hello", "runs")
+        assert next(runs) == ("hello", "runs")
         name, version = next(told)
-        next(all_runs)
+        next(runs)
         assert name == "news"
-        assert version == get(server, "/api/run/run").json["version"]
+        assert version == get(live, "/api/run/run").json["version"]
         training.steps(2)
         name, newer = next(told)
         assert (name, newer != version) == ("news", True)
-        while newer != get(server, "/api/run/run").json["version"]:
+        while newer != get(live, "/api/run/run").json["version"]:
             name, newer = next(told)  # the first look came in the middle of the flush
             assert name == "news"
-        assert next(all_runs)[0] == "news"
+        assert next(runs)[0] == "news"
         training.close()
         assert next(told)[0] == "news"
-        assert "Complete" in get(server, "/api/run/run").json["main"]
+        assert "Complete" in get(live, "/api/run/run").json["main"]
 
 
 def test_a_run_that_comes_stalls_and_goes_while_it_is_watched(tmp_path):
@@ -218,9 +220,8 @@ def test_viewers_who_never_finish_a_request_are_left(tmp_path):
     with serving(tmp_path, request_seconds=3.0) as server, contextlib.ExitStack() as stack:
         slow = []
         for _ in range(300):
-            viewer = stack.enter_context(
-                socket.create_connection(("127.0.0.1", server.port), timeout=60)
-            )
+            viewer = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            stack.enter_context(viewer)
             viewer.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-a: ")
             slow.append(viewer)
 
@@ -229,3 +230,93 @@ def test_viewers_who_never_finish_a_request_are_left(tmp_path):
             with contextlib.suppress(ConnectionResetError):
                 assert viewer.recv(1) == b""
         assert get(server, "/").status == 200
+
+
+def run_at(path):
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    return path
+
+
+def test_runs_are_found_at_any_depth_and_named_by_their_paths(tmp_path):
+    for name in ("a", "study/runs/s1-1", "study/runs/s1-2", ".hidden/run", "a/inside"):
+        run_at(tmp_path / name)
+    run_at(tmp_path.joinpath(*"123456"[: MAX_DEPTH - 1], "deep"))
+    run_at(tmp_path.joinpath(*"abcdef"[:MAX_DEPTH], "too-deep"))
+
+    found, cut = places(tmp_path)
+    assert not cut
+    assert set(found) == {"a", "study/runs/s1-1", "study/runs/s1-2", "1/2/3/4/5/deep"}
+    assert found["study/runs/s1-2"].path == tmp_path / "study/runs/s1-2"
+
+
+def test_many_folders_of_data_hide_no_run_beside_them(tmp_path, monkeypatch):
+    for number in range(60):
+        (tmp_path / "data/train" / f"n{number:08}" / "images").mkdir(parents=True)
+    runs = [f"runs/exp-{n}/2026/november/seed-0" for n in range(3)]
+    for name in (*runs, "zz/run", "data/train/n00000059/run"):
+        run_at(tmp_path / name)
+    assert places(tmp_path).cut is False
+    assert len(places(tmp_path).places) == 5
+
+    monkeypatch.setattr(catalog, "MAX_DIRECTORIES", 30)
+    found, cut = places(tmp_path)
+    assert cut
+    assert list(found) == ["zz/run", *runs]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("run.json", "findings.jsonl", "detectors-start.npz", "steps", "rollups/samples"),
+        *("steps/part-000000.parquet", "rollups/samples/part-000000.parquet"),
+    ],
+)
+def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path, part):
+    served = tmp_path / "served"
+    run = run_at(served / "run")
+    secret = tmp_path / "secret"
+    secret.mkdir() if "." not in part else secret.write_text("{}")
+    (run / part).parent.mkdir(exist_ok=True, parents=True)
+    (run / part).unlink(missing_ok=True)
+    (run / part).symlink_to(secret)
+
+    with pytest.raises(RunError, match="leads out of the served directory"):
+        stamp(ListedPlace("run", run, "run"), served)
+    (run / part).unlink()
+    inside = served / "kept"
+    inside.mkdir() if "." not in part else inside.write_text("{}")
+    (run / part).symlink_to(inside)
+    assert stamp(ListedPlace("run", run, "run"), served) is not None
+
+
+SERVE = [sys.executable, "-m", "rankscope", "serve"]
+
+
+def test_it_says_where_it_is_and_ends_at_once_when_asked(tmp_path: Path):
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    command = [*SERVE, str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, text=True, **pipes) as started:
+        assert started.stdout is not None
+        first = started.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)/", first)
+        assert address, first
+        assert "Ctrl-C" in started.stdout.readline()
+        place = f"{address[0]}events?topic=runs"
+        with urllib.request.urlopen(place, timeout=60) as stream:
+            assert stream.readline().decode().strip() == "event: hello"
+        started.send_signal(signal.SIGINT)
+        rest, complaints = started.communicate(timeout=120)
+    assert started.returncode == 130
+    assert "Traceback" not in rest + complaints
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
+def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in list(sys.modules):
+        parts = name.startswith(("rankscope.report.", f"{package}."))
+        if parts and name != "rankscope.report.live":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("serve"))):
+        live_server(tmp_path, port=0)

@@ -153,7 +153,14 @@ class Axes(Director):
         if share.squares is not None:
             wrong = self._norm.take(share.rank, step, share.squares, share.lines)
             if wrong is not None:
-                self._add_norm(step, wrong)
+                fields = {
+                    "norm": f"{wrong.norm:.3g}",
+                    "spread": f"{wrong.spread:.2g}",
+                    "how": _ALONE if wrong.alone else _TWICE.format(axis=wrong.axis),
+                    "steps": count(wrong.steps, "clipped step"),
+                }
+                numbers = {"axis": wrong.axis, "norm": wrong.norm}
+                self._add("sync.clip_norm", wrong.axis, step, fields, numbers, key=NORM)
         for axis, line in share.lines.items():
             shares = self._shares.add((step, axis, line), share.rank, share, len(line))
             if shares is not None:
@@ -163,12 +170,12 @@ class Axes(Director):
         line = [share.rank for share in shares_T]
         self._compare_samples(step, axis, shares_T)
         if axis in shares_T[0].cut and (apart := loss_distance(shares_T)):
-            losses = [[f"{loss:.5g}" for loss in share.losses[:1]] for share in shares_T]
+            losses = [f"{loss:.5g}" for share in shares_T for loss in share.losses[:1]]
             drawn = {share.random for share in shares_T}
             fields = {
                 "axis": axis,
                 "ranks": name_ranks(line, of_job=True),
-                "values": " against ".join(dict.fromkeys(one for each in losses for one in each)),
+                "values": " against ".join(dict.fromkeys(losses)),
                 "apart": f"{apart:.2g}",
                 "why": _MASKS.format(axis=axis) if len(drawn) > 1 else _SUMS.format(axis=axis),
             }
@@ -210,16 +217,6 @@ class Axes(Director):
                 SAMPLES, Severity.NOTE, (), begun, step, APART, fields, numbers, SAMPLES
             )
             self.publish(finding_of(evidence, step, name=SAMPLES, begun_at=self._first_step))
-
-    def _add_norm(self, step: int, wrong: "WrongNorm") -> None:
-        fields = {
-            "norm": f"{wrong.norm:.3g}",
-            "spread": f"{wrong.spread:.2g}",
-            "how": _ALONE if wrong.alone else _TWICE.format(axis=wrong.axis),
-            "steps": count(wrong.steps, "clipped step"),
-        }
-        numbers = {"axis": wrong.axis, "norm": wrong.norm}
-        self._add("sync.clip_norm", wrong.axis, step, fields, numbers, key=NORM)
 
     def _add(
         self,
@@ -316,8 +313,7 @@ class NormOverMesh:
 
 def _where_largest(norms_T: NDArray[Any], rounding: float) -> Bools:
     """Return in which steps a norm has its largest value."""
-    largest_T: Bools = norms_T >= norms_T.max() * (1 - 2 * rounding)
-    return largest_T
+    return np.asarray(norms_T >= norms_T.max() * (1 - 2 * rounding))
 
 
 def _combinations(

@@ -20,7 +20,7 @@ from rankscope.wrappers.clipping import rounding_of
 from rankscope.wrappers.find import FSDP2
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
 from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
-from rankscope.wrappers.ranks import ranks_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 
 _log = logging.getLogger("rankscope")
 
@@ -164,10 +164,7 @@ def _make(job: Job) -> AxesProbe | None:
 
 
 class _SquareMeter:
-    """Sums up the squares of a rank's gradients, with one read of its shards.
-
-    Over ``axes`` FSDP2 does not average.
-    """
+    """Sums up the squares of a rank's gradients; over ``axes`` FSDP2 does not average."""
 
     def __init__(
         self, parameters: Sequence[ManagedParameter], axes: Sequence[str], ranks: Sequence[int]
@@ -195,8 +192,7 @@ class _SquareMeter:
             gradient = parameter.tensor.grad
             if gradient is not None:
                 mix[place, len(norms)] = share
-                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                norms.append(torch.linalg.vector_norm(own).double())
+                norms.append(torch.linalg.vector_norm(local_of(gradient)).double())
         if not norms:
             return None
         return _Reading(copy_numbers(torch.stack(norms), torch.float64), mix[:, : len(norms)])

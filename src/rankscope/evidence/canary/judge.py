@@ -39,7 +39,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
-    impossible = "" if run.options.get("canary", True) else "canaries are off"
+    impossible = "" if run.options.get("canary", True) else "no canary can run here"
     what = "a worker that computes other results from the same batch"
     pending = "no canary has run yet" if run.canaries is False and not impossible else ""
     return (Check(what, CANARY_STEPS, impossible, pending),)

@@ -81,13 +81,11 @@ class FactorLaw(Detector):
 
     def _evidence(self) -> FaultEvidence:
         fault = self._fault
-        own = " Each rank's factor fits the norm of its own shards." if self._own else ""
-        compared = count(self._num_compared, "step")
         fields = {
             "factors": self._words,
             "shown": fault.count,
-            "compared": compared,
-            "own": own,
+            "compared": count(self._num_compared, "step"),
+            "own": " Each rank's factor fits the norm of its own shards." if self._own else "",
         }
         numbers = {
             "steps": fault.count,
@@ -106,20 +104,14 @@ class ClippedBetween(Detector):
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report clipping between its micro-batches, and its end."""
         workers = step.gathered.workers
-        between_W = workers["clips_between"]
-        ranks = np.flatnonzero(between_W > 0).tolist()
-        if not self._fault.observe(step.gathered.step, ranks):
-            return
         fault = self._fault
-        micro = int(workers["micro_batches"].max())
-        yield fault.evidence(
-            "sync.accumulation",
-            Severity.WARNING,
-            fault.ranks,
-            {"micro": micro},
-            {"steps": fault.count, "micro_batches": micro},
-            key=BETWEEN,
-        )
+        ranks = np.flatnonzero(workers["clips_between"] > 0).tolist()
+        if fault.observe(step.gathered.step, ranks):
+            micro = int(workers["micro_batches"].max())
+            numbers = {"steps": fault.count, "micro_batches": micro}
+            fields = {"micro": micro}
+            cause = "sync.accumulation"
+            yield fault.evidence(cause, Severity.WARNING, fault.ranks, fields, numbers, key=BETWEEN)
 
 
 class ClippedNothing(Detector):
@@ -134,17 +126,11 @@ class ClippedNothing(Detector):
         idle_W = (workers["clips_of_nothing"] > 0) & ~(
             workers["applied_scale"] < 1 - workers["clip_rounding"]
         )
-        if not self._fault.observe(step.gathered.step, np.flatnonzero(idle_W).tolist()):
-            return
         fault = self._fault
-        yield fault.evidence(
-            "sync.clip_norm",
-            Severity.WARNING,
-            fault.ranks,
-            {},
-            {"steps": fault.count},
-            key="clip-of-nothing",
-        )
+        if fault.observe(step.gathered.step, np.flatnonzero(idle_W).tolist()):
+            cause, key = "sync.clip_norm", "clip-of-nothing"
+            numbers = {"steps": fault.count}
+            yield fault.evidence(cause, Severity.WARNING, fault.ranks, {}, numbers, key=key)
 
 
 class NormLaw(Detector):
@@ -211,8 +197,7 @@ class NormLaw(Detector):
     def _is_nearly_constant(self, clipped: "_Clipped") -> bool:
         """Return whether the norm varies much less than before clipping, and more than rounding.
 
-        A limit that follows the norms of earlier steps varies as little; but it moves from step to
-        step by less than it moves in all, while an error of the norm is new in each step.
+        A limit that follows the norms of earlier steps moves from step to step by less than in all.
         """
         if len(self._recent) < STEPS or self._spread(0, STEPS) <= 4 * clipped.bound:
             return False
@@ -306,16 +291,11 @@ class StageNorm(Detector):
         if len(self._own_steps) == _STEADY:
             everyone = range(gathered.num_workers)
             self._fault.see(gathered.step, everyone, first=self._own_steps[0], before=_STEADY - 1)
+            cause, key = "sync.clip_norm", "clip-norm-of-stage"
             fields = {"limit": f"{clipped.limit:.4g}"}
             numbers = {"steps": self._fault.count, "limit": clipped.limit}
-            yield self._fault.evidence(
-                "sync.clip_norm",
-                Severity.WARNING,
-                self._fault.ranks,
-                fields,
-                numbers,
-                key="clip-norm-of-stage",
-            )
+            ranks = self._fault.ranks
+            yield self._fault.evidence(cause, Severity.WARNING, ranks, fields, numbers, key=key)
 
 
 _COMBINATIONS = {

@@ -27,10 +27,7 @@ class _Listed(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A clipping call; ``given`` is the norm ``total`` on its way to the host, None if unknown.
-
-    ``idle``: none of its tensors has a gradient, so that it scales nothing.
-    """
+    """A clipping call; ``given`` is the norm ``total`` on its way; ``idle``: it scales nothing."""
 
     listed: _Listed
     limit: float

@@ -85,16 +85,14 @@ class CopiesOfModel(RestartDetector):
         rest = float(np.int64(values["rest"]).view(np.float64)) if "rest" in values else math.nan
         if not rest >= _REST:
             return
-        self._first.setdefault(f"{ROUNDED}:{label}", step - 1)
+        key = f"{ROUNDED}:{label}"
+        first = self._first.setdefault(key, step - 1)
         count = self._rests[label] = self._rests.get(label, 0) + 1
         if count >= _RESTS:
             fields = {"name": label, "rest": f"{100 * rest:.0f} %"}
             numbers = {"name": label, "rest": rest, "readings": count}
-            first = self._first[f"{ROUNDED}:{label}"]
-            yield FaultEvidence(
-                *(ROUNDED, Severity.WARNING, (), first, step, count, fields, numbers),
-                key=f"{ROUNDED}:{label}",
-            )
+            given = first, step, count, fields, numbers, key
+            yield FaultEvidence(ROUNDED, Severity.WARNING, (), *given)
 
     def _follow_writes(
         self, label: str, values: dict[str, int], step: int, *, begins: bool
@@ -110,12 +108,9 @@ class CopiesOfModel(RestartDetector):
             self._kept[label] = self._kept.get(label, 0) + 1
         if self._kept.get(label, 0) >= _READINGS and label not in self._changed:
             fields = {"name": label}
-            numbers = {"name": label, "readings": self._kept[label]}
-            first = self._first[label]
-            yield FaultEvidence(
-                *(KEPT, Severity.WARNING, (), first, step, self._kept[label], fields, numbers),
-                key=f"{KEPT}:{label}",
-            )
+            kept = self._kept[label]
+            given = self._first[label], step, kept, fields, {"name": label, "readings": kept}
+            yield FaultEvidence(KEPT, Severity.WARNING, (), *given, key=f"{KEPT}:{label}")
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

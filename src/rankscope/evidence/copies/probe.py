@@ -42,6 +42,7 @@ _MOST_COPIES = 8
 _STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
 
 _FEWEST_APART = 16  # elements
+_NARROW = {torch.bfloat16, torch.float16}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -166,13 +167,14 @@ class CopiesProbe(RareProbe):
                 continue
             tensors = _readable(module)
             shapes = [tensor.shape for tensor in tensors]
+            types = {tensor.dtype for tensor in tensors}
             sources = [] if source is None else _readable(source)
             alike = bool(sources) and [tensor.shape for tensor in sources] == shapes
             now[copy.label] = _Reading(
                 _elements(tensors),
                 _elements(sources) if alike else None,
                 sum(tensor._version for tensor in tensors),
-                _narrow_type(tensors),
+                types.pop() if len(types) == 1 and types <= _NARROW else None,
                 shapes,
             )
         before_age, before = self._last
@@ -200,7 +202,9 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
             parts.setdefault(_shapes(part), part)
     inside = {id(part) for part in model.modules()}
     outside = living_modules(inside)
-    averages = list(_averages([model, *_outermost(outside)], parts, trained))
+    inner = {id(part) for each in outside for part in each.modules() if part is not each}
+    outermost = [each for each in outside if id(each) not in inner]
+    averages = list(_averages([model, *outermost], parts, trained))
     seen = {id(part) for module, _ in averages for part in module.modules()}
     others = [one for one in frozen_modules(outside) if seen.isdisjoint(map(id, one.modules()))]
     found = [*averages, *((each, None) for each in others)][:_MOST_COPIES]
@@ -209,11 +213,6 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
         again = labels[:number].count(labels[number])
         label = f"{labels[number]}, number {again + 1}" if again else labels[number]
         yield _Copy(label, weakref.ref(module), None if source is None else weakref.ref(source))
-
-
-def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    parts = {id(part) for each in modules for part in each.modules() if part is not each}
-    return [each for each in modules if id(each) not in parts]
 
 
 def _averages(
@@ -249,11 +248,6 @@ def _elements(tensors: Sequence[Tensor]) -> HostCopy:
     """Begin to read the first elements of some tensors, float32 ``[E]``."""
     starts = [tensor.view(-1)[:ELEMENTS].float() for tensor in tensors]
     return HostCopy(torch.cat(starts) if starts else torch.empty(0), own=True)
-
-
-def _narrow_type(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    types = {tensor.dtype for tensor in tensors}
-    return types.pop() if len(types) == 1 and types <= {torch.bfloat16, torch.float16} else None
 
 
 def make_probe(job: Job) -> CopiesProbe | None:

@@ -17,7 +17,7 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Derived
-from rankscope.bus.step import GatheredStep, StepReport, reduced_norm
+from rankscope.bus.step import GatheredStep, reduced_norm
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
@@ -96,7 +96,10 @@ class Sampling(Detector):
         gathered = _without(gathered, flagged)
         observed, expected = _loss_stds(gathered, {} if flagged else step.report.values)
         squares = observed * observed, expected * expected  # infinite, where a power would raise
-        self._recent.append((*squares, _all_distinct(step.report)))
+        drawn, distinct = (
+            step.report.values.get(name, math.nan) for name in ("samples_drawn", "samples_distinct")
+        )
+        self._recent.append((*squares, 0 < drawn == distinct))  # all are known, and differ
         return list(self._bet(gathered))
 
     def _bet(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
@@ -111,29 +114,28 @@ class Sampling(Detector):
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
             was_open = self._low.open
             if self._low.add(gathered.step, e_low, 0):
-                if not was_open:
-                    self._similar = self._severity_of_similar()
-                yield self._evidence(
-                    "sampling.too_similar",
-                    "data.duplicate_batches",
-                    self._similar,
-                    self._low,
-                    "losses" if low is losses else "gradient norms",
-                )
+                if not was_open:  # a note where nearly all samples since then are known to differ
+                    proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+                    noted = sum(proven) >= _PROVEN * len(proven)
+                    self._similar = Severity.NOTE if noted else Severity.WARNING
+                what = "losses" if low is losses else "gradient norms"
+                key, cause = "sampling.too_similar", "data.duplicate_batches"
+                yield self._evidence(key, cause, self._similar, self._low, what)
         changed = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
                 changed |= self._high.add(gathered.step, e_high, source)
         if changed:
-            yield self._different_evidence()
+            of_losses, of_norms = self._high.evidence_of_sources.tolist()
+            what = "losses" if of_losses >= of_norms else "gradient norms"
+            key, cause = "sampling.too_different", "inconclusive"
+            yield self._evidence(key, cause, Severity.NOTE, self._high, what)
 
     def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
-        """Return the units that may move to any other place.
+        """Return the units that may move to any other place: losses, unless these are averages.
 
-        Losses may. All but the first gradient norm of a worker are estimates, so the later ones
-        may among themselves. Losses that the training averages over workers are equal to the last
-        bit while gradients differ, and are of no use.
+        All but the first gradient norm of a worker are estimates, which may move among themselves.
         """
         if losses is None:
             return pool_units(gathered.micro_norms, from_index=1)
@@ -144,33 +146,22 @@ class Sampling(Detector):
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
 
-    def _severity_of_similar(self) -> Severity:
-        """Return a note where nearly all samples since the onset are known to differ."""
-        proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
-        return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
-
-    def _different_evidence(self) -> FaultEvidence:
-        losses, norms = self._high.evidence_of_sources.tolist()
-        what = "losses" if losses >= norms else "gradient norms"
-        return self._evidence(
-            "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
-        )
-
     def _evidence(
         self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
     ) -> FaultEvidence:
         shown = len(self._recent) - alarm.quiet
-        ratio = _recent_ratio(list(self._recent)[-alarm.duration : shown])
+        steps = list(self._recent)[-alarm.duration : shown]
+        sums = np.array([pair for *pair, _ in steps if np.isfinite(pair).all()]).reshape(-1, 2)
+        ratio = ratio_of_sums(sums, root=True).value
         known = math.isfinite(ratio)
+        far = f" (losses {ratio:.2f} times as far as sampling explains)" if known else ""
         return alarm.evidence(
             cause,
             severity,
             (),
             {
                 "what": what,
-                "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
-                if known
-                else "",
+                "ratio": far,
                 "steps": count(self._steps, "step"),
                 "bound": bound_in_words(self._steps),
             },
@@ -185,10 +176,7 @@ class Sampling(Detector):
 
 
 class _Alarm(PersistentFault):
-    """E-detectors with equal weights that alarm together, one for each source and bet.
-
-    Once they have, the strongest one is followed until it has lost its evidence.
-    """
+    """E-detectors, one for each source and bet, that alarm together; then the strongest counts."""
 
     SETTINGS = (*PersistentFault.SETTINGS, "_level")
 
@@ -282,17 +270,6 @@ def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[flo
     return population_std(workers["loss"]), expected_std(workers["loss_sem"])
 
 
-def _all_distinct(report: StepReport) -> bool:
-    """Return whether every sample of the step is known, and no two are the same."""
-    drawn = report.values.get("samples_drawn", math.nan)
-    return drawn > 0 and drawn == report.values.get("samples_distinct", math.nan)
-
-
-def _recent_ratio(steps: list[tuple[float, float, bool]]) -> float:
-    sums = np.array([pair for *pair, _ in steps if np.isfinite(pair).all()]).reshape(-1, 2)
-    return ratio_of_sums(sums, root=True).value
-
-
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (Sampling(run.num_workers, run.flagged.now),)
@@ -330,8 +307,7 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without sketches, the norms of local and reduced gradients still give the weighted mean cosine,
-    exactly, and each worker's product with the reduced one gives its own cosine.
+    Without sketches, norms and each worker's product with the reduced gradient give the first two.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan

@@ -98,11 +98,8 @@ class EnvironmentMismatch(Detector):
 
     def _evidence(self) -> FaultEvidence:
         seen = self._precision
-        words = list(self._words[:_MOST_LISTED])
+        words = _cut(self._words)
         ranks = self._ranks | seen.ranks
-        more = len(self._words) - len(words)
-        if more:
-            words.append(f"and {count(more, 'other difference')}")
         if seen.count:
             until = "" if seen.open else f" until step {seen.last:,}"
             who = name_ranks(seen.ranks)
@@ -153,12 +150,16 @@ class DifferentModes(Detector):
         self._alike = self._alike if ranks else gathered.step
         if not changed:
             return ()
-        what = "; ".join(self._what[:_MOST_LISTED])
-        more = len(self._what) - _MOST_LISTED
-        what += f"; and {count(more, 'other difference')}" if more > 0 else ""
         numbers = {"steps": seen.count, "modules": list(self._what)}
-        fields = {"what": what}
+        fields = {"what": "; ".join(_cut(self._what))}
         return (seen.evidence(MODES_DIFFER, Severity.WARNING, seen.ranks, fields, numbers),)
+
+
+def _cut(words: Sequence[str]) -> list[str]:
+    """Return the first differences, and how many others there are."""
+    more = len(words) - _MOST_LISTED
+    rest = [f"and {count(more, 'other difference')}"] if more > 0 else []
+    return [*words[:_MOST_LISTED], *rest]
 
 
 class DropoutOff(Detector):
@@ -170,19 +171,15 @@ class DropoutOff(Detector):
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step in which modes were read; report what is off, and its end."""
         if not step.all_known("dropout_off"):
-            return ()
+            return
         off_W = step.gathered.workers["dropout_off"]
-        found = []
         for value, (key, span) in enumerate(self._spans.items(), start=1):
             ranks = range(len(off_W)) if (off_W == value).all() else ()
             if span.observe(step.gathered.step, ranks):
                 again = " It is on again." if key == DROPOUT else " It is in training mode again."
-                over = "" if span.open else again
-                fields, numbers = {"over": over}, {"readings": span.count}
-                found.append(
-                    span.evidence(MODES_DIFFER, Severity.NOTE, (), fields, numbers, key=key)
-                )
-        return found
+                fields = {"over": "" if span.open else again}
+                numbers = {"readings": span.count}
+                yield span.evidence(MODES_DIFFER, Severity.NOTE, (), fields, numbers, key=key)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -231,10 +228,14 @@ class ComparedNames(Combiner):
                 code = int(columns["precision"][rank])
                 self._precisions[code] = named[PRECISION]
         found: list[StateDifference] = []
+        every = range(len(messages))
         if _differs(columns["modes"]):
             found += self._different_modes(len(messages))
         if new_settings and _differs(columns["settings_digest"]):
-            found += self._different_settings(len(messages))
+            found += [
+                _name_difference(StateKind.OPTION, f"{name} is {name_values(values_W)}", numbers_W)
+                for name, values_W, numbers_W in _differing(list(map(self._settings.get, every)))
+            ]
         if self._precisions and _differs(columns["precision"]):
             found += self._different_precisions(tuple(columns["precision"].tolist()))
         return {"differences": tuple(found)} if found else {}
@@ -255,13 +256,6 @@ class ComparedNames(Combiner):
                 flags_W,
             )
             for flags_W, names in alike.items()
-        ]
-
-    def _different_settings(self, num_workers: int) -> list[StateDifference]:
-        settings_W = [self._settings.get(rank) for rank in range(num_workers)]
-        return [
-            _name_difference(StateKind.OPTION, f"{name} is {name_values(values_W)}", numbers_W)
-            for name, values_W, numbers_W in _differing(settings_W)
         ]
 
     def _different_precisions(self, codes_W: tuple[int, ...]) -> list[StateDifference]:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from rankscope.bus.probe import Evaluated, Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.environment import MODES, PRECISION, SETTINGS
+from rankscope.gradients.host import number_of
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
@@ -200,8 +200,8 @@ class OptimizerMeter(Probe):
         groups = groups if isinstance(groups, Sequence) else ()
         groups = [group for group in groups if isinstance(group, Mapping)]
         first = groups[0] if groups else {}
-        self._lr = _number(first.get("lr"))
-        self._weight_decay = _number(first.get("weight_decay"))
+        self._lr = number_of(first.get("lr"))
+        self._weight_decay = number_of(first.get("weight_decay"))
         self._read_held(groups)
         rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
         texts = {"rates_digest": repr(rates)} if rates else {}
@@ -237,7 +237,8 @@ class OptimizerMeter(Probe):
     def _words(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Return each setting as text, with the number of its parameter group if that matters."""
         shared = self._groups[0].settings
-        words = {name: value[:_LONGEST] for name, value in shared.items()}
+        words = {"the number of parameter groups": str(len(groups))}
+        words |= {name: value[:_LONGEST] for name, value in shared.items()}
         for number in range(1, len(groups)):
             for name, value in self._groups[number].settings.items():
                 if value != shared.get(name):
@@ -283,19 +284,8 @@ def _plain(value: object) -> object:
     if isinstance(value, (tuple, list)):
         parts = [_plain(part) for part in value]
         return None if None in parts else tuple(parts)
-    number = _number(value)
+    number = number_of(value)
     return None if number != number else number
-
-
-def _number(value: object) -> float:
-    """Return a number, or one in a tensor on the host; NaN for anything else."""
-    if isinstance(value, Tensor):
-        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
-        return float(value.detach()) if readable else float("nan")
-    try:
-        return float(value) if isinstance(value, Real) else float("nan")
-    except (OverflowError, TypeError, ValueError):
-        return float("nan")
 
 
 class PrecisionProbe(Probe):

@@ -69,12 +69,10 @@ class DifferentSettings(Detector):
         """Process a step; report differences in it and in the step before, and their end."""
         gathered = step.gathered
         calls_W = _calls(step)
-        found: list[FaultEvidence] = []
         if self._num_workers > 1:
-            found += self._compare_calls(gathered.step, calls_W)
-            found += self._compare_settings(step)
-        found += self._follow_plan(gathered, calls_W)
-        return found
+            yield from self._compare_calls(gathered.step, calls_W)
+            yield from self._compare_settings(step)
+        yield from self._follow_plan(gathered, calls_W)
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; its last step is not judged."""
@@ -128,8 +126,12 @@ class DifferentSettings(Detector):
                 else:
                     parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
-        if known and self._settings.observe(gathered.step, ranks):
-            yield self._settings_evidence()
+        seen = self._settings
+        if known and seen.observe(gathered.step, ranks):
+            what = {"what": self._what}
+            numbers = {"steps": seen.count, **what}
+            cause = "state.hyperparameters_differ"
+            yield seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
 
     def _minority(self, values: Sequence[float | int | None]) -> Sequence[int]:
         """Return the minority; without a majority, the earlier minority, if any."""
@@ -154,26 +156,13 @@ class DifferentSettings(Detector):
             values = known_values(before_W, known_W)
             ranks = minority_ranks(values)
             self._called = name_values(values, _times)
-        if self._calls.observe(number, ranks):
-            yield self._calls_evidence()
-
-    def _settings_evidence(self) -> FaultEvidence:
-        seen = self._settings
-        what = {"what": self._what}
-        numbers = {"steps": seen.count, **what}
-        cause = "state.hyperparameters_differ"
-        return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
-
-    def _calls_evidence(self) -> FaultEvidence:
-        called = {"called": self._called}
-        return self._calls.evidence(
-            "state.parameters_differ",
-            Severity.ERROR,
-            self._calls.ranks,
-            called,
-            {"steps": self._calls.count, **called, "other_causes": ["state.optimizer_differs"]},
-            key=CALLS,
-        )
+        seen = self._calls
+        if seen.observe(number, ranks):
+            called = {"called": self._called}
+            others = {"other_causes": ["state.optimizer_differs"]}
+            numbers = {"steps": seen.count, **called, **others}
+            cause = "state.parameters_differ"
+            yield seen.evidence(cause, Severity.ERROR, seen.ranks, called, numbers, key=CALLS)
 
     # Against the plan ----------------------------------------------------------------------
 
@@ -198,8 +187,7 @@ class DifferentSettings(Detector):
     def _anchor(self, rates: Floats, calls: int) -> None:
         """Count on after a restart: from its end, or from an earlier checkpoint.
 
-        The learning rate of the first step decides: the latest call of the plan that has it, and
-        is not after the last one before the restart.
+        That is the latest call of the plan, no later than the last, with this learning rate.
         """
         self._anchored = True
         last = self._num_calls + calls - 1

@@ -81,7 +81,11 @@ def normalise_user_reduction(
     mean_SK = local_WSK.mean(axis=0)
     own_WS = _apart(local_WSK, mean_SK[None]) > _SAME  # else the mean is no other than the own
     kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
-    scaled_WSK = _factors(given_WSK, local_WSK)[:, None, None] * local_WSK
+    # the factors that bring each worker's local gradient nearest to its reduced one
+    products_W = (given_WSK * local_WSK).sum(axis=(1, 2))
+    squares_W = np.square(local_WSK).sum(axis=(1, 2))
+    factors_W = products_W / np.where(squares_W > 0, squares_W, 1.0)
+    scaled_WSK = factors_W[:, None, None] * local_WSK
     unreduced_WS = own_WS & (kept_WS | (_apart(given_WSK, scaled_WSK) <= _SAME))
     all_WS = unreduced_WS | ~own_WS
     unreduced_W: Bools = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
@@ -144,14 +148,6 @@ def _by_place(given_WSK: Floats) -> Bools:
     return placed_S
 
 
-def _are_own(parts_W: Sequence[AuditPart]) -> bool:
-    """Return whether a reduction has left every worker with its own gradient, and they differ."""
-    first = parts_W[0].local_SK
-    return not all(np.array_equal(part.local_SK, first) for part in parts_W) and all(
-        np.array_equal(part.local_SK, part.reduced_SK) for part in parts_W
-    )
-
-
 def _sections(part: AuditPart, chosen_S: Bools) -> AuditPart:
     return replace(
         part,
@@ -202,14 +198,6 @@ def _apart(one_WSK: Floats, other_WSK: Floats) -> Floats:
     return apart_WS
 
 
-def _factors(given_WSK: Floats, local_WSK: Floats) -> Floats:
-    """Return the factor that brings each worker's local gradient nearest to its reduced one."""
-    products_W = (given_WSK * local_WSK).sum(axis=(1, 2))
-    squares_W = np.square(local_WSK).sum(axis=(1, 2))
-    factors_W: Floats = products_W / np.where(squares_W > 0, squares_W, 1.0)
-    return factors_W
-
-
 def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
     """Return the factor of the mean that most sections share; 0 where the mean is zero."""
     products_S = (given_SK * mean_SK).sum(axis=1)
@@ -251,7 +239,8 @@ class MeasuredGradients(Combiner):
             fill(columns, own, {name: value[~carried] for name, value in one.values.items()})
             for rank, norms in zip(own.tolist(), one.micro_norms_wM[~carried], strict=True):
                 norms_W[rank] = norms
-        _fill_nonfinite(columns)
+        counts_W = columns["grad_nonfinite"]
+        columns["nonfinite"][:] |= (counts_W != MISSING_INT) & (counts_W > 0)
         compared = self._compared(found) if is_whole else {"sketches_WK": None}
         return {"observed": is_whole, "micro_norms": tuple(norms_W), **compared}
 
@@ -274,22 +263,19 @@ class MeasuredGradients(Combiner):
 
     def _residuals(self, parts_W: Sequence[AuditPart]) -> Floats:
         firsts = np.cumsum((0, *self._layout.section_counts[:-1])).astype(np.int64)
-        if _are_own(parts_W):
+        first = parts_W[0].local_SK
+        own = all(np.array_equal(part.local_SK, part.reduced_SK) for part in parts_W)
+        if own and not all(np.array_equal(part.local_SK, first) for part in parts_W):
             nothing = np.full_like(parts_W[0].reduced_SK, np.nan)
             parts_W = [replace(part, reduced_SK=nothing) for part in parts_W]
         return residuals_of_all(parts_W, firsts, self._layout.reduced_copies)
 
 
-def make_combiner(layout: Layout) -> MeasuredGradients:
-    """Return the combiner of gradients."""
-    return MeasuredGradients(layout)
+make_combiner = MeasuredGradients
 
 
 def _as_reduced(found: Found, *, in_shares: bool) -> Found:
-    """Replace a loop's own reduced gradients by the mean that they are a multiple of.
-
-    A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
-    """
+    """Replace a loop's own reduced gradients by the mean; none is local after several of them."""
     norms_W = [norms_B for _, one in found for norms_B in one.found_wB]
     if reduced_between(norms_W):
         return [
@@ -326,8 +312,3 @@ def _changes(found: Found) -> Floats | None:
         return None
     changes_WG = by_rank(found, "changes_wG")
     return changes_WG if (changes_WG > 0).any() else None
-
-
-def _fill_nonfinite(columns: Columns) -> None:
-    counts_W = columns["grad_nonfinite"]
-    columns["nonfinite"][:] |= (counts_W != MISSING_INT) & (counts_W > 0)

@@ -20,10 +20,8 @@ MOST_NAMES = 8
 class JoinedProbe(Probe):
     """Sends the number of parameters that have joined the training, and names of the first.
 
-    Args:
-        frozen: The model's parameters that are frozen at ``watch``, by name.
-        optimizer: The optimizer: parameters that it is given later have joined, too.
-        measured: The parameters whose gradients are measured.
+    ``frozen`` are those at ``watch``; what the optimizer is given later has joined, too. Gradients
+    of ``measured`` ones are measured already.
     """
 
     def __init__(
@@ -45,14 +43,19 @@ class JoinedProbe(Probe):
         self._num_calls += 1
         if self._num_calls % EVERY:
             return
-        joined = [name for name, frozen in self._frozen.items() if _is_trained(frozen())]
+        joined = [
+            name
+            for name, frozen in self._frozen.items()
+            if (p := frozen()) is not None and p.requires_grad and p.grad is not None
+        ]
         for name in joined:
             del self._frozen[name]
         updated = self._updated()
         if len(updated) != self._num_updated:
             self._num_updated = len(updated)
             for tensor in updated:
-                if not self._knows(tensor) and tensor.requires_grad:
+                known = self._known.get(id(tensor), lambda: None)
+                if known() is not tensor and tensor.requires_grad:
                     self._known[id(tensor)] = weakref.ref(tensor)
                     joined.append(f"a tensor of shape {tuple(tensor.shape)}")
         self._num_joined += len(joined)
@@ -67,16 +70,8 @@ class JoinedProbe(Probe):
         held = dict.fromkeys(self._names, self._num_joined)
         return Ready(MessagePart(names={KEY: {StateKind.JOINED: held}}))
 
-    def _knows(self, tensor: Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is not None and known() is tensor
-
     def _updated(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-
-def _is_trained(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad and tensor.grad is not None
 
 
 def make_probe(job: Job) -> Probe | None:

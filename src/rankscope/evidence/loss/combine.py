@@ -186,11 +186,7 @@ def _knows_multipliers(units: _Units) -> Bools:
 
 
 def _with_trained_weights(units: _Units) -> _Units:
-    """Return the units with their weights in the trained loss.
-
-    A micro-batch counts by the multiplier of its loss, whatever its tokens; units of one
-    micro-batch count by their tokens.
-    """
+    """Return the units with their weights in the trained loss: by multipliers, then by tokens."""
     weights = units.weights
     known_W = Ragged(np.isfinite(weights.flat), weights.lengths_R).reduced(np.logical_and, True)
     tokens_U = np.where(weights.spread(known_W), weights.flat, 1.0)

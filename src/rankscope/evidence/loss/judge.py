@@ -72,10 +72,12 @@ class NonFinite(Detector):
                 self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
         if (gathered.workers["loss_weight"][ranks] == 0).all():
             self._without_labels += 1
-        dropped = _was_dropped(gathered)
+        # whether the optimizer is known to have got a finite gradient all the same
+        dropped = bool(np.isfinite(gathered.workers["reduced_norm"]).all())
         if not gathered.observed and not self._applied:
             dropped |= self._dropped  # NaN in the parameters would show in the next observed step
-        skipped = _was_skipped(gathered)
+        calls_W = gathered.workers["optimizer_steps"]
+        skipped = None if (calls_W == MISSING_INT).any() else not calls_W.any()
         self._dropped |= dropped and not skipped
         skipped = dropped or skipped
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
@@ -103,18 +105,11 @@ class NonFinite(Detector):
             check = (
                 "Look for what masks or cuts off all labels of a batch, as a short length does. "
             )
+        fields = {"what": what, "applied": applied, "outcome": outcome, "labels": labels}
+        fields["label_check"] = check
+        numbers = {"steps": self._span.count, "in": what}
         return self._span.evidence(
-            "numerics.nonfinite",
-            self._severity,
-            self._seen,
-            {
-                "what": what,
-                "applied": applied,
-                "outcome": outcome,
-                "labels": labels,
-                "label_check": check,
-            },
-            {"steps": self._span.count, "in": what},
+            "numerics.nonfinite", self._severity, self._seen, fields, numbers
         )
 
 
@@ -132,13 +127,11 @@ class NoGradient(Detector):
         ends = step.ends("grad_norm")
         if np.isnan(ends).any():
             return ()
-        ranks = range(self._num_workers) if ends == (0, 0) else ()
-        return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
-
-    def _evidence(self) -> FaultEvidence:
         zero = self._zero
+        if not zero.observe(step.gathered.step, range(self._num_workers) if ends == (0, 0) else ()):
+            return ()
         numbers = {"steps": zero.count}
-        return zero.evidence("loss.no_gradient", Severity.WARNING, zero.ranks, {}, numbers)
+        return (zero.evidence("loss.no_gradient", Severity.WARNING, zero.ranks, {}, numbers),)
 
 
 class PartsWithoutGradient(Detector):
@@ -192,24 +185,8 @@ class PartsWithoutGradient(Detector):
         )
 
 
-def _was_skipped(gathered: GatheredStep) -> bool | None:
-    """Return whether no worker called the optimizer in this step; None if unknown."""
-    calls_W = gathered.workers["optimizer_steps"]
-    if (calls_W == MISSING_INT).any():
-        return None
-    return not calls_W.any()
-
-
-def _was_dropped(gathered: GatheredStep) -> bool:
-    """Return whether the optimizer is known to have got a finite gradient all the same."""
-    return bool(np.isfinite(gathered.workers["reduced_norm"]).all())
-
-
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
-    """Return whether these ranks' losses are not finite, in a run that measures losses.
-
-    Where no loss is, the gradient or the number of label tokens shows it.
-    """
+    """Return whether these ranks' losses are not finite; without any, tokens or gradient show."""
     workers = gathered.workers
     losses_W = workers["loss"]
     measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()
@@ -258,36 +235,32 @@ class TokenWeighting(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's token counts; report weights that differ."""
-        if self._intended:
-            return ()
-        gathered = step.gathered
-        self._between.sums.add_products(step.columns.token_products[step.index])
-        return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
+        if not self._intended:
+            self._between.sums.add_products(step.columns.token_products[step.index])
+            yield from self._observe_workers(step)
+            yield from self._observe_micro_batches(step.gathered)
 
     def _observe_workers(self, step: Step) -> Iterable[FaultEvidence]:
-        gathered = step.gathered
-        workers = step.gathered.workers
-        scales_W = workers["grad_scale"]
-        tokens_W = workers["loss_weight"]
-        found: list[FaultEvidence] = []
+        number = step.gathered.step
+        scales_W = step.gathered.workers["grad_scale"]
+        tokens_W = step.gathered.workers["loss_weight"]
         if self._between.sums.found:
-            return found
-        if self._starved.add(gathered.step, scales_W, tokens_W):
-            found.append(self._starved.describe())
+            return
+        if self._starved.add(number, scales_W, tokens_W):
+            yield self._starved.describe()
         if self._starved.ranks:
             tokens_W = tokens_W.copy()
             tokens_W[list(self._starved.ranks)] = np.nan
             spread = float(log_spread(scales_W[None], tokens_W[None])[0])
         else:
             spread = step.columns.token_spreads[step.index]
-        if self._between.add(gathered.step, spread):
-            ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
-            found.append(self._between.describe("", ranks))
-        return found
+        if self._between.add(number, spread):
+            ranks = np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist()
+            yield self._between.describe("", ranks)
 
     def _observe_micro_batches(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         if not gathered.micro_scales:
-            return ()
+            return
         scales_WM, tokens_WM, losses_WM = map(
             as_matrix, (gathered.micro_scales, gathered.micro_weights, gathered.micro_losses)
         )
@@ -295,10 +268,9 @@ class TokenWeighting(Detector):
         spread_W = log_spread(scales_WM, tokens_WM)
         known_W = np.isfinite(spread_W)
         if self._inside.sums.found or not known_W.any():
-            return ()
-        if not self._inside.add(gathered.step, float(spread_W[known_W].mean())):
-            return ()
-        return (self._inside.describe(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
+            return
+        if self._inside.add(gathered.step, float(spread_W[known_W].mean())):
+            yield self._inside.describe(MICRO, np.flatnonzero(known_W).tolist())
 
 
 class _Spread(PersistentFault):

@@ -494,10 +494,7 @@ def _trained_losses(
 def _token_means(
     collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
 ) -> dict[str, Content]:
-    """Return sums over label tokens as means, if their divisor counts all workers' tokens.
-
-    Whether it does follows from all workers' counts together.
-    """
+    """Return sums over label tokens as means, if their divisor counts all workers' tokens."""
     rows = []
     for micro, multiplier in zip(collected, multipliers_M, strict=True):
         if micro.summed is None or micro.constant is None:

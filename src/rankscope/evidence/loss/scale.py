@@ -24,6 +24,9 @@ ONE_WORKER = "loss-scale-one-worker"
 SHORT_WINDOW = "loss-scale-short-window"
 """Key of the finding of updates with fewer micro-batches than the loss was divided by."""
 
+UNSCALED_TWICE = "loss-scale-unscaled-twice"
+"""Key of the finding of gradients that are divided by a gradient scaler's factor twice."""
+
 LONG_WINDOW = "loss-scale-long-window"
 """Key of the finding of updates with more micro-batches than the loss was divided by."""
 
@@ -144,6 +147,7 @@ class LossScale(Detector):
         self._later = False  # the value holds a factor after the reduction
         self._differing = _DifferingWorkers()
         self._windows = UnevenWindows()
+        self._twice = PersistentFault(_STEPS, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's multipliers; report wrong ones."""
@@ -185,6 +189,7 @@ class LossScale(Detector):
             self._notice_scaler(scale, micro)
         if math.isnan(scale):
             return
+        yield from self._observe_unscaling(gathered.step, scale, applied_W)
         whole = not workers["grad_carried_over"].any()  # else the update took more micro-batches
         if whole and not self._scaler and not self._sums.found:
             idle = int(workers["idle_passes"].max())
@@ -193,6 +198,19 @@ class LossScale(Detector):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
         yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
+
+    def _observe_unscaling(
+        self, step: int, scale: float, applied_W: Floats
+    ) -> Iterable[FaultEvidence]:
+        twice = scale >= LEAST_SCALER and np.allclose(applied_W * scale**2, 1, rtol=_CLOSE)
+        if self._twice.observe(step, range(self._num_workers) if twice else ()):
+            over = "" if self._twice.open else " It is divided once again."
+            fields = {"scale": f"{scale:,.10g}", "over": over}
+            numbers = {"scale": scale, "steps": self._twice.count}
+            ranks = range(self._num_workers)
+            yield self._twice.evidence(
+                "loss.scale", Severity.WARNING, ranks, fields, numbers, key=UNSCALED_TWICE
+            )
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:
@@ -214,8 +232,8 @@ class LossScale(Detector):
         factor = ""
         if not silent and math.isnan(self._summed):
             factor = self._tokens(gathered)
-        elif not silent:
-            factor = self._name(gathered, scale, micro)
+        elif not (silent or (micro == 1 and scale < 1 and not self._called)):
+            factor = " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
         if self._streak[1] == 1:
@@ -233,12 +251,6 @@ class LossScale(Detector):
         if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
             meant = _PART_IS_MEANT
         return (self._evidence(micro, meant),)
-
-    def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
-        """Return the name of a wrong factor; empty for a right one."""
-        if micro == 1 and scale < 1 and not self._called:
-            return ""
-        return " or ".join(self._factors(gathered, scale, micro)) or self._tokens(gathered)
 
     def _factors(self, gathered: GatheredStep, scale: float, micro: int) -> list[str]:
         """Return the names of a number of workers or micro-batches, or of one over it."""
@@ -275,19 +287,12 @@ class LossScale(Detector):
                 return name
         return ""
 
-    def _advice(self, micro: int) -> str:
-        if self._later:
-            return _OF_WEIGHTS
-        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
-        return advice + (_OF_WINDOWS if round(self._value, 2) == micro > 1 else "")
-
-    @property
-    def _where(self) -> str:
-        if self._later:
-            return _AND_LATER
-        return _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
-
     def _evidence(self, micro: int, meant: str) -> FaultEvidence:
+        advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
+        advice += _OF_WINDOWS if round(self._value, 2) == micro > 1 else ""
+        where = _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
+        if self._later:
+            advice, where = _OF_WEIGHTS, _AND_LATER
         return self._span.evidence(
             "loss.scale",
             Severity.NOTE if meant else Severity.WARNING,
@@ -296,10 +301,10 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
-                "advice": self._advice(micro),
+                "advice": advice,
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
-                "where": self._where,
+                "where": where,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
@@ -449,10 +454,7 @@ class _DifferingWorkers(Stateful):
 
 
 def _against_most(scales_W: Floats) -> Floats | None:
-    """Return multipliers over that of most workers ``[W]``, of two over rank 0's.
-
-    None when no majority has the same.
-    """
+    """Return multipliers over that of most ``[W]``, of two over rank 0's; None: no majority."""
     reference = float(np.median(scales_W)) if len(scales_W) > 2 else float(scales_W[0])
     ratio_W: Floats = scales_W / reference
     most = 2 * int(np.sum(np.abs(ratio_W - 1) <= _CLOSE)) > len(scales_W)

@@ -40,7 +40,6 @@ _MOST_LINES = 3
 
 _Line = tuple[int, ...]  # ranks of the job along an axis
 
-
 _HELD = 1
 _PLACED = 2
 
@@ -221,10 +220,9 @@ class MeshAxes(Director):
         verdict = self._verdicts.get(axis)
         if verdict is None:
             shared = parts_T[0].shared
+            first = self._first_step
             verdict = self._verdicts[axis] = (
-                AxisVerdict(axis, self._first_step)
-                if shared is None
-                else TieVerdict(axis, self._first_step, shared)
+                AxisVerdict(axis, first) if shared is None else TieVerdict(axis, first, shared)
             )
         for finding in verdict.observe(step, found, self._workers):
             self.publish(finding)
@@ -334,13 +332,13 @@ class AxisVerdict(_Verdict):
         """
         met = self._met[found[0].ranks]
         begun = [one for one in found if one.name not in met and one.parameter_differs]
-        if any(not _is_meant(one) for one in begun):
+        if any(not (one.placed or one.cuts) for one in begun):
             self._own.add(found[0].ranks)
         self._see_gradients(step, found, begins=not met)
         for one in found:
             if one.parameter_differs and self._partial is None:
                 self._differ = self._differ or _Fault(step, Severity.WARNING)
-                if _is_meant(one) or one.name in met:
+                if one.placed or one.cuts or one.name in met:  # has to be equal along the axis
                     self._differ.severity = Severity.ERROR
                 _add_first(self._differ, step, one, one.parameter, 0)
         met |= {one.name for one in found}
@@ -369,18 +367,10 @@ class AxisVerdict(_Verdict):
             )
             if fault.has_changed(fault.severity, everywhere):
                 apart = max(fault.apart.values())
-                finite = math.isfinite(apart)
-                fields = {
-                    "apart": f"by {apart:.2g} of their norm" if finite else "since some have none"
-                }
-                yield self._finding(
-                    cause, fault.severity, fault, workers, fields, everywhere=everywhere
-                )
-
-
-def _is_meant(one: Replicated) -> bool:
-    """Return whether a parameter has to be equal along the axis."""
-    return one.placed or one.cuts
+                by = f"by {apart:.2g} of their norm"
+                fields = {"apart": by if math.isfinite(apart) else "since some have none"}
+                severity = fault.severity
+                yield self._finding(cause, severity, fault, workers, fields, everywhere=everywhere)
 
 
 def _add_first(fault: _Fault, step: int, one: Replicated, apart: float, wait: int) -> None:

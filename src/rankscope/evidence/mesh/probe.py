@@ -90,12 +90,8 @@ class MeshProbe(Probe):
     def _end(self, error: Exception) -> None:
         self._meter = None
         level = logging.DEBUG if isinstance(error, RankscopeError) else logging.WARNING
-        _log.log(
-            level,
-            "replicas over other axes of the mesh are not compared (%s: %s)",
-            type(error).__name__,
-            error,
-        )
+        words = "replicas over other axes of the mesh are not compared (%s: %s)"
+        _log.log(level, words, type(error).__name__, error)
 
     def _end_step(self, meter: "_ReplicaMeter", end: StepEnd) -> None:
         if not end.comparable:
@@ -229,9 +225,8 @@ class _ReplicaMeter:
         self._chosen = self._due(step)
         if self._chosen:
             self._types = [_type_of(parameter) for parameter in self._chosen]
-            self._parameters = self._read(
-                StateKind.PARAMETER, [(p.name, p.tensor) for p in self._chosen]
-            )
+            named = [(p.name, p.tensor) for p in self._chosen]
+            self._parameters = self._read(StateKind.PARAMETER, named)
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; the last call counts."""
@@ -244,13 +239,9 @@ class _ReplicaMeter:
         """Return the readings of the step, without waiting; None if there are none."""
         part = None
         if self._parameters is not None:
+            rows = (self._parameters, self._gradients)
             part = _PendingPart(
-                self._place,
-                self._layout,
-                self._cut,
-                self._chosen,
-                self._types,
-                (self._parameters, self._gradients),
+                self._place, self._layout, self._cut, self._chosen, self._types, rows
             )
         self._clear()
         self._step = -1

@@ -514,14 +514,14 @@ def _misplaced(now: _Holdings, saved: _Holdings, changed: Iterable[str]) -> str:
     for key in changed:
         before = saved.norms(key)
         for name, norms_W in now.norms(key).items():
-            sources = [other for other, own_W in before.items() if _alike(norms_W, own_W)]
+            sources = [
+                other
+                for other, own_W in before.items()
+                if (norms_W > 0).all() and np.allclose(norms_W, own_W, rtol=_SAME_NORM, atol=0.0)
+            ]
             if len(sources) == 1 and name in before and sources != [name]:
                 found.append(f"{key} of {name} is what was saved for {sources[0]}")
     return shortened(found, 1, "other moment")
-
-
-def _alike(one_W: Floats, other_W: Floats) -> bool:
-    return bool((one_W > 0).all() and np.allclose(one_W, other_W, rtol=_SAME_NORM, atol=0.0))
 
 
 def _whose(

@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import StateKind
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.state.readings import PendingDigests, PendingReading
+from rankscope.evidence.state.readings import UNREADABLE, PendingDigests, PendingReading
 from rankscope.gradients.digest import word_of
-from rankscope.gradients.host import HostCopy
+from rankscope.gradients.host import HostCopy, number_of
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.optimizers import all_of
@@ -38,7 +39,6 @@ _NO_SETTINGS = 8
 _MOST_NAMED = 8
 _MOST_MEASURED = 32  # parameters that are measured one by one, with their moments
 _MOST_ELEMENTS = 1 << 18  # of each, from its beginning
-_UNREADABLE = word_of("cannot be read")
 
 
 class OptimizedParameter(NamedTuple):
@@ -83,7 +83,7 @@ def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
 class PendingHoldings:
     """What an optimizer held at one moment; its numbers may still be on the device."""
 
-    def __init__(self, optimizer: Any, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
         reading = PendingDigests()
         self._places: list[tuple[str, int, int]] = []  # kind, number of parameter, digest of zeros
         self._known: Counter[str] = Counter()
@@ -91,14 +91,14 @@ class PendingHoldings:
         counters: list[Tensor] = []
         groups: dict[int, Mapping[str, Any]] = {}
         all_held = list(held_by(optimizer))
-        self._names = [name_of(held.whole) for held in all_held]
+        self._names = [names.get(id(held.whole), "a parameter") for held in all_held]
         self._norms = Norms()
         measured = _chosen(self._names)
         for number, held in enumerate(all_held):
             for key, tensor in {PARAMETERS: held.parameter.detach(), **held.moments}.items():
                 self._add(reading, key, number, tensor)
                 if number in measured:
-                    self._norms.add(norm_name(key, measured[number]), tensor)
+                    self._norms.add(f"{key} of {measured[number]}: norm", tensor)
             counter = held.counter
             if isinstance(counter, Tensor) and not counter.is_cpu:
                 counters.append(counter.detach().double().reshape(()))
@@ -112,13 +112,12 @@ class PendingHoldings:
         self._norms.begin()
 
     def _add(self, reading: PendingDigests, kind: str, number: int, tensor: Tensor) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._known[f"{kind}: {dtype}"] += 1
+        self._known[f"{kind}: {dtype_name(tensor.dtype)}"] += 1
         self._places.append((kind, number, word_of(f"{tensor.dtype} {tensor.numel()}")))
         try:
             reading.add(tensor.detach())
         except Exception:  # a tensor of an unusual kind
-            reading.add_word(_UNREADABLE)
+            reading.add_word(UNREADABLE)
 
     @property
     def ready(self) -> bool:
@@ -159,16 +158,8 @@ class PendingHoldings:
         return {**found, **self._norms.read()}
 
 
-def norm_name(key: str, name: str) -> str:
-    """Return the name of the norm of a parameter's moment, or of the parameter."""
-    return f"{key} of {name}: norm"
-
-
 def _chosen(names: list[str]) -> dict[int, str]:
-    """Return the parameters that are measured, by number, each with a name of its own.
-
-    They are the same in later sessions, also where parameters were added.
-    """
+    """Return the parameters that all sessions measure, by number, each with a name of its own."""
     alike = Counter(names)
     own = {n: name if alike[name] == 1 else f"{name} (number {n})" for n, name in enumerate(names)}
     chosen = heapq.nsmallest(_MOST_MEASURED, own, key=lambda n: zlib.crc32(own[n].encode()))
@@ -314,7 +305,7 @@ class RestMeter:
                 reading.add_word(0)
         now = reading.begin()
         ids = [id(one.whole) for one in held]
-        rate = max(_number(one.group.get("lr")) for one in held)
+        rate = max(number_of(one.group.get("lr")) for one in held)
         pending = None
         if self._before is not None and ids == self._ids and not rate > self._rate:
             pending = self._compare(held, self._before, now)
@@ -333,8 +324,8 @@ class RestMeter:
             place = places.get(id(one.whole))
             if place is None:
                 continue
-            dtype = str(one.parameter.dtype).removeprefix("torch.")
-            kind = kinds.setdefault(place.kind, _Kind(place.name, dtype))
+            own = _Kind(place.name, dtype_name(one.parameter.dtype))
+            kind = kinds.setdefault(place.kind, own)
             kind.numbers.append(number)
             update = None if one.parameter.numel() > _LARGEST else _update_of(one)
             if update is None:
@@ -350,11 +341,7 @@ class RestMeter:
 
 
 def _update_of(held: OptimizedParameter) -> Tensor | None:
-    """Return the size of the last update of each element; None where the rule is not known.
-
-    That of Adam and its relatives, and of SGD with momentum. An optimizer that keeps a finer copy
-    of the parameter has more moments than these.
-    """
+    """Return elements' last update by Adam's relatives or SGD with momentum; None: unknown."""
     moments = held.moments
     group = held.group
     rate = group.get("lr")
@@ -375,8 +362,7 @@ def _update_of(held: OptimizedParameter) -> Tensor | None:
 def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
     """Return the largest share of an update in what moves its value, with both: float32 ``[3]``.
 
-    What moves a value is half of the distance to the next one towards zero: where it is a power of
-    two, that is half of the distance away from zero.
+    What moves a value is half of the distance to the next one towards zero.
     """
     value = parameter.abs().float().flatten()
     mantissa, exponent = torch.frexp(value)
@@ -386,13 +372,6 @@ def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
     share = (update / half).nan_to_num(nan=0.0, posinf=math.inf)
     at = share.argmax()
     return torch.stack([share[at], update[at], value[at]])
-
-
-def _number(value: object) -> float:
-    """Return a number, or one in a tensor on the host; NaN for anything else."""
-    if isinstance(value, Tensor):
-        return float(value) if value.is_cpu and value.numel() == 1 else math.nan
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 _FIRST_MISSED = 8  # calls without a gradient, until parameters are compared; then twice as many
@@ -523,12 +502,8 @@ class OptimizerProbe(Probe):
 
     def _read(self) -> PendingHoldings:
         places = places_of(self._job.wrapped.module)
-
-        def name_of(parameter: Tensor) -> str:
-            place = places.get(id(parameter))
-            return "a parameter" if place is None else canonical_name(place.name)
-
-        return PendingHoldings(self._job.optimizer, name_of)
+        names = {key: canonical_name(place.name) for key, place in places.items()}
+        return PendingHoldings(self._job.optimizer, names)
 
     def collect(self, end: StepEnd) -> Pending | None:
         """Return the readings since the last step."""

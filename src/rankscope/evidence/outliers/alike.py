@@ -177,10 +177,7 @@ class AlikePairs(Detector):
         )
 
     def _measure(self) -> None:
-        """Measure by how much the cosine of the pairs exceeds that of others, the median.
-
-        The steps that show it count.
-        """
+        """Measure by how much the pairs' cosine exceeds the median, over the steps that show it."""
         last = self._span.last
         since = last - self._span.first + 1
         traces = [self._test.traces(pair, since=since, last=last)[:1] for pair in self._active]

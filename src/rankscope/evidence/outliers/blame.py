@@ -30,7 +30,7 @@ NAMED_WORKERS = 16
 _NAMED_GROUPS = 5
 _SWAP = (
     " Then run one of them on another worker: what follows the batch is data, what stays with the "
-    "worker is its parameters or its hardware."
+    "worker is its code, parameters or hardware."
 )
 _LOOK_AT_BOTH = "Compare the batches of both: labels, masks, padding, tokenizer, files"
 _ALL = 1 - 1e-6  # deviation of two workers from their middle where one of them has nothing
@@ -92,11 +92,16 @@ _CHECK = {
         "or its hardware"
     ),
     ("inconclusive", Severity.WARNING): (
-        "Run the same batch on both: if they agree, their data differ in kind; if not, compare "
-        "parameters and hardware"
+        "Run the same batch on both, as a canary does (scope.canary() asks for one): if they "
+        "agree, their data or the settings of their losses differ; if not, compare parameters and "
+        "hardware"
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }
+_RANK_0 = (
+    ". Rank 0 alone may be the one that is right: look for a branch or an offset by rank that the "
+    "others lack"
+)
 _FACTOR = (
     " Both have nearly the same factor, as where the loss is multiplied there and not elsewhere."
 )
@@ -118,9 +123,13 @@ def describe_fault(
     """Return a fault as evidence, after ``num_steps`` compared steps."""
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
-    cause, severity = _cause(fault), _severity(fault, num_workers)
+    cause = _cause(fault)
+    # a tie among many is more likely meant (domains) than a fault
+    harmless = fault.absorbed or (fault.tie and num_workers > 3)
+    severity = Severity.NOTE if harmless else Severity.WARNING
     factor = _FACTOR if _has_common_factor(fault, num_workers) else ""
     check = _CHECK.get((cause, severity), "") if fault.agreed < 0 else _LOOK_AT_BOTH
+    rank_0 = _RANK_0 if cause == "compute.worker_outlier" and fault.ranks == [0] else ""
     differ, stand = ("differs", "stands") if one else ("differ", "stand")
     words = {
         "differ": differ if fault.is_open else "differed",
@@ -139,7 +148,7 @@ def describe_fault(
         "workers": num_workers,
         "many": _MANY,
         "zeros": "",
-        "check": check.format(ranks=name_ranks(fault.ranks)),
+        "check": check.format(ranks=name_ranks(fault.ranks)) + rank_0,
     }
     numbers = {
         "steps_compared": num_steps,
@@ -169,12 +178,6 @@ def _cause(fault: Fault) -> str:
     return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
 
 
-def _severity(fault: Fault, num_workers: int) -> Severity:
-    """Return how bad it is; a tie among many is more likely meant (domains) than a fault."""
-    harmless = fault.absorbed or (fault.tie and num_workers > 3)
-    return Severity.NOTE if harmless else Severity.WARNING
-
-
 def _has_common_factor(fault: Fault, num_workers: int) -> bool:
     """Return whether each worker's loss and gradient norm differ by the same large factor."""
     factors = [_factors_of_totals(traces, num_workers) for traces in fault.traces.values()]
@@ -201,7 +204,11 @@ def _what(fault: Fault, num_workers: int) -> str:
     """Return the strongest statement for each signal: ``loss +13 %, direction −0.18``."""
     pair = num_workers == 2
     found: dict[str, str] = {}
-    for worker in sorted(fault.active or fault.ranks, key=lambda w: -_strength(fault.traces[w])):
+    strength = {
+        worker: max((trace.log_evidence for _, trace in fault.traces[worker]), default=0.0)
+        for worker in fault.active or fault.ranks
+    }
+    for worker in sorted(strength, key=lambda w: -strength[w]):
         traces = fault.traces[worker]
         of_totals = [pair for pair in traces if not pair[0].group]
         for signal, trace in of_totals or traces[:1]:
@@ -209,10 +216,6 @@ def _what(fault: Fault, num_workers: int) -> str:
             whose = f" ({name_ranks([worker])})" if fault.tie and not pair else ""
             found.setdefault(signal.name, _phrase(signal, trace, size) + whose)
     return ", ".join(found.values()) or "too little by now to tell"
-
-
-def _strength(traces: Traces) -> float:
-    return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
 def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
@@ -265,10 +268,8 @@ def _where(groups: Sequence[str], fault: Fault) -> str:
 
 def _host(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Return a sentence when the workers are those of one host among several."""
-    if len(set(hosts)) < 2 or len(ranks) < 2:
-        return ""
-    mine = {hosts[rank] for rank in ranks}
-    if len(mine) > 1:
+    mine = {hosts[rank] for rank in ranks} if len(set(hosts)) > 1 and len(ranks) > 1 else set()
+    if len(mine) != 1:
         return ""
     (host,) = mine
     everyone = "all" if len(ranks) == list(hosts).count(host) else "some"
@@ -479,10 +480,7 @@ class OutlierSearch(Detector):
             part.test.release(worker)
 
     def _measure(self, fault: Fault) -> None:
-        """Measure how its workers differ in the steps that show it.
-
-        Once the evidence fades, the signals are those that had it.
-        """
+        """Measure how its workers differ in the steps that show it, in signals with evidence."""
         since = fault.last_step - fault.first_step + 1
         for worker in fault.active[:NAMED_WORKERS]:
             fading = self._certainty(worker) < _FADING

@@ -106,7 +106,11 @@ class GrossOutliers(Stateful):
         own = [at for at, whose in self._recent if whose == worker]
         count = len(own)
         total = len(self._recent)
-        chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
+        share = 1 / self._num_workers
+        chance = self._num_workers * math.fsum(  # of so many or more
+            math.comb(total, k) * share**k * (1 - share) ** (total - k)
+            for k in range(count, total + 1)
+        )
         if chance > CHANCE or count < 2 * self._count_reported:
             return
         self._count_reported = count
@@ -201,7 +205,9 @@ class GrossValues(Stateful):
             self._lately.append(step)
             self._larger[larger] = self._larger.get(larger, 0) + 1
         seen = self._seen
-        quiet = bool(ranks) and not self._is_reported()
+        broken = self._excess >= 2 * self._record
+        reported = seen.count < _FREELY or broken or len(self._lately) >= OFTEN
+        quiet = bool(ranks) and not reported
         self._record = max(self._record, self._excess)
         seen.count += quiet
         if not seen.observe(step, () if quiet else ranks):
@@ -210,16 +216,8 @@ class GrossValues(Stateful):
         if seen.count == 1:
             fields["single"] = " A single step proves nothing."
         numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
-        return [
-            seen.evidence(
-                "inconclusive", Severity.NOTE, seen.ranks, fields, numbers, key=KEY_AT_ONCE
-            )
-        ]
-
-    def _is_reported(self) -> bool:
-        """Return whether to report a step with gross values, after earlier ones."""
-        broken = self._excess >= 2 * self._record
-        return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
+        key = KEY_AT_ONCE
+        return [seen.evidence("inconclusive", Severity.NOTE, seen.ranks, fields, numbers, key=key)]
 
     def _whose(self) -> str:
         """Return whose values were the larger ones, in several steps; empty in one."""
@@ -261,10 +259,3 @@ class GrossValues(Stateful):
             f"the largest of the other workers': {value:.3g} against {peer:.3g}"
         )
         return first
-
-
-def _at_least(count: int, total: int, share: float) -> float:
-    """Return the probability of ``count`` or more among ``total``."""
-    return math.fsum(
-        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1)
-    )

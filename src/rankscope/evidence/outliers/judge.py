@@ -14,7 +14,7 @@ Legend of shapes: S signals, W workers.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -22,24 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.canary import CanaryCause, judge, results_of
-from rankscope.bus.detector import (
-    Check,
-    CheckedRun,
-    Detector,
-    FaultEvidence,
-    RunFacts,
-)
+from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
 from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
-from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
-from rankscope.bus.words import listed
+from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.alike import AlikePairs
 from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
-from rankscope.evidence.outliers.facts import TokenCounts, ZeroGroups, in_words, what_to_check
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -52,13 +45,8 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.stats.arrays import Bools, Floats, Floats32, Ints
-from rankscope.stats.bets import (
-    AMOUNTS,
-    AT_ONCE,
-    OUTLIERS,
-    alarm_level,
-)
+from rankscope.stats.arrays import Bools, Floats, Ints
+from rankscope.stats.bets import AMOUNTS, AT_ONCE, OUTLIERS, alarm_level
 from rankscope.stats.draws import SortedMap
 from rankscope.stats.state import State, Stateful
 
@@ -68,12 +56,109 @@ FACTOR = 1.75
 DIFFERENCE = 0.25
 """The same for shares, as a difference."""
 
+_TOKEN_STEPS = 8
+_TOKENS_APART = 0.1  # of the logarithms, between two workers
+_STANDARD_ERRORS = 5.0
+_MOST_NAMED = 5
+
+Zeros = dict[tuple[int, ...], list[str]]
+"""Groups by the workers whose gradient is zero in them."""
+
+
+class ZeroGroups(Stateful):
+    """Counts, for each worker and group, the steps in which its gradient was exactly zero.
+
+    No sampling explains that: another loss, or another part of the model, leads to these workers'
+    gradients. It is no fault where one rank computes for several, or where a rank has a part of the
+    model to itself.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self.steps = 0  # with the present groups
+        self._zero_WG: Ints = np.zeros((0, 0), np.int64)
+        self._other_WG: Ints = np.zeros((0, 0), np.int64)
+
+    def observe(self, names: list[str], norms_WG: Floats) -> None:
+        """Process the norms of a step; other groups start anew."""
+        if names != self._names:
+            self._names, self.steps = names, 0
+            self._zero_WG = np.zeros(norms_WG.shape, np.int64)
+            self._other_WG = np.zeros(norms_WG.shape, np.int64)
+        self.steps += 1
+        self._zero_WG += norms_WG == 0
+        self._other_WG += norms_WG > 0
+
+    def find(self) -> Zeros:
+        """Return the groups in which some workers were always zero, and some never."""
+        always_WG = self._zero_WG == self.steps
+        never_WG = self._other_WG == self.steps
+        found: Zeros = {}
+        for group in np.flatnonzero(always_WG.any(axis=0) & never_WG.any(axis=0)):
+            ranks = tuple(np.flatnonzero(always_WG[:, group]).tolist())
+            found.setdefault(ranks, []).append(self._names[group])
+        return found
+
+
+def _words_on_zeros(zeros: Zeros, steps: int) -> dict[str, str]:
+    """Return sentences: whose gradient is zero in which groups, and what may keep it from them."""
+    parts = [
+        f"of {name_ranks(ranks)} in {shortened(groups, _MOST_NAMED)}"
+        for ranks, groups in zeros.items()
+    ]
+    ranks = {rank for each in zeros for rank in each}
+    return {
+        "zeros": f" The gradient {listed(parts)} was exactly zero in all of "
+        f"{count(steps, 'step')}; other workers have one there.",
+        "check": f"Look for what keeps {name_ranks(ranks)} from a gradient there: a branch on the "
+        "rank, a module that only some ranks use, detach(), or a collective whose backward pass "
+        "returns nothing to them. It may be meant, where one rank computes for several",
+    }
+
+
+class TokenCounts(Stateful):
+    """How many label tokens each worker counts in a step, over the run."""
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._steps = 0
+        self._tokens_W = np.zeros(num_workers)
+        self._logs_W = np.zeros(num_workers)  # sums of the logarithm over that of the median
+        self._squares_W = np.zeros(num_workers)
+
+    def see(self, tokens_W: Floats) -> None:
+        """Add a step, unless the number is not known on all workers."""
+        if not (np.isfinite(tokens_W).all() and (tokens_W > 0).all()):
+            return
+        logs_W = np.log(tokens_W)
+        logs_W = logs_W - np.median(logs_W)
+        self._steps += 1
+        self._tokens_W = self._tokens_W + tokens_W
+        self._logs_W = self._logs_W + logs_W
+        self._squares_W = self._squares_W + logs_W**2
+
+    def words(self, ranks: Sequence[int]) -> str:
+        """Return how many these workers count, in a clause, if clearly others than the rest."""
+        if self._steps < _TOKEN_STEPS:
+            return ""
+        mean_W = self._logs_W / self._steps
+        spread_W = np.sqrt(np.maximum(self._squares_W / self._steps - mean_W**2, 0.0) / self._steps)
+        own = max(ranks, key=lambda rank: abs(mean_W[rank]), default=0)
+        if abs(mean_W[own]) < max(_TOKENS_APART / 2, _STANDARD_ERRORS * spread_W[own]):
+            return ""
+        tokens_W = self._tokens_W / self._steps
+        others = np.delete(tokens_W, own)
+        rest = f"rank {1 - own}" if len(others) == 1 else "the median of the others"
+        return (
+            f"; rank {own} counts {tokens_W[own]:,.0f} label tokens a step, and {rest} "
+            f"{np.median(others):,.0f}"
+        )
+
 
 class _OfWholeSamples(OutlierSearch):
-    """A search whose workers are alike where each has whole samples of its own.
-
-    Where they have parts of the same sequences, a difference between them is a note.
-    """
+    """A search that only notes a difference where workers have parts of the same sequences."""
 
     SETTINGS = (*OutlierSearch.SETTINGS, "_parts_of_sequences")
 
@@ -112,20 +197,13 @@ class UnequalAmounts(_OfWholeSamples):
         workers = step.gathered.workers
         # The amount of a repeated batch is no new draw.
         usable_W = step.recurrence.ages_W == 0
-        values_SW, different = self._levels(workers, usable_W)
-        self._amounts.see(values_SW, usable_W, step.gathered.step, different=different)
-        return self._find(step.gathered)
-
-    def _levels(
-        self, workers: Mapping[str, NDArray[np.generic]], usable_W: Bools
-    ) -> tuple[Floats, bool]:
-        """Return the values of all signals, and whether some differ from most."""
         signals = self._amounts.signals
         values_SW = np.array([_known(workers[signal.name], signal.name) for signal in signals])
         values_SW[:, ~usable_W] = np.nan
         rows = zip(values_SW, signals, strict=True)
         differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
-        return values_SW, any(differ)
+        self._amounts.see(values_SW, usable_W, step.gathered.step, different=any(differ))
+        return self._find(step.gathered)
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
@@ -256,7 +334,9 @@ class WorkerOutliers(_OfWholeSamples):
         self._see_canary(step.gathered)
         self._tokens.see(step.gathered.workers["loss_weight"])
         found = self._find(step.gathered)
-        gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
+        z_SW = self._totals.test.z_SU.copy()
+        z_SW[:, list(self.flagged)] = 0
+        gross = self._gross.observe(z_SW, step.gathered.step)
         values = self._values.observe(step.gathered, self.not_compared)
         return [*values, *gross, *found]
 
@@ -265,12 +345,10 @@ class WorkerOutliers(_OfWholeSamples):
         fields = {**evidence.fields, "tokens": self._tokens.words(fault.ranks)}
         named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
         zeros = self._zeros.find()
-        if fault.absorbed or named.isdisjoint(
-            group for groups in zeros.values() for group in groups
-        ):
+        if fault.absorbed or named.isdisjoint(each for some in zeros.values() for each in some):
             return replace(evidence, fields=fields)
         many = self._parts_of_sequences  # which others than shards of different kinds explain
-        words = {"zeros": in_words(zeros, self._zeros.steps), "check": what_to_check(zeros)}
+        words = _words_on_zeros(zeros, self._zeros.steps)
         return replace(evidence, fields={**fields, **words, "many": many})
 
     @property
@@ -291,14 +369,6 @@ class WorkerOutliers(_OfWholeSamples):
             if alone or (fault in ties and suspect in fault.active):
                 fault.agreed = gathered.step
                 fault.reported_count = 0  # report it again
-
-    def _z_of_unsuspected(self) -> Floats32:
-        z_SW = self._totals.test.z_SU
-        flagged = list(self.flagged)
-        if flagged:
-            z_SW = z_SW.copy()
-            z_SW[:, flagged] = 0
-        return z_SW
 
     def restore(self, state: State) -> None:
         """Continue from the state of another detector, with the groups that it compares."""
@@ -326,13 +396,10 @@ def _signs_of_parts(gathered: GatheredStep) -> str:
     operations = held_values(rows, StateKind.EXCHANGED, EXCHANGES)
     if operations:
         return _EXCHANGES.format(operations=listed(list(operations)))
-    return _PLACES if any(map(_is_of_each, rows)) else ""
-
-
-def _is_of_each(row: StateDifference) -> bool:
-    """Return whether each worker has an input that stays the same, and is not that of all."""
-    constant = row.kind is StateKind.CONSTANT and bool((row.digests_W != MISSING_INT).all())
-    return constant and len(np.unique(row.digests_W)) > 1
+    constant = [row.digests_W for row in rows if row.kind is StateKind.CONSTANT]
+    # each worker has an input that stays the same, and is not that of all
+    of_each = ((all_W != MISSING_INT).all() and len(np.unique(all_W)) > 1 for all_W in constant)
+    return _PLACES if any(of_each) else ""
 
 
 class RecentVisits(Stateful):
@@ -379,8 +446,7 @@ def _thinned(samples: Ints) -> Ints:
 def _usable(steps: StepBatch) -> Bools:
     """Return which workers can be compared in each step ``[T, W]``.
 
-    A worker that repeats a batch, or has one of another size (at the end of an epoch), differs
-    without fault. And of workers with the same batch one stands for all.
+    Not those that repeat a batch or have one of another size; one stands for all with the same.
     """
     usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
     for at, step in enumerate(steps):
@@ -401,11 +467,8 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     run.flagged.now = lambda: outliers.flagged
     run.flagged.steadily = lambda: outliers.steadily_flagged
     run.flagged.left_out = lambda: outliers.not_compared
-    return (
-        outliers,
-        UnequalAmounts(run.num_workers, run.hosts),
-        AlikePairs(run.num_workers, run.flagged.left_out),
-    )
+    amounts = UnequalAmounts(run.num_workers, run.hosts)
+    return outliers, amounts, AlikePairs(run.num_workers, run.flagged.left_out)
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:

@@ -7,7 +7,7 @@ them around a ring. Their losses are then not those of independent samples.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from itertools import takewhile
 from typing import Any
@@ -134,8 +134,7 @@ class ExchangeProbe(RareProbe):
 def _may_be_parts(operation: str, given: list[Any]) -> bool:
     """Return whether what is exchanged may be parts of sequences, ``[B, L, ...]``.
 
-    It is not where each sample has one row, as for a loss over the samples of all workers, and
-    where ranks get unequal numbers of rows, as where tokens are sent to their experts.
+    It is not where each sample has one row, or ranks get unequal numbers of rows, as experts do.
     """
     if operation == "send":
         return True
@@ -145,14 +144,10 @@ def _may_be_parts(operation: str, given: list[Any]) -> bool:
 
 
 def _is_the_models() -> bool:
-    """Return whether the present call comes from the model's own code."""
-    return not any(name.startswith(_NOT_THE_MODEL) for name in _packages())
-
-
-def _packages() -> Iterator[str]:
-    """Yield the modules of the callers' code, up to the call of the innermost ``nn.Module``."""
+    """Return whether the present call comes from the own code of the innermost ``nn.Module``."""
     names = (str(frame.f_globals.get("__name__", "")) for frame in callers())
-    return takewhile(lambda name: name != _MODULE_CALL, names)
+    inside = takewhile(lambda name: name != _MODULE_CALL, names)
+    return not any(name.startswith(_NOT_THE_MODEL) for name in inside)
 
 
 def make_probe(job: Job) -> ExchangeProbe | None:

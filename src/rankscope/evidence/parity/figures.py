@@ -40,10 +40,7 @@ class Part(NamedTuple):
 
 
 def part_of(tensor: Tensor | Part) -> Part:
-    """Return this rank's part of a tensor; all of a plain one.
-
-    Raises ValueError: it is laid out in another way than by parts, copies or terms of a sum.
-    """
+    """Return this rank's part of a tensor; all of a plain one; ValueError for other layouts."""
     if isinstance(tensor, Part):
         return tensor
     tensor = tensor.detach()
@@ -55,11 +52,12 @@ def part_of(tensor: Tensor | Part) -> Part:
     view = torch.empty(shape, device="meta")
     terms = []
     # A strided shard is cut from the shard of the axes behind it: FSDP2 of tensor parallelism.
-    axes = sorted(enumerate(tensor.placements), key=lambda at: _is_strided(at[1]))
+    strided = [getattr(placement, "split_factor", 1) > 1 for placement in tensor.placements]
+    axes = sorted(enumerate(tensor.placements), key=lambda at: strided[at[0]])
     for axis, placement in axes:
         if placement.is_partial():
             terms.append(f"{axis}:{mesh.get_local_rank(axis)}")
-        elif placement.is_shard() or _is_strided(placement):
+        elif placement.is_shard() or strided[axis]:
             dim = placement.dim  # type: ignore[attr-defined]
             parts = view.chunk(mesh.size(axis), dim)
             index = mesh.get_local_rank(axis)
@@ -70,10 +68,6 @@ def part_of(tensor: Tensor | Part) -> Part:
     if local.shape != view.shape:
         raise ValueError(f"expected a part of shape {tuple(view.shape)}, got {tuple(local.shape)}")
     return Part(local, shape, _first(view, shape), " ".join(terms))
-
-
-def _is_strided(placement: object) -> bool:
-    return getattr(placement, "split_factor", 1) > 1
 
 
 def _first(view: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -273,22 +267,15 @@ def elements_among(args: Sequence[Any], inputs: Mapping[str, Any]) -> dict[str, 
     Masks of booleans do not count, nor do matrices that are too large to be read at each step.
     """
     named = {**{str(number): value for number, value in enumerate(args)}, **inputs}
-    return {
-        name: _mixed(_as_integers(value.detach()))
-        for name, value in named.items()
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and _is_matrix(value)
-    }
-
-
-def _is_matrix(value: Tensor) -> bool:
-    plain = value.layout is torch.strided and value.dtype in _INTEGERS_OF
-    return plain and value.dim() >= 2 and 0 < value.numel() <= _AT_ONCE
-
-
-def _as_integers(value: Tensor) -> "Ints":
-    """Return the elements as integers; of floating-point numbers, their bits."""
-    values: Ints = value.contiguous().view(_INTEGERS_OF[value.dtype]).cpu().numpy()
-    return values.reshape(-1).astype(np.int64)
+    found = {}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        plain = value.layout is torch.strided and value.dtype in _INTEGERS_OF
+        if plain and value.dim() >= 2 and 0 < value.numel() <= _AT_ONCE:
+            bits = value.detach().contiguous().view(_INTEGERS_OF[value.dtype]).cpu().numpy()
+            found[name] = _mixed(bits.reshape(-1).astype(np.int64))
+    return found
 
 
 def _targets_of(node: Any) -> Labels | None:

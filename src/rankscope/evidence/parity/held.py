@@ -1,21 +1,29 @@
-"""Which elements of a model's parameters lie in which tensors.
+"""Which elements of a model's parameters lie in which tensors, and under which names.
 
 An optimizer may hold them in tensors of its own: DeepSpeed's ZeRO 1 to 3 and Megatron-core keep
-flat shards, or copies in float32.
+flat shards, or copies in float32. And layouts, or ranks, may call one parameter otherwise.
+
+A rule has the name of a parameter in the other layout, and its names in this one, of which there
+may be several: this layout has split what the other one has fused, along the first dimension. Each
+``*`` in the names stands for any text, the same one in all names of the rule.
 """
 
 import functools
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rankscope.errors import UnsupportedError
+from rankscope.evidence.optimizer.probe import OptimizedParameter
 from rankscope.evidence.parity.figures import Named, Part
-from rankscope.evidence.parity.naming import Portion
 from rankscope.gradients.names import canonical_name
+from rankscope.private import callers
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.megatron import (
     check_megatron,
@@ -23,7 +31,96 @@ from rankscope.wrappers.megatron import (
     own_shards,
     whole_gradients,
 )
-from rankscope.wrappers.optimizers import memory_of
+from rankscope.wrappers.optimizers import all_of, memory_of
+
+Rule = tuple[str, Sequence[str]]
+"""A name of the other layout, and its names in this one."""
+
+
+class Portion(NamedTuple):
+    """What a tensor of this rank is in the other layout, or among the tensors of all ranks."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int  # row at which it begins
+
+
+class Naming:
+    """Names of tensors in the other layout; without rules, their own.
+
+    ``of_ranks`` has the tensors that are others, or parts of others, among those of all ranks: the
+    rules hold for what they are there.
+
+    Raises UnsupportedError: parts of a fused parameter are not there, or do not fit together.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        shapes: Mapping[str, tuple[int, ...]],
+        of_ranks: Mapping[str, Portion] | None = None,
+    ) -> None:
+        self._pieces = dict(of_ranks or {})
+        wholes = {n: self._pieces.get(n, Portion(n, shape, 0)) for n, shape in shapes.items()}
+        whole_shapes = {piece.name: piece.shape for piece in wholes.values()}
+        for name, (whole, _, first) in wholes.items():
+            for other, own in rules:
+                patterns = ("(.+)".join(map(re.escape, each.split("*"))) for each in own)
+                found = next((m for each in patterns if (m := re.fullmatch(each, whole))), None)
+                if found is not None:
+                    piece = _piece(whole, other, own, found, whole_shapes)
+                    self._pieces[name] = piece._replace(first=piece.first + first)
+                    break
+
+    def of(self, name: str) -> str:
+        """Return the name of a tensor in the other layout."""
+        piece = self._pieces.get(name)
+        return name if piece is None else piece.name
+
+    def shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the tensor in the other layout."""
+        piece = self._pieces.get(name)
+        return tuple(own) if piece is None else piece.shape
+
+    def placed(self, name: str, part: Part) -> Part:
+        """Return a part of a tensor as one of that in the other layout."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return part
+        if len(part.shape) == len(piece.shape):
+            first = (part.first[0] + piece.first, *part.first[1:]) if part.first else ()
+            return part._replace(shape=piece.shape, first=first)
+        row = math.prod(piece.shape[1:])  # a part of the flat tensor
+        return part._replace(
+            shape=(math.prod(piece.shape),), first=(part.first[0] + piece.first * row,)
+        )
+
+
+def _filled(pattern: str, found: re.Match[str]) -> str:
+    texts = iter(found.groups())
+    return re.sub(r"\*", lambda _: next(texts, "*"), pattern)
+
+
+def _piece(
+    name: str,
+    other: str,
+    own: Sequence[str],
+    found: re.Match[str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Portion:
+    names = [_filled(each, found) for each in own]
+    missing = [each for each in names if each not in shapes]
+    if missing:
+        raise UnsupportedError(f"no parameter is called {missing[0]}, a part of {other}")
+    of_all = [shapes[each] for each in names]
+    if len(names) == 1:
+        return Portion(_filled(other, found), of_all[0], 0)
+    if not all(of_all) or len({shape[1:] for shape in of_all}) > 1:
+        sizes = ", ".join(" × ".join(map(str, shape)) for shape in of_all)
+        raise UnsupportedError(f"the parts of {other} do not fit together: {sizes}")
+    first = sum(shape[0] for shape in of_all[: names.index(name)])
+    shape = (sum(shape[0] for shape in of_all), *of_all[0][1:])
+    return Portion(_filled(other, found), shape, first)
 
 
 class Held(NamedTuple):
@@ -155,26 +252,16 @@ class DealtExperts:
 
     Megatron-core and DeepSpeed mark the parameters of such experts by ``allreduce = False``. A
     rank's experts are numbered from 0, or lie in one tensor, one after the other. The layer around
-    them holds the ranks over which all experts are dealt out in order (``ep_group``).
-
-    Attributes:
-        pieces: What the parameters of this rank's experts are among those of all experts, by name.
-
-    Raises:
-        UnsupportedError: It is not known over which ranks the experts are dealt out.
+    them holds the ranks over which all experts are dealt out in order (``ep_group``); an
+    UnsupportedError where it does not. ``pieces`` says what the rank's are among those of all.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._shares = {
-            name: _Share(
-                name,
-                dist.get_rank(each.ep_group),
-                dist.get_world_size(each.ep_group),
-                int(each.num_local_experts),
-            )
+            name: _Share(name, group.rank(), group.size(), int(each.num_local_experts))
             for name, each in module.named_modules()
-            if isinstance(getattr(each, "ep_group", None), dist.ProcessGroup)
+            if isinstance(group := getattr(each, "ep_group", None), dist.ProcessGroup)
             and hasattr(each, "num_local_experts")
         }
         self.pieces: dict[str, Portion] = {}
@@ -217,13 +304,13 @@ def is_dealt_out(parameter: Tensor) -> bool:
 def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | None:
     """Return where a name has the number of an expert among a rank's own; None: nowhere.
 
-    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``. A
-    list around the layer of the experts, such as that of all layers, has no such number.
+    It is the index in a list of modules, or the end of a parameter's name, as in ``weight0``.
     """
     at: Any = module.get_submodule(share.layer)
     count = share.own
     for part in re.compile(r"[^.]+").finditer(name, len(share.layer)):
-        if isinstance(at, nn.ModuleList) and len(at) == count and _holds_experts(at):
+        dealt = isinstance(at, nn.ModuleList) and any(map(is_dealt_out, at.parameters()))
+        if dealt and len(at) == count:
             return part
         if part.end() == len(name):
             ending = re.compile(r"\d+$").search(name, part.start())
@@ -236,21 +323,12 @@ def _number_in(name: str, module: nn.Module, share: _Share) -> re.Match[str] | N
     return None
 
 
-def _holds_experts(modules: nn.Module) -> bool:
-    return any(is_dealt_out(parameter) for parameter in modules.parameters())
-
-
 class MegatronBuffers:
     """What this rank holds of the gradient once it is reduced, which no parameter does.
 
-    It is a shard with ZeRO's reduce-scatter.
-
-    Attributes:
-        gradients: Views of the wrapper's buffers, by the parameters' names.
-        firsts: The first element of each shard; empty without shards.
-
-    Raises:
-        UnsupportedError: The wrapper works in a way that is not known.
+    It is a shard with ZeRO's reduce-scatter. ``gradients`` are views of the wrapper's buffers, and
+    ``firsts`` the first element of each shard, by the parameters' names; empty without shards. An
+    UnsupportedError: the wrapper works in a way that is not known.
     """
 
     def __init__(self, ddp: Any, names: Mapping[int, str]) -> None:
@@ -270,3 +348,60 @@ class MegatronBuffers:
     def subscribe(self, after: Callable[..., None]) -> Callable[[], object]:
         """Call a bound method after each reduction; return a function that ends this."""
         return self._end.subscribe(after=after)
+
+
+_SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
+_SCALER = "torch.amp.grad_scaler"
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def like_parameter(parameter: Tensor, value: Any) -> Any:
+    """Return a state as its parameter is: distributed, where it has the shape of its shard."""
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if not isinstance(value, Tensor) or value.shape != parameter.to_local().shape:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
+    """Return the state as the optimizer has it: not the local parts alone."""
+    for each in all_of(optimizer):
+        state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
+        if held.whole in state:
+            return state[held.whole]  # type: ignore[index, no-any-return]
+    return {}
+
+
+def scaler_around() -> dict[str, float]:
+    """Return the state of the gradient scaler that calls an optimizer; empty without one."""
+    for frame in callers():
+        own = frame.f_locals.get("self") if frame.f_globals.get("__name__") == _SCALER else None
+        if isinstance(own, torch.amp.GradScaler):
+            return own.state_dict()
+    return {}
+
+
+def settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group that are compared."""
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = value
+        elif isinstance(value, list | tuple):
+            found[name] = [float(one) for one in value]
+    return found

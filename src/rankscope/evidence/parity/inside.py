@@ -87,15 +87,12 @@ class LayerOutputs:
             if tensor is None:
                 continue
             shapes[name] = list(tensor.shape)
-            own = self._meter(name, tensor).measure([(name, tensor)])
+            key = (name, tensor.numel())
+            if key not in self._meters:
+                self._meters[key] = FigureMeter({name: tensor.numel()}, tensor.device)
+            own = self._meters[key].measure([(name, tensor)])
             figures[kind] = figures.get(kind, TensorFigures()).plus(own)
         return figures, shapes
-
-    def _meter(self, name: str, tensor: Tensor) -> FigureMeter:
-        key = (name, tensor.numel())
-        if key not in self._meters:
-            self._meters[key] = FigureMeter({name: tensor.numel()}, tensor.device)
-        return self._meters[key]
 
     def remove(self) -> None:
         """Take all hooks out of the model."""

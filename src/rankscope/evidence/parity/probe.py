@@ -51,18 +51,17 @@ from rankscope.evidence.parity.held import (
     DealtExperts,
     HeldElements,
     MegatronBuffers,
-    size_of,
-    stored,
-)
-from rankscope.evidence.parity.inside import LayerHooks, LayerOutputs
-from rankscope.evidence.parity.naming import Naming, Rule
-from rankscope.evidence.parity.optimizers import (
+    Naming,
+    Rule,
     like_parameter,
     parameters_of,
     scaler_around,
     settings_of,
+    size_of,
     state_of,
+    stored,
 )
+from rankscope.evidence.parity.inside import LayerHooks, LayerOutputs
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
@@ -118,10 +117,7 @@ class _Step:
 
 
 def _recorded(work: Callable[..., None]) -> Callable[..., None]:
-    """Call a method outside of the training's surroundings, while the recorder is active.
-
-    A failure ends the record, never the training.
-    """
+    """Call a method outside of the training's surroundings; a failure ends the record alone."""
 
     @functools.wraps(work)
     def call(self: "ParityRecorder", *args: Any, **more: Any) -> None:
@@ -184,12 +180,10 @@ class ParityRecorder(Probe):
             sizes, device, placed=lambda name, part: (naming.of(name), naming.placed(name, part))
         )
         self._inside = False  # of a forward pass
-        name_of = experts.name if experts else str
-        self._outputs = (
-            LayerOutputs(module, self._see_output, lambda: self._inside, name_of)
-            if bisects
-            else None
-        )
+        self._outputs: LayerOutputs | None = None
+        if bisects:
+            name_of = experts.name if experts else str
+            self._outputs = LayerOutputs(module, self._see_output, lambda: self._inside, name_of)
         self._shifted = shifts_labels(module)
         self._samples = SampleMeter()
         self._losses = LossMeter(shifted=self._shifted)
@@ -479,22 +473,13 @@ class ParityRecorder(Probe):
         if self._outputs is not None:
             of_layers, facts["outputs"] = self._outputs.collect()
             figures |= of_layers
-        losses_U, weights_U, multipliers_M = (
+        numbers = [
             np.frombuffer(bytes(arrays.get(name, b"")), np.float64)
             for name in ("losses_U", "weights_U", "multipliers_M")
-        )
-        self._write(
-            RankStep(
-                self._place.rank,
-                self.present_step,
-                facts,
-                figures,
-                np.concatenate(samples) if samples else np.empty(0, np.int64),
-                losses_U,
-                weights_U,
-                multipliers_M,
-            )
-        )
+        ]
+        ids = np.concatenate([np.empty(0, np.int64), *samples])
+        step = self.present_step
+        self._write(RankStep(self._place.rank, step, facts, figures, ids, *numbers))
         self._forget_inner_hooks()
         self._now = _Step()
         self.present_step += 1
@@ -551,10 +536,7 @@ def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _rounding_of_norm(gradients: Iterable[Named], exact: TensorFigures) -> float:
-    """Return how far torch's norm of gradients is off, over the norm: clipping divides by it.
-
-    On a CPU it adds up the squares of a tensor one after the other, in the gradient's type.
-    """
+    """Return how far torch's norm is off, which adds up on a CPU in the gradient's type."""
     norms = [torch.linalg.vector_norm(part_of(g).tensor).cpu().double() for _, g in gradients]
     square = float(exact.squares_PQ.sum())
     if not norms or not 0 < square < math.inf:
@@ -567,15 +549,12 @@ class ParityProbe(ParityRecorder):
 
     def __init__(self, job: Job) -> None:
         ranks = ranks_of(job.wrapped.group)
+        wrapped, optimizers = job.wrapped, all_of(job.optimizer)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
         super().__init__(
-            job.wrapped.module,
-            place,
-            job.parity,
-            wrapper=job.wrapped.wrapper,
-            optimizers=all_of(job.optimizer),
+            wrapped.module, place, job.parity, wrapper=wrapped.wrapper, optimizers=optimizers
         )
         self._optimizer = job.optimizer
 

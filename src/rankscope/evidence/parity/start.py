@@ -20,8 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.errors import RunError
 from rankscope.evidence.parity.figures import Part, part_of
-from rankscope.evidence.parity.held import HeldElements, is_dealt_out, is_partitioned, stored
-from rankscope.evidence.parity.naming import Naming
+from rankscope.evidence.parity.held import (
+    HeldElements,
+    Naming,
+    is_dealt_out,
+    is_partitioned,
+    stored,
+)
 from rankscope.files import write_error
 from rankscope.gradients.names import canonical_name
 
@@ -194,10 +199,7 @@ class Start:
 
 
 def set_up(start: Start, module: nn.Module, rank: int, naming: Naming, held: HeldElements) -> None:
-    """Make the changes that the record of the start is to show.
-
-    Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
-    """
+    """Make the changes that the record of the start is to show; RunError: a file does not fit."""
     if start.no_dropout:
         switch_off_dropout(module)
     if start.load_from is not None:

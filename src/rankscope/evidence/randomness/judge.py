@@ -16,7 +16,13 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.plan import Plan
-from rankscope.bus.replicas import StateKind, copied_values, known_values, minority_ranks
+from rankscope.bus.replicas import (
+    StateKind,
+    copied_values,
+    known_values,
+    minority_ranks,
+    ranks_by,
+)
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import RankGroups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
@@ -77,15 +83,17 @@ class EqualRandom(Detector):
         """Process a step; report shared random numbers, and their end."""
         workers = step.gathered.workers
         number = step.gathered.step
-        found: list[FaultEvidence] = []
         sharing = bool(self._sharing.observe(step))
         if self._num_workers > 1 and step.some_known("rng_used"):
-            found += self._see_generators(number, workers, step.identical, sharing=sharing)
+            yield from self._see_generators(number, workers, step.identical, sharing=sharing)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
-            found += self._see_private(number, workers["rng_private"])
+            seen = self._private
+            digests_W = workers["rng_private"]
+            if seen.observe(number, _sharing(digests_W, digests_W != MISSING_INT)):
+                numbers = {"steps": seen.count}
+                yield seen.evidence(IDENTICAL, Severity.NOTE, seen.ranks, {}, numbers, key=PRIVATE)
         if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
-            found.append(self._loader_evidence())
-        return found
+            yield self._loader_evidence()
 
     def _see_generators(
         self, step: int, workers: Mapping[str, Ints], identical: RankGroups, *, sharing: bool
@@ -124,12 +132,6 @@ class EqualRandom(Detector):
         if self._between.observe(step, () if sharing else between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
             yield self._evidence(self._between, self._used_between, key)
-
-    def _see_private(self, step: int, digests_W: Ints) -> Iterable[FaultEvidence]:
-        seen = self._private
-        if seen.observe(step, _sharing(digests_W, digests_W != MISSING_INT)):
-            numbers = {"steps": seen.count}
-            yield seen.evidence(IDENTICAL, Severity.NOTE, seen.ranks, {}, numbers, key=PRIVATE)
 
     def _see_loaders(self, step: int, workers: Mapping[str, Ints]) -> bool:
         repeats_W = workers["loader_rng_repeats"]
@@ -188,10 +190,7 @@ def _groups(values_W: Ints, known_W: Bools) -> list[tuple[int, ...]]:
     _, counts = np.unique(values_W[known_W], return_counts=True)
     if len(counts) < 2 or counts[0] == 1 or (counts != counts[0]).any():
         return []
-    ranks: dict[int, list[int]] = {}
-    for rank in np.flatnonzero(known_W).tolist():
-        ranks.setdefault(int(values_W[rank]), []).append(rank)
-    return [tuple(each) for each in ranks.values()]
+    return [tuple(ranks) for ranks in ranks_by(known_values(values_W, known_W)).values()]
 
 
 def _sharing(values_W: Ints, known_W: Bools) -> tuple[int, ...]:

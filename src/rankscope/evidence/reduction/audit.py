@@ -137,8 +137,7 @@ class ReductionAudit(Detector):
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
         may_be_lost_G = local_G & ~self._may_overflow(gathered)
-        reduced_W = gathered.workers.get("reduced_norm")
-        if reduced_W is None or not np.isfinite(reduced_W).all():
+        if not np.isfinite(gathered.workers["reduced_norm"]).all():
             residuals_WG = _with_lost(residuals_WG, may_be_lost_G, histories)
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -165,18 +164,11 @@ class ReductionAudit(Detector):
         )
 
     def _may_overflow(self, gathered: GatheredStep) -> Bools:
-        """Return which groups may be infinite though all is well: float16 ends at 65,504 ``[G]``.
-
-        Loss scaling relies on it. A sum of gradients that were far smaller did not overflow.
-        """
+        """Return which groups' sums may leave float16, as loss scaling relies on, ``[G]``."""
         narrow_G = np.array([self._expected.type_of(n) == "float16" for n in gathered.groups], bool)
-        if not narrow_G.any() or "grad_max" not in gathered.workers:
-            return narrow_G
         scale = common_scale(gathered)  # recorded gradients are without it
         largest = float(gathered.workers["grad_max"].sum()) * (1.0 if np.isnan(scale) else scale)
-        if largest < _LARGEST_FLOAT16 / 2:
-            return np.zeros_like(narrow_G)
-        return narrow_G
+        return np.zeros_like(narrow_G) if largest < _LARGEST_FLOAT16 / 2 else narrow_G
 
     def _check_workers(self, now: _Step) -> Iterable[str]:
         """Find workers whose result errs though that of most others does not."""
@@ -229,10 +221,7 @@ class ReductionAudit(Detector):
             yield self._add(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
 
     def _common(self, now: _Step) -> float:
-        """Return the largest residual of a group that is like the others, if most err for long.
-
-        A group of few elements errs now and then where larger ones always do.
-        """
+        """Return the largest residual of a group that is like the others, if most err for long."""
         before_G = np.array([self._groups[name].lasting.steps > 0 for name in now.names], bool)
         lasting_G = before_G & (now.levels_G > now.lasting_G)
         if 2 * lasting_G.sum() <= len(now.names):
@@ -362,9 +351,7 @@ def _with_lost(
 ) -> Floats:
     """Give a residual of 1 to a group that was well and whose reduced gradient is not finite.
 
-    Its residual is unknown then, though the workers' gradients are finite and the same worker has
-    residuals of other groups. Groups that err all the time may overflow: their type is narrower
-    than meant.
+    Groups that err all the time may overflow: their type is narrower than meant.
     """
     known_WG = np.isfinite(residuals_WG)
     well_G = np.array([h.well and not h.lasting.steps for h in histories])

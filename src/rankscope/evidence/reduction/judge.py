@@ -109,21 +109,16 @@ class AccumulationAudit(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report changed, left-over or filled gradients, and their end."""
-        found = []
-        if self._follow(step.gathered):
-            found.append(self._evidence())
-        if self._follow_left_over(step):
-            found.append(self._left_over_evidence())
-        if self._follow_filled(step.gathered):
-            found.append(self._filled_evidence())
-        return found
+        yield from self._see_changed(step.gathered)
+        yield from self._see_left_over(step.gathered)
+        yield from self._see_filled(step.gathered)
 
     # Between micro-batches -----------------------------------------------------------------
 
-    def _follow(self, gathered: GatheredStep) -> bool:
+    def _see_changed(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         changes_W = gathered.workers["accumulator_change"]
         if not gathered.observed or np.isnan(changes_W).all():
-            return False
+            return
         ranks = np.flatnonzero(changes_W > CHANGED).tolist()
         if ranks:
             worst = int(np.nanargmax(changes_W))
@@ -134,7 +129,8 @@ class AccumulationAudit(Detector):
                 groups=_changed_groups(gathered, ranks),
             )
             self._in_schedule = bool(np.isfinite(gathered.workers["schedule_scale"]).any())
-        return self._changed.observe(gathered.step, ranks)
+        if self._changed.observe(gathered.step, ranks):
+            yield self._evidence()
 
     def _evidence(self) -> FaultEvidence:
         change = self._last
@@ -162,35 +158,28 @@ class AccumulationAudit(Detector):
 
     # From step to step ---------------------------------------------------------------------
 
-    def _follow_left_over(self, step: Step) -> bool:
-        workers = step.gathered.workers
-        applied_W = workers["optimizer_steps"] > 0  # else it may be thrown away
-        if not applied_W.any():
-            return False
-        ranks = np.flatnonzero(workers["grad_left_over"] & applied_W).tolist()
-        return self._left_over.observe(step.gathered.step, ranks)
-
-    def _left_over_evidence(self) -> FaultEvidence:
+    def _see_left_over(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         seen = self._left_over
-        severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
-        numbers = {"steps": seen.count, "kind": "left over"}
-        return seen.evidence(CAUSE, severity, seen.ranks, {}, numbers, key=LEFT_OVER)
+        applied_W = gathered.workers["optimizer_steps"] > 0  # else it may be thrown away
+        ranks = np.flatnonzero(gathered.workers["grad_left_over"] & applied_W).tolist()
+        if applied_W.any() and seen.observe(gathered.step, ranks):
+            severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
+            numbers = {"steps": seen.count, "kind": "left over"}
+            yield seen.evidence(CAUSE, severity, seen.ranks, {}, numbers, key=LEFT_OVER)
 
-    def _follow_filled(self, gathered: GatheredStep) -> bool:
+    def _see_filled(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         workers = gathered.workers
         updated_W = workers["optimizer_steps"] > 0
         follows, self._updated = self._updated, bool(updated_W.all())
         carried_W = workers["grad_carried_over"]
         if not (self._holds_all and follows and (gathered.observed or carried_W.any())):
-            return False
+            return
         explained_W = workers["grad_left_over"] | workers["grad_set_aside"]
         ranks = np.flatnonzero(carried_W & updated_W & ~explained_W).tolist()
-        return self._filled.observe(gathered.step, ranks)
-
-    def _filled_evidence(self) -> FaultEvidence:
         seen = self._filled
-        numbers = {"steps": seen.count, "kind": "filled"}
-        return seen.evidence(CAUSE, Severity.WARNING, seen.ranks, {}, numbers, key=FILLED)
+        if seen.observe(gathered.step, ranks):
+            numbers = {"steps": seen.count, "kind": "filled"}
+            yield seen.evidence(CAUSE, Severity.WARNING, seen.ranks, {}, numbers, key=FILLED)
 
 
 class ChangedLater(Detector):
@@ -237,10 +226,7 @@ class ChangedLater(Detector):
             CHANGED_LATER,
             Severity.WARNING if serious else Severity.NOTE,
             seen.ranks,
-            {
-                "names": shortened(names, _NAMED),
-                "factor": f"{last:.4g}",
-            },
+            {"names": shortened(names, _NAMED), "factor": f"{last:.4g}"},
             {"steps": seen.count, **named(names), "factor": last},
         )
 
@@ -293,16 +279,13 @@ def _kind_of(scale: float) -> str:
 
 
 def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, ...]:
-    """Return the groups whose gradient has changed on these workers; empty if those of all have.
-
-    Of a small group, a worker may hold no shard.
-    """
+    """Return the groups whose gradient has changed on these workers; empty if those of all have."""
     changes_WG = gathered.accumulator_changes_WG
     norms_WG = gathered.group_norms_WG
     if changes_WG is None or norms_WG is None:
         return ()
     changed_G = np.asarray((changes_WG[ranks] > CHANGED).any(0))
-    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)
+    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)  # without a shard, say
     if (changed_G | empty_WG.all(0)).all():
         return ()
     return tuple(name for name, changed in zip(gathered.groups, changed_G, strict=True) if changed)
@@ -330,13 +313,6 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
     if total < LEAST_SHARE * squares:
         return float("nan")
     return scale * math.sqrt(total) / len(norms_W)
-
-
-def _are_own(reduced_W: Floats, norms_W: Floats) -> bool:
-    """Return whether the norms after the reduction are each worker's own, and differ."""
-    size = float(norms_W.max())
-    differ = float(np.ptp(norms_W)) > CHANGED * size
-    return differ and bool((np.abs(reduced_W - norms_W) <= CHANGED * size).all())
 
 
 def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> float:
@@ -390,18 +366,17 @@ class ReductionChecks(Detector):
         if gathered.observed:
             norms_W = gathered.workers["grad_norm"].astype(np.float64)
             self._history.append(self._summary(step, norms_W))
-            found += [
-                self._check_ratio(gathered.step),
-                self._check_pinned(gathered.step, norms_W),
-            ]
+            found += [self._check_ratio(gathered.step), self._check_pinned(gathered.step, norms_W)]
         return [evidence for evidence in found if evidence is not None]
 
     def _summary(self, step: Step, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
         values = step.report.values
         reduced = float(values.get("grad_norm_reduced", math.nan))
-        if _are_own(step.gathered.workers["reduced_norm"], norms_W):
-            reduced = math.nan  # nobody has reduced
+        margin = CHANGED * float(norms_W.max())
+        apart_W = np.abs(step.gathered.workers["reduced_norm"] - norms_W)
+        if np.ptp(norms_W) > margin and (apart_W <= margin).all():
+            reduced = math.nan  # nobody has reduced: the norms are each worker's own
         weighted = float(values.get("cosine_weighted", math.nan))
         mean = float(values.get("cosine_mean", math.nan))
         return (
@@ -424,18 +399,19 @@ class ReductionChecks(Detector):
             return None
         for factor, words in ((1 / width, "divided"), (width, "multiplied")):
             if all(abs(scale / factor - 1) < _EXACT for scale in self._applied):
-                what = f"{words} once more by the number of workers"
                 return self._evidence(
                     "sync.wrong_scale",
                     gathered.step,
                     factor=float(factor),
-                    what=what,
+                    what=f"{words} once more by the number of workers",
                     window=STEPS_APPLIED,
                 )
         return None
 
     def _check_ratio(self, step: int) -> FaultEvidence | None:
-        if len(self._history) < STEPS or self._as_expected():
+        if len(self._history) < STEPS or all(
+            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
+        ):  # so close to 1 that nothing can be wrong
             return None
         history = np.array(self._history)
         usable = np.isfinite(history[:, :2]).all() and (history[:, :2] > 0).all()
@@ -447,12 +423,14 @@ class ReductionChecks(Detector):
         spread = float(np.std(logs))
         wrong = abs(off) > APART and spread < STEADY
         factor = float(np.exp(off))
-        if wrong and self._reading(factor):
-            return self._evidence(
-                "sync.wrong_scale", step, factor=factor, what=self._reading(factor)
-            )
-        late = np.log(reduced[1:] / expected[:-1])
-        if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
+        what = self._reading(factor) if wrong else ""
+        if what:
+            return self._evidence("sync.wrong_scale", step, factor=factor, what=what)
+        late, now = (
+            float(np.sqrt(np.mean(np.square(one))))
+            for one in (np.log(reduced[1:] / expected[:-1]), logs)
+        )
+        if late < STEADY and now > 3 * max(late, STEADY / 2):
             return self._evidence("sync.stale", step)
         if not np.isfinite(limits).all():
             return None
@@ -463,12 +441,6 @@ class ReductionChecks(Detector):
         if wrong and spread < limited / 2:
             return self._evidence("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
-
-    def _as_expected(self) -> bool:
-        """Return whether each step's ratio is so close to 1 that nothing can be wrong."""
-        return all(
-            _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
-        )
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
         """Find local norms that stop at one value: most workers', in most steps."""
@@ -509,13 +481,12 @@ class ReductionChecks(Detector):
     ) -> FaultEvidence:
         first, steps = self._found.setdefault(cause, [max(step - window + 1, 0), window - 1])
         self._found[cause][1] = steps + 1
-        ranks = tuple(range(self._num_workers))
         error = cause != "sync.clipped_locally"
         return FaultEvidence(
             cause=cause,
             key=cause,
             severity=Severity.ERROR if error else Severity.WARNING,
-            ranks=ranks,
+            ranks=tuple(range(self._num_workers)),
             first_step=first,
             last_step=step,
             count=steps + 1,
@@ -532,8 +503,7 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does code that sums losses over
-    micro-batches, such as a pipeline schedule, most of whose stages have no loss.
+    So does a gradient scaler's ``unscale_``, and code that sums losses over micro-batches.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):
@@ -541,10 +511,6 @@ def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     if not (scale > 0 and 0 < applied < math.inf):  # false with NaN
         return False
     return abs(math.log(scale) + math.log(applied)) < abs(math.log(scale))
-
-
-def _rms(values: Floats) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

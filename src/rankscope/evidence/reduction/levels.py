@@ -150,10 +150,7 @@ class ExpectedResiduals:
 def _errors(
     num_workers: int, dtype: str, cosines: tuple[float, ...] = (0.0, 1.0)
 ) -> tuple[float, ...]:
-    """Return the errors that a type is predicted to give, however it is used.
-
-    Gradients are rounded first or not, and added up in the type or in float32, in any order.
-    """
+    """Return the errors that a type is predicted to give, of gradients or sums, in any order."""
     uses = (
         (dtype, None, None),
         (dtype, dtype, dtype),

@@ -29,11 +29,10 @@ class DirectGradients:
         self,
         roots: Iterable[Tensor],  # on which backward is called
         outputs: Collection[Edge],  # of the model, in all forward passes of the step
-        parameters: Collection[int],  # ids of those that count
+        parameters: Mapping[int, str],  # names of those that count, by id
         inputs: Collection[Edge] = (),  # of the model, as far as they have a graph
     ) -> None:
-        self.by_parameter: dict[int, Tensor] = {}
-        """By the parameter's id."""
+        self.by_name: dict[str, Tensor] = {}
         self.takes_inner = False
         """Whether the loss takes a value that the model computed and did not return.
 
@@ -43,11 +42,11 @@ class DirectGradients:
         """The error that kept a gradient from being kept; empty without."""
         self._outputs = outputs
         self._inputs = inputs
+        self._names = parameters
         self._handles: list[Any] = []
-        edges = [*((root.grad_fn, root.output_nr) for root in roots), *inputs]
-        self._watch(edges, parameters)
+        self._watch([*((root.grad_fn, root.output_nr) for root in roots), *inputs])
 
-    def _watch(self, edges: Sequence[Edge], parameters: Collection[int]) -> None:
+    def _watch(self, edges: Sequence[Edge]) -> None:
         inside = _nodes_between(self._inputs, self._outputs)
         waiting = [node for node, number in edges if (node, number) not in self._outputs]
         seen: set[Any] = set()
@@ -56,14 +55,14 @@ class DirectGradients:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            leaves: dict[int, list[int]] = defaultdict(list)
+            leaves: dict[str, list[int]] = defaultdict(list)
             for place, (following, number) in enumerate(node.next_functions):
                 if following is None or (following, number) in self._outputs:
                     continue
                 if following.name() != _LEAF:
                     waiting.append(following)
-                elif id(following.variable) in parameters:
-                    leaves[id(following.variable)].append(place)
+                elif (name := self._names.get(id(following.variable))) is not None:
+                    leaves[name].append(place)
             if leaves and node in inside:
                 self.takes_inner = True
             elif leaves:
@@ -71,7 +70,7 @@ class DirectGradients:
 
     def _receive(
         self,
-        leaves: Mapping[int, Sequence[int]],
+        leaves: Mapping[str, Sequence[int]],
         gradients: Sequence[Tensor | None],
         _: Sequence[Tensor | None],
     ) -> None:
@@ -83,14 +82,14 @@ class DirectGradients:
 
     @torch.no_grad()
     def _keep(
-        self, leaves: Mapping[int, Sequence[int]], gradients: Sequence[Tensor | None]
+        self, leaves: Mapping[str, Sequence[int]], gradients: Sequence[Tensor | None]
     ) -> None:
-        for leaf, places in leaves.items():
+        for name, places in leaves.items():
             for gradient in (gradients[place] for place in places):
                 if gradient is None:
                     continue
-                before = self.by_parameter.get(leaf)
-                self.by_parameter[leaf] = gradient.clone() if before is None else before + gradient
+                before = self.by_name.get(name)
+                self.by_name[name] = gradient.clone() if before is None else before + gradient
 
     def remove(self) -> None:
         """Leave the graph alone."""

@@ -105,8 +105,8 @@ class MicroBatch:
         """What the script computes from its outputs; None if nothing was recorded."""
         self.joins: MicroBatch | None = None
         """The first of the same backward pass, where both are calls of parts; None of others."""
-        self.direct: Mapping[int, Tensor] = {}
-        """Gradients of its backward pass past the model's outputs, by the parameter's id."""
+        self.direct: Mapping[str, Tensor] = {}
+        """Gradients of its backward pass past the model's outputs, by the parameter's name."""
 
     @property
     def edges(self) -> list[Edge]:
@@ -275,20 +275,21 @@ class MicroBatch:
                 raise CanaryDeclined(ACCUMULATES)
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
                 one.check_inside(inside)
-            return self._with_direct(module, parameters, found)
+            return found[: len(parameters)]
 
-    def _with_direct(
-        self, module: nn.Module, parameters: Sequence[Tensor], found: Gradients
+    def with_direct(
+        self, names: Sequence[str], parameters: Sequence[Tensor], found: Gradients
     ) -> Gradients:
         """Return gradients that came through the outputs, with those that came past them."""
-        if not self.direct.keys() <= set(map(id, module.parameters())):
-            raise CanaryDeclined(_DIRECT)
-        whole = list(found[: len(parameters)])
-        for place, parameter in enumerate(parameters):
-            own = self.direct.get(id(parameter))
+        whole = list(found)
+        for place, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            own = self.direct.get(name)
             through = whole[place]
-            if own is not None:
-                whole[place] = own if through is None else through + own
+            if own is None:
+                continue
+            if layout_of(own) is not None or own.shape != parameter.shape:
+                raise CanaryDeclined(_DIRECT)
+            whole[place] = own if through is None else through + own
         return whole
 
     def changed(self, module: nn.Module) -> list[Tensor]:

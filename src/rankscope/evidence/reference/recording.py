@@ -20,7 +20,9 @@ from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.direct import DirectGradients
 from rankscope.evidence.reference.loss_tape import LossTape, may_record
 from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
+from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP, VALUE
+from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import outside
@@ -194,8 +196,7 @@ class StepRecording:
         if self._micro_batches:
             outputs = {edge for micro in self._micro_batches for edge in micro.edges}
             inputs = {edge for micro in self._micro_batches for edge in micro.entries}
-            parameters = set(map(id, self._module.parameters()))
-            self._direct = DirectGradients(tensors, outputs, parameters, inputs)
+            self._direct = DirectGradients(tensors, outputs, _leaves(self._module), inputs)
 
     def _after_backward(self) -> None:
         """Give the root to the micro-batch that it trained, if it was one."""
@@ -219,18 +220,21 @@ class StepRecording:
             raise CanaryDeclined(LOST.format(direct.lost))
         if direct.takes_inner:
             raise CanaryDeclined(_INNER)
-        if direct.by_parameter:
+        if direct.by_name:
             if not trained or (len(trained) > 1 and not self._by_parts):
                 raise CanaryDeclined(_BY_ITSELF)
-            trained[0].direct = direct.by_parameter
+            trained[0].direct = direct.by_name
 
     def check_parts(self) -> None:
         """Check that calls of parts explain every parameter's gradient; CanaryDeclined if not."""
         if not self._by_parts:
             return
-        known = {key for micro in self.trained for key in (*micro.reached, *micro.direct)}
-        others = [(n, p) for n, p in self._module.named_parameters() if id(p) not in known]
-        for name, parameter in others:
+        known: set[int | str] = {
+            key for micro in self.trained for key in (*micro.reached, *micro.direct)
+        }
+        for name, parameter in self._module.named_parameters():
+            if not known.isdisjoint((id(parameter), canonical_name(name))):
+                continue
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
                 raise CanaryDeclined(_UNSEEN.format(name))
 
@@ -271,6 +275,18 @@ class StepRecording:
         if self._roots is not None:
             self._roots.remove()
             self._roots = None
+
+
+def _leaves(module: nn.Module) -> dict[int, str]:
+    """Return names of parameters by the ids of the tensors that a loss may take of them.
+
+    Under FSDP2 these are whole ones where they are gathered, and shards elsewhere.
+    """
+    names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
+    if is_fsdp2(module):
+        whole = ((managed.name, managed.unsharded) for managed in every_parameter(module))
+        names |= {id(parameter): name for name, parameter in whole if parameter is not None}
+    return names
 
 
 def in_words(reason: CanaryDeclined) -> str:

@@ -184,6 +184,7 @@ class ReferenceStep:
         apart = shared is not None and shared.replicas
         try:
             found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
+            found = micro.with_direct(self._model.names, parameters, found)
             found = found if shared is None else shared.parts(self._model.names, found)
             totals = sketcher.new_totals()
             measure_gradients(sketcher, self._model.names, found, totals)

@@ -38,10 +38,8 @@ _WEIGHTED = {
     "sum": "the loss is the sum over a worker's label tokens",
 }
 
-_LOSS_OUTSIDE = (
-    ". The loss, which is computed outside of the model, was not: the gradients that it gave to "
-    "the model's outputs were used as they were"
-)
+_LOSS_OUTSIDE = ". The loss, which is computed outside of the model, was not computed again"
+_FROM_OUTPUTS = ", given the gradients that the loss gave to the model's outputs"
 
 _LOSS_RIGHT = (
     ". The loss, which is computed outside of the model and exchanges tensors between the ranks, "
@@ -108,11 +106,16 @@ class LossCheck:
         return any(abs(factor * n - 1) < _SAME for n in (self.num_ranks, 1 / self.num_ranks))
 
     @property
+    def taken(self) -> bool:
+        """Whether that gradient was used as it was."""
+        return self.outside and self.verdict is None
+
+    @property
     def words(self) -> str:
         """What stands behind an agreement."""
         if self.verdict is not None:
             return _LOSS_RIGHT
-        return _LOSS_OUTSIDE if self.outside else ""
+        return _LOSS_OUTSIDE if self.taken else ""
 
     @property
     def factor_words(self) -> str:
@@ -173,7 +176,7 @@ def verified(
             return instead
     fields = {
         "step": f"{step:,}",
-        "right": "what one process would compute",
+        "right": f"what one process would compute{_FROM_OUTPUTS if loss.taken else ''}",
         "how_computed": "It was computed again on "
         f"{count(num_workers, 'worker')}, each with {micro_batches}, one micro-batch "
         f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}{loss.words}",

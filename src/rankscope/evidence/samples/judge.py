@@ -156,23 +156,23 @@ class EpochCoverage(Detector):
 class SplitTwice(Detector):
     """Data that the loaders split into more parts than there are processes.
 
-    Or into one for each, where each rank's data set has other rows, by their ``digests``.
+    Or into one for each, where each rank's data set has ``other_rows``, or another order of them.
     """
 
-    SETTINGS = ("_splits", "_world_size", "_digests")
+    SETTINGS = ("_splits", "_world_size", "_other_rows")
 
     def __init__(
-        self, splits: Sequence[tuple[str, int]], world_size: int, digests: Sequence[int] = ()
+        self, splits: Sequence[tuple[str, int]], world_size: int, *, other_rows: bool = False
     ) -> None:
         self._splits = tuple(splits)
         self._world_size = world_size
-        self._digests = tuple(digests)
+        self._other_rows = other_rows
         self._seen = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Report once, in the first step."""
         parts = int(np.prod([number for _, number in self._splits], dtype=np.int64))
-        of_others = parts == self._world_size and len(set(self._digests)) > 1
+        of_others = parts == self._world_size and self._other_rows
         if self._seen or not self._world_size or not (parts > self._world_size or of_others):
             return ()
         self._seen = True
@@ -199,14 +199,14 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         OverlappingShards(
             num_workers, repeats=drawn_again, seeds=run.sampler_seeds, rows=run.data_rows
         ),
-        RepeatedOrder(repeats=repeats),
+        RepeatedOrder(repeats=repeats, order=run.data_order),
         RepeatedBatches(num_workers, repeats=repeats),
         LoaderProcesses(),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers, rows=run.data_rows),
         EpochsCutShort(repeats=drawn_again),
         EpochCoverage(run.data_length, replaces=drawn_again),
-        SplitTwice(run.data_splits, run.world_size, run.data_digests),
+        SplitTwice(run.data_splits, run.world_size, other_rows=run.other_rows),
         UnequalMicroBatches(num_workers),
     )
 

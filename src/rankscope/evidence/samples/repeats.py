@@ -349,6 +349,18 @@ class PeriodFinder(Stateful):
 
 _LEAST_STEPS = 8
 _SHARE = 4  # of a period must have come again
+_SHUFFLE = {
+    "nothing": "The sampler does not shuffle. If it should, let it (shuffle=True), and call "
+    "set_epoch(epoch) before each epoch where it has that method.",
+    "set_epoch": "Call set_epoch(epoch) before each epoch on what shuffles: the sampler, the batch "
+    "sampler or the data set.",
+    "generator": "The sampler's generator begins each epoch from the same state: seed it once, "
+    "before the first epoch. The sampler has no set_epoch.",
+}
+_SHUFFLE_SOMEHOW = (
+    "Where something shuffles, call its set_epoch(epoch) before each epoch, or do not seed its "
+    "generator anew. Where nothing does, shuffle the data."
+)
 
 
 class RepeatedOrder(RestartDetector):
@@ -362,11 +374,12 @@ class RepeatedOrder(RestartDetector):
     repeats some of them, as it should.
     """
 
-    SETTINGS = ("_intended",)
+    SETTINGS = ("_intended", "_order")
 
-    def __init__(self, *, repeats: bool = False) -> None:
+    def __init__(self, *, repeats: bool = False, order: str = "") -> None:
         super().__init__()
         self._intended = repeats
+        self._order = order
         self._finder = PeriodFinder()
         self._on_purpose = 0
         self._span = PersistentFault()
@@ -404,7 +417,11 @@ class RepeatedOrder(RestartDetector):
             "data.repeated_order",
             self._severity,
             (),
-            {"before": f"{span.first - self._period:,}", "period": count(self._period, "step")},
+            {
+                "before": f"{span.first - self._period:,}",
+                "period": count(self._period, "step"),
+                "Shuffle": _SHUFFLE.get(self._order, _SHUFFLE_SOMEHOW),
+            },
             {"period": self._period, "repeated_steps": span.count},
         )
 

@@ -259,34 +259,24 @@ class CountedTwice(Detector):
             yield self._span.evidence(COUNTED_TWICE, Severity.WARNING, (), fields, named(names))
 
 
-ADAPTED = "state.adapted_trains"
-
-
 class AdaptedTrains(Detector):
     """Matrices that are trained beside the adapters that are added to them."""
 
+    KIND, CAUSE = StateKind.ADAPTED, "state.adapted_trains"
+
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report such matrices."""
-        found = [d.name for d in step.gathered.differences if d.kind is StateKind.ADAPTED]
+        found = [d.name for d in step.gathered.differences if d.kind is self.KIND]
         if found:
             at = step.gathered.step
             fields = {"names": shortened(found, _NAMED), "are": "is" if len(found) == 1 else "are"}
-            yield evidence_at(at, ADAPTED, Severity.WARNING, (), fields, named(found))
+            yield evidence_at(at, self.CAUSE, Severity.WARNING, (), fields, named(found))
 
 
-SHARDS_ALIKE = "state.shards_alike"
-
-
-class ShardsAlike(Detector):
+class ShardsAlike(AdaptedTrains):
     """Matrices that consist of copies of one shard when the training begins."""
 
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report such matrices."""
-        found = [d.name for d in step.gathered.differences if d.kind is StateKind.SHARDS]
-        if found:
-            at = step.gathered.step
-            fields = {"names": shortened(found, _NAMED)}
-            yield evidence_at(at, SHARDS_ALIKE, Severity.WARNING, (), fields, named(found))
+    KIND, CAUSE = StateKind.SHARDS, "state.shards_alike"
 
 
 FROZEN_DIFFER = "state.frozen_differ"
@@ -316,14 +306,11 @@ class FrozenDiffer(Detector):
                 self._names += [name] if ranks and name not in self._names else []
                 odd.update(ranks)
         if odd:
-            self._fault.see(step.gathered.step, odd)
-            yield self._fault.evidence(
-                FROZEN_DIFFER,
-                Severity.WARNING,
-                self._fault.ranks,
-                {"names": shortened(self._names, 3)},
-                {"steps": self._fault.count, "names": self._names[:64]},
-            )
+            fault = self._fault
+            fault.see(step.gathered.step, odd)
+            fields = {"names": shortened(self._names, 3)}
+            numbers = {"steps": fault.count, "names": self._names[:64]}
+            yield fault.evidence(FROZEN_DIFFER, Severity.WARNING, fault.ranks, fields, numbers)
 
 
 MOST_AGAIN = 4

@@ -29,7 +29,13 @@ from rankscope.evidence.state.plan import (
     state_leaves,
     survey,
 )
-from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
+from rankscope.evidence.state.readings import (
+    UNREADABLE,
+    CachedReading,
+    PendingDigests,
+    PendingReading,
+    prepare,
+)
 from rankscope.evidence.state.roles import Roles, is_role_step
 from rankscope.evidence.state.slot import (
     NO_SLOT,
@@ -38,10 +44,9 @@ from rankscope.evidence.state.slot import (
     StepReadings,
     with_digests,
 )
-from rankscope.gradients.digest import digest_bits, word_of
+from rankscope.gradients.digest import digest_bits
 from rankscope.wrappers.optimizers import all_of
 
-_UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
 _MOST_SLOTS = 1024  # in memory
 _SLOT_EACH_STEP = PACE.state_in_turn
@@ -195,7 +200,7 @@ class StateMeter(Probe):
                 digest = digest_bits(gradient, part.start, part.stop).known & _MASK
             except Exception as error:  # a tensor of an unusual kind
                 self._warn_once(error)
-                digest = _UNREADABLE
+                digest = UNREADABLE
             self._saw_local((number,), PendingReading([digest], [0.0]))
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
@@ -274,10 +279,7 @@ class StateMeter(Probe):
         reading = PendingDigests()
         cached = slot.cached
         for part, tensor in zip(slot.parameters.slices, tensors, strict=False):
-            if tensor is None:
-                reading.add_word(0)
-            else:
-                self._add(reading, tensor, part.start, part.stop)
+            self._add(reading, tensor, part.start, part.stop)
         weights: list[int] = []
         starts = []
         for part in slot.optimizer.slices:
@@ -321,7 +323,8 @@ class StateMeter(Probe):
         slot = self._slot
         seen = self._seen
         if self._reduces is not None:
-            seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
+            parameters = [part.place.current(self._lookup) for part in slot.reduced.slices]
+            seen.reduced = [each is None or self._reduces(each) for each in parameters]
         pending = PendingState(
             slot,
             seen,
@@ -339,10 +342,7 @@ class StateMeter(Probe):
         return pending
 
     def _resting(self, slot: DigestSlot) -> set[str]:
-        """Return names of a slot's parameters whose optimizer the step has not called.
-
-        The other network of a GAN keeps the gradient of its own step.
-        """
+        """Return names of a slot's parameters whose optimizer the step did not call, as in GANs."""
         others = [each for each in all_of(self._optimizer) if each not in self._called]
         if not others or not self._called:
             return set()
@@ -372,7 +372,7 @@ class StateMeter(Probe):
         reading = PendingDigests()
         replaced = self._replaced or {}
         for tensor in (*left_out.values(), *replaced.values()):
-            self._add(reading, tensor, 0, None)
+            self._add(reading, tensor)
         begun = self._begin(reading)
         names = tuple(left_out), tuple(replaced)  # without the tensors
         self._roles = Awaited([begun], partial(with_digests, roles, *names, begun))
@@ -401,10 +401,6 @@ class StateMeter(Probe):
             slot = self._slots[place] = DigestSlot(plan.items(number))
         return slot
 
-    def _is_reduced(self, part: Slice) -> bool:
-        parameter = part.place.current(self._lookup)
-        return parameter is None or self._reduces is None or self._reduces(parameter)
-
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
         parameters = [part.place.current(self._lookup) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
@@ -429,10 +425,7 @@ class StateMeter(Probe):
             return again
         reading = PendingDigests()
         for part, tensor in zip(slices, tensors, strict=True):
-            if tensor is None:
-                reading.add_word(0)
-            else:
-                self._add(reading, tensor, part.start, part.stop, norm=norm)
+            self._add(reading, tensor, part.start, part.stop, norm=norm)
         cached.learn(reading, tensors)
         return self._begin(reading)
 
@@ -464,23 +457,26 @@ class StateMeter(Probe):
             self._warn_once(error)
             del weights[len(weights) - (len(reading) - first) :]
             reading.forget(first)
-            reading.add_word(_UNREADABLE)
+            reading.add_word(UNREADABLE)
             weights.append(1)
 
     def _add(
         self,
         reading: PendingDigests,
-        tensor: Tensor,
-        start: int,
-        stop: int | None,
+        tensor: Tensor | None,
+        start: int = 0,
+        stop: int | None = None,
         *,
         norm: bool = False,
     ) -> None:
+        if tensor is None:
+            reading.add_word(0)
+            return
         try:
             reading.add(tensor, start, stop, norm=norm)
         except Exception as error:  # a tensor of an unusual kind
             self._warn_once(error)
-            reading.add_unreadable(_UNREADABLE)
+            reading.add_unreadable()
 
     def _begin(self, reading: PendingDigests) -> PendingReading:
         try:
@@ -489,18 +485,16 @@ class StateMeter(Probe):
             self._warn_once(error)
             unread = PendingDigests()
             for _ in range(len(reading)):
-                unread.add_unreadable(_UNREADABLE)
+                unread.add_unreadable()
             return unread.begin()
 
     def _warn_once(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning(
-                "some of the model's or the optimizer's state cannot be read, and is not compared "
-                "between workers: %s: %s",
-                type(error).__name__,
-                error,
+            words = (
+                "some of the model's or the optimizer's state cannot be read, and is not compared"
             )
+            _log.warning("%s between workers: %s: %s", words, type(error).__name__, error)
 
 
 def _parameters_of(optimizers: Iterable[Any]) -> set[int]:

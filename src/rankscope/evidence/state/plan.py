@@ -157,28 +157,31 @@ def survey(
     """Return the parameters and buffers of a model, each once, in the order of its modules."""
     found: list[FoundState] = []
     seen: set[int] = set()
+    for place in _places_of(module):
+        holder, key, is_buffer = place.holder, place.key, place.is_buffer
+        tensor = place.current(lookup)
+        if tensor is None or id(tensor) in seen or place.name in left_out:
+            continue
+        seen.add(id(tensor))
+        shape, length = known_size(tensor)
+        name, trained = canonical_name(place.name), tensor.requires_grad
+        each = FoundState(holder, name, key, is_buffer, shape, length, tensor.dtype, trained)
+        apart = (  # a forward pass in training changes it differently on each worker
+            is_buffer
+            and key in RUNNING_STATISTICS
+            and isinstance(holder, _NORMS)
+            and not isinstance(holder, nn.SyncBatchNorm)
+        )
+        found.append(each._replace(broadcast=broadcast) if apart else each)
+    return found
+
+
+def _places_of(module: nn.Module) -> Iterator[TensorPlace]:
+    """Yield the places of a model's parameters and buffers, module by module."""
     for prefix, holder in module.named_modules():
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
             for key in tensors:
-                place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
-                tensor = place.current(lookup)
-                if tensor is None or id(tensor) in seen or place.name in left_out:
-                    continue
-                seen.add(id(tensor))
-                shape, length = known_size(tensor)
-                trained = tensor.requires_grad
-                name = canonical_name(place.name)
-                each = FoundState(
-                    holder, name, key, is_buffer, shape, length, tensor.dtype, trained
-                )
-                apart = (  # a forward pass in training changes it differently on each worker
-                    is_buffer
-                    and key in RUNNING_STATISTICS
-                    and isinstance(holder, _NORMS)
-                    and not isinstance(holder, nn.SyncBatchNorm)
-                )
-                found.append(each._replace(broadcast=broadcast) if apart else each)
-    return found
+                yield TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -351,12 +354,10 @@ def replaced_parameters(
 
 def _parameters_of(module: nn.Module, lookup: TensorLookup | None) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's parameters with all of their names."""
-    for prefix, holder in module.named_modules():
-        for key in holder._parameters:
-            place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
-            tensor = place.current(lookup)
-            if tensor is not None:
-                yield place.name, tensor
+    for place in _places_of(module):
+        tensor = None if place.is_buffer else place.current(lookup)
+        if tensor is not None:
+            yield place.name, tensor
 
 
 @cache

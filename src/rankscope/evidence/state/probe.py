@@ -84,9 +84,12 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
     ranks = ranks_of(wrapped.group) if wrapped.kind is FSDP2 else []
+    of_parameters = bool(wrapped.kind.state_by_parameter)  # and the same on replicas
+    if wrapped.kind is MEGATRON:
+        of_parameters = _updates_all(wrapped, job.optimizer)
     return StateMeter(
         wrapped.module,
-        job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,
+        job.optimizer if of_parameters else None,
         replicated=wrapped.replica is not None,
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
@@ -110,13 +113,6 @@ def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
         return False
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return all(id(parameter) in held for parameter in wrapped.parameters.values())
-
-
-def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer's state is stored by parameter, and is the same on replicas."""
-    if wrapped.kind is MEGATRON:
-        return _updates_all(wrapped, optimizer)
-    return bool(wrapped.kind.state_by_parameter)
 
 
 class _Chosen(NamedTuple):
@@ -308,10 +304,7 @@ class FrozenProbe(RareProbe):
 def _digests_by_label(
     labels: Sequence[str], devices: Sequence[Sequence[torch.device]], copies: Sequence[HostCopy]
 ) -> MessagePart:
-    """Wait for the devices; return a digest of each module by its label.
-
-    ``devices`` are those of its parameters; there is one copy for each of them, in order.
-    """
+    """Wait for the devices, of one copy each; return a digest of each module by its label."""
     different = dict.fromkeys(device for each in devices for device in each)
     numbers = {d: iter(c.numpy().tolist()) for d, c in zip(different, copies, strict=True)}
     by_label: dict[str, list[int]] = {}

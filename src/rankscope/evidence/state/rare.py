@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, RareProbe, Ready, StepEnd
+from rankscope.bus.words import dtype_name
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
@@ -38,10 +39,7 @@ def adapted_matrices(parameters: Mapping[str, Tensor], trained: Sequence[str]) -
     """Return the trained matrices to which an adapter is added, by name.
 
     There are none where no other matrix is frozen: all of the model is trained on purpose then.
-
-    Args:
-        parameters: All parameters of the model by name, as they begin.
-        trained: Names of those that the optimizer updates.
+    ``parameters`` are those of the model as they begin.
     """
     matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not p.is_meta}
     if all(name in trained for name in matrices):
@@ -231,17 +229,15 @@ def _copy(buffer: Tensor) -> HostCopy:
 def make_counts_probe(module: nn.Module, first_step: int) -> CountsProbe | None:
     """Return the probe of a model's counts; None where it has no buffers of 16 bits."""
     buffers = {
-        _name_of(f"{prefix}.{key}" if prefix else key, buffer): (part, key)
+        f"{canonical_name(f'{prefix}.{key}'.lstrip('.'))} in {dtype_name(buffer.dtype)}": (
+            part,
+            key,
+        )
         for prefix, part in module.named_modules()
         for key, buffer in part._buffers.items()
         if type(buffer) is Tensor and buffer.dtype in _TYPES and buffer.numel() <= _MOST_ELEMENTS
     }
     return CountsProbe(buffers, first_step) if buffers else None
-
-
-def _name_of(path: str, buffer: Tensor) -> str:
-    """Return the name of a count in the record, with its type: ``counts in bfloat16``."""
-    return f"{canonical_name(path)} in {str(buffer.dtype).removeprefix('torch.')}"
 
 
 class RecomputedProbe(RareProbe):

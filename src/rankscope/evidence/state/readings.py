@@ -28,6 +28,9 @@ from rankscope.gradients.kernels.bits import NUMBERS, Parts, native_sum
 from rankscope.gradients.kernels.flat import check_memory
 from rankscope.gradients.kernels.many import DeviceParts, Launched, device_reader
 
+UNREADABLE = word_of("cannot be read")
+"""Stands for the digest of a tensor that cannot be read."""
+
 _MASK = (1 << 64) - 1
 _bytes_of = attrgetter("nbytes")
 _dtype_of = attrgetter("dtype")
@@ -111,10 +114,10 @@ class PendingDigests:
         self._words.append(word)
         self._parts += (0, 0, 0)
 
-    def add_unreadable(self, word: int) -> None:
-        """Add a digest that stands for an unreadable tensor; its sum of squares is NaN."""
+    def add_unreadable(self) -> None:
+        """Add what stands for an unreadable tensor; its sum of squares is NaN."""
         self._squares.append((len(self._words), math.nan))
-        self.add_word(word)
+        self.add_word(UNREADABLE)
 
     def forget(self, length: int) -> None:
         """Drop the parts after the first ``length``; only words may be added afterwards."""
@@ -140,7 +143,7 @@ class PendingDigests:
     def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
         if of_host is None:
             of_host = list(self._words), [0.0] * len(self._words)
-        launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
+        launched = [one for parts in self._devices.values() for one in parts.launch()]
         return PendingReading(*of_host, launched, self._single, self._squares)
 
     def _add_single(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
@@ -239,10 +242,20 @@ class PendingReading:
         self._digests = digests
         self._squares = squares
         self._launched = launched
-        self._terms: dict[torch.device, list[tuple[int, int | None]]] = {}
-        self._arrived: dict[torch.device, HostCopy] = {}
-        if single or single_squares:
-            self._begin_to_copy(single, single_squares)
+        tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
+        terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
+        for number, digest in single:
+            for factor, tensor in digest.pending:
+                tensors[tensor.device].append(tensor)
+                terms[tensor.device].append((number, factor))
+        for number, square in single_squares:
+            if isinstance(square, Tensor):
+                tensors[square.device].append(square.double().view(torch.int64))
+                terms[square.device].append((number, None))
+            else:
+                squares[number] += square
+        self._terms = dict(terms)
+        self._arrived = {d: HostCopy(torch.stack(each), own=True) for d, each in tensors.items()}
 
     @property
     def ready(self) -> bool:
@@ -252,11 +265,6 @@ class PendingReading:
 
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for the devices; return N digests below 2^64, and N sums of squares."""
-        if self._launched or self._terms:
-            self._add_up()
-        return self._digests, self._squares
-
-    def _add_up(self) -> None:
         digests = self._digests
         squares = self._squares
         for each in self._launched:
@@ -270,26 +278,7 @@ class PendingReading:
                     digests[i] = digests[i] + factor * int(value) & _MASK
         self._launched = ()
         self._terms = {}
-
-    def _begin_to_copy(
-        self,
-        single: Sequence[tuple[int, PendingDigest]],
-        squares: Sequence[tuple[int, float | Tensor]],
-    ) -> None:
-        tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
-        terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
-        for number, digest in single:
-            for factor, tensor in digest.pending:
-                tensors[tensor.device].append(tensor)
-                terms[tensor.device].append((number, factor))
-        for number, square in squares:
-            if isinstance(square, Tensor):
-                tensors[square.device].append(square.double().view(torch.int64))
-                terms[square.device].append((number, None))
-            else:
-                self._squares[number] += square
-        self._terms = dict(terms)
-        self._arrived = {d: HostCopy(torch.stack(each), own=True) for d, each in tensors.items()}
+        return digests, squares
 
 
 def prepare(device: torch.device) -> None:

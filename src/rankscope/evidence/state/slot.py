@@ -105,10 +105,7 @@ class CachedReadings:
         self.state = CachedReading()  # parameters and optimizer state
         self.buffers = CachedReading()  # buffers before the first forward pass
         self.marks: list[object] = []  # names of the optimizer state that was read
-        self.leaves: tuple[Sequence[int], Sequence[int]] = (
-            (),
-            (),
-        )  # weights, starts
+        self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())  # weights, starts
         self.gradients = CachedReading()  # reduced gradients and applied gradients
         self.broadcast = CachedReading()  # running statistics after their broadcast
         self.local: dict[tuple[str, ...], LocalDigests] = {}  # by names of parameters
@@ -247,7 +244,10 @@ class PendingState:
             return _only(state, _GRADIENTS), values
         if self.seen.broadcast is None and slot.broadcast.slices:
             state = _only(state, _ALWAYS)
-        return (state if self.sent else _with_statistics_as_buffers(state)), values
+        if not self.sent:
+            buffer = {StateKind.STATISTICS: StateKind.BUFFER}
+            state = replace(state, kinds=tuple(buffer.get(kind, kind) for kind in state.kinds))
+        return state, values
 
     def _read_state(
         self, reading: PendingReading, digests: list[int], values: dict[str, float | int]
@@ -327,23 +327,28 @@ class PendingState:
 def spread_of_factors(reduced_N: Sequence[float], applied_N: Sequence[float]) -> float:
     """Return how far apart the factors are by which gradients were scaled between two moments.
 
-    Args:
-        reduced_N: Their squared norms right after the reduction.
-        applied_N: When the optimizer was called.
-
-    Returns:
-        The largest minus the smallest factor, over the largest; NaN where fewer than two are known.
+    Given are their squared norms right after the reduction, and when the optimizer was called. It
+    is the largest minus the smallest factor, over the largest; NaN with fewer than two of them.
 
     Example:
         >>> spread_of_factors([4.0, 1.0, 9.0], [1.0, 0.25, 9.0])  # 0.5, 0.5 and 1
         0.5
     """
-    pairs = zip(reduced_N, applied_N, strict=True)
-    factors = [math.sqrt(a / r) for r, a in pairs if 0 < r < math.inf and 0 <= a < math.inf]
+    factors = _factors(reduced_N, applied_N).values()
     if len(factors) < _FEWEST - 1:
         return math.nan
     largest = max(factors)
     return (largest - min(factors)) / largest if largest else 0.0
+
+
+def _factors(reduced_N: Sequence[float], applied_N: Sequence[float]) -> dict[int, float]:
+    """Return the factors that are known, by the number of their gradient."""
+    pairs = enumerate(zip(reduced_N, applied_N, strict=True))
+    return {
+        number: math.sqrt(applied / reduced)
+        for number, (reduced, applied) in pairs
+        if 0 < reduced < math.inf and 0 <= applied < math.inf
+    }
 
 
 def odd_factors(
@@ -352,27 +357,15 @@ def odd_factors(
     """Return which gradients were scaled otherwise than most between two moments.
 
     Clipping by the norm and unscaling multiply all of them by one factor. Where some were left as
-    they were, that is 1; otherwise that of most.
-
-    Args:
-        reduced_N: Their squared norms right after the reduction.
-        applied_N: When the optimizer was called.
-
-    Returns:
-        The ratio of the most deviating factor to the common one, and the numbers of the gradients
-        that deviate. The ratio is 1 if none does; NaN where fewer than three factors are known, or
-        most gradients do not share one.
+    they were, that is 1; otherwise that of most. Returned are the ratio of the most deviating
+    factor to the common one, and the numbers of the gradients that deviate. The ratio is 1 if none
+    does; NaN where fewer than three factors are known, or most gradients do not share one.
 
     Example:
         >>> odd_factors([4.0, 1.0, 9.0, 0.0], [1.0, 0.25, 81.0, 0.0])  # clipped by 0.5, but one
         (6.0, (2,))
     """
-    pairs = enumerate(zip(reduced_N, applied_N, strict=True))
-    factors = {
-        number: math.sqrt(applied / reduced)
-        for number, (reduced, applied) in pairs
-        if 0 < reduced < math.inf and 0 <= applied < math.inf
-    }
+    factors = _factors(reduced_N, applied_N)
     if len(factors) < _FEWEST:
         return math.nan, ()
     untouched = 1.0 in factors.values()  # the same bits: the odd ones are those that were changed
@@ -399,11 +392,6 @@ def _only(state: StateDigests, kinds: Collection[StateKind]) -> StateDigests:
         state.digests_D[kept],
         state.unchanged_D[kept],
     )
-
-
-def _with_statistics_as_buffers(state: StateDigests) -> StateDigests:
-    buffer = {StateKind.STATISTICS: StateKind.BUFFER}
-    return replace(state, kinds=tuple(buffer.get(kind, kind) for kind in state.kinds))
 
 
 def _set_digest(values: dict[str, float | int], rows: Rows, digest: int | None) -> None:

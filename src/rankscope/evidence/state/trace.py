@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from rankscope.bus.probe import Awaited, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.evidence.state.plan import Slice, TensorPlace, digest_optimizer
-from rankscope.evidence.state.readings import PendingDigests, PendingReading
-from rankscope.gradients.digest import PendingDigest, word_of
+from rankscope.evidence.state.readings import UNREADABLE, PendingDigests, PendingReading
+from rankscope.gradients.digest import PendingDigest
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.kernels import choose_kernel
 from rankscope.gradients.kernels.flat import flat_parts, has_memory
@@ -32,8 +32,6 @@ from rankscope.gradients.kernels.interface import ParameterSigns, period_signs
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import DEFAULT_WIDTH
 from rankscope.gradients.totals import GradientTotals, fold
-
-UNREADABLE = PendingDigest(word_of("cannot be read"))
 
 DigestRow = tuple[StateKind, str, PendingDigest]
 """A tensor's kind, its name, and its digest, which a device may still compute."""
@@ -79,7 +77,11 @@ class TraceReader:
         for kind, name, tensor in tensors:
             number = len(rows)
             rows.append((kind, name))
-            self._add_digest(tensor, reading)
+            try:
+                reading.add(tensor)
+            except Exception as error:  # a tensor of an unusual kind
+                self._log_once(error)
+                reading.add_unreadable()
             for position, piece in self._pieces(tensor):
                 if used == _ROWS:
                     self._empty(used, folded, squares)
@@ -123,13 +125,6 @@ class TraceReader:
         except Exception as error:  # a tensor of an unusual type
             self._log_once(error)
         self._scratch.squared_norms[row] = math.nan
-
-    def _add_digest(self, tensor: Tensor, reading: PendingDigests) -> None:
-        try:
-            reading.add(tensor)
-        except Exception as error:  # a tensor of an unusual kind
-            self._log_once(error)
-            reading.add_digest(UNREADABLE)
 
     def _empty(self, used: int, folded: list[Tensor], squares: list[Tensor]) -> None:
         """Fold the first rows of the scratch space, and clear it."""
@@ -289,7 +284,7 @@ class TraceMeter(Probe):
             try:
                 digest = digest_optimizer(self._optimizer, parameter, whole)
             except Exception:  # unusual optimizer state
-                digest = UNREADABLE
+                digest = PendingDigest(UNREADABLE)
             if digest.known or digest.pending:
                 yield StateKind.OPTIMIZER, name, digest
 

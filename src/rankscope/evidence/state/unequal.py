@@ -27,13 +27,9 @@ HEALED_AFTER = 128
 
 AVERAGES = "averages-differ"
 
-_AVERAGED = frozenset(
-    (
-        "sync.not_reduced",
-        "sync.gradients_differ",
-        "state.parameters_differ",
-        "state.optimizer_differs",
-    )
+_AVERAGED = (
+    *("sync.not_reduced", "sync.gradients_differ"),
+    *("state.parameters_differ", "state.optimizer_differs"),
 )
 """What differs from average to average of the parameters, where each worker trains alone."""
 
@@ -185,8 +181,7 @@ class UnequalState(Detector):
     def _by_cause(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
         """Yield the differences of parameters, buffers and optimizer state.
 
-        Where the parameter is equal all the same, an optimizer keeps a part of the state, or does
-        not use it.
+        Where the parameter is equal, an optimizer keeps a part of the state, or does not use it.
         """
         differ = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
         for kind, cause in _CAUSES.items():
@@ -244,10 +239,7 @@ class UnequalState(Detector):
             yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
 
     def _reduced_elsewhere(self, step: Step) -> bool:
-        """Return whether all optimizers get the same bits: then the training itself reduces.
-
-        That is known in some steps; until the next one of them, it may have ended.
-        """
+        """Return whether all optimizers lately got the same bits: the training itself reduces."""
         applied_W = step.gathered.workers["applied_digest"]
         known_W = applied_W != MISSING_INT
         if known_W.any():
@@ -296,11 +288,7 @@ class UnequalState(Detector):
 
 
 class _Averages(Stateful):
-    """Averages of the parameters that no plan declares: local SGD, DiLoCo.
-
-    Each worker trains alone, and parameters that differed in the step before are equal, though the
-    workers' gradients of them were not.
-    """
+    """Averages of the parameters that no plan declares, between steps of each worker alone."""
 
     def __init__(self) -> None:
         self.open = False  # whether the training averages, as far as is known
@@ -324,20 +312,17 @@ class _Averages(Stateful):
             apart = by_kind.get(StateKind.PARAMETER, set())
             own = by_kind.get(StateKind.REDUCED, set()) | by_kind.get(StateKind.APPLIED, set())
             if not apart and own & self._apart:
-                self._see(number)
+                before = self._last if self._count else self._first - 1
+                self._steps = max(self._steps, number - before)
+                self._last = number
+                self._count += 1
+                self.open = True
             elif apart and self._first < 0:
                 self._first = number
             self._apart = apart
         if self.open:
             self.open = number - self._last <= _PATIENCE * self._steps + HEALED_AFTER
         return self.open != was_open
-
-    def _see(self, number: int) -> None:
-        before = self._last if self._count else self._first - 1
-        self._steps = max(self._steps, number - before)
-        self._last = number
-        self._count += 1
-        self.open = True
 
     def fields(self) -> Mapping[str, object]:
         """Return what the templates of notes say of averages."""
@@ -422,11 +407,16 @@ _ALL_APART = {"apart": "differ from worker to worker", "is_apart": "differs from
 
 
 def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
-    """Return a step with the differences that count in a training whose own loop reduces."""
+    """Return a step with the differences that count where a loop's optimizer may reduce."""
+    found = gathered.differences
     if places_W is not None:
-        differences = tuple(d for d in gathered.differences if d.minority_ranks(places_W))
-        gathered = replace(gathered, differences=differences)
-    return replace(gathered, differences=_where_parameters_differ(gathered))
+        found = tuple(d for d in found if d.minority_ranks(places_W))
+    names = {d.name for d in found if d.kind is StateKind.PARAMETER}
+    left_out = {StateKind.REDUCED, StateKind.APPLIED}
+    if any(d.kind in left_out and d.name not in names for d in found):  # the optimizer reduces
+        left_out.add(StateKind.OPTIMIZER)
+    kept = tuple(d for d in found if d.name in names or d.kind not in left_out)
+    return replace(gathered, differences=kept)
 
 
 def _trained_by_place(gathered: GatheredStep) -> tuple[str, ...]:
@@ -449,22 +439,6 @@ def _layouts(step: Step) -> Iterable[_Seen]:
     if odd:
         words = "names, shapes or types"
         yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
-
-
-def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
-    """Return the differences in a step of a loop that reduces by itself, or by its optimizer.
-
-    An optimizer that reduces gets gradients that differ; its state differs where it keeps shares.
-    """
-    names = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
-    gradients = (StateKind.REDUCED, StateKind.APPLIED)
-    by_optimizer = any(d.kind in gradients and d.name not in names for d in gathered.differences)
-    return tuple(
-        d
-        for d in gathered.differences
-        if d.name in names
-        or not (d.kind in gradients or (d.kind is StateKind.OPTIMIZER and by_optimizer))
-    )
 
 
 def _changed_later(
@@ -502,8 +476,7 @@ def _names(found: Sequence[StateDifference]) -> list[str]:
 def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
     """Return the workers whose reduced gradient has another norm, and whether it is the local one.
 
-    None when the norms agree, or are not those of the same gradient, as of ZeRO's shards, of
-    which there is no digest.
+    None when the norms agree, or are of parts without a digest, as of ZeRO's shards.
     """
     norms_W = gathered.workers["reduced_norm"]
     local_W = gathered.workers["grad_norm"]

@@ -307,10 +307,7 @@ def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
 
 
 def _shape_of_whole(part: Tensor, like: DTensor) -> torch.Size | None:
-    """Return the shape of what ranks hold parts of, as they do of a parameter; None if unknown.
-
-    A part may have size 1 where the parameter is whole: one number for each row, as an example.
-    """
+    """Return the shape of what ranks hold parts of, as of a parameter; None if unknown."""
     local = local_of(like).shape
     if part.ndim != len(local):
         return None

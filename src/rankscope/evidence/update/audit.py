@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.words import dtype_name
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
 from rankscope.evidence.canary.layout import layout_of
@@ -148,11 +149,7 @@ class UpdateAudit:
             self._num_parameters += total
             met = [one for one in chosen if self._have_met(one.parameter)]
             self._watches[id(optimizer)] = [
-                _Watch(
-                    one,
-                    copies.get(id(one.parameter)),
-                    local_of(one.parameter.detach()).clone(),
-                )
+                _Watch(one, copies.get(id(p := one.parameter)), local_of(p.detach()).clone())
                 for one in met
             ]
             if chosen and not met:
@@ -212,10 +209,7 @@ class UpdateAudit:
         watches: Sequence[_Watch],
         groups: Iterable[tuple[int, ...]],
     ) -> None:
-        """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
-
-        Raises CanaryDeclined: it cannot be computed.
-        """
+        """Compute the chosen updates again, or CanaryDeclined; ``groups`` of ranks hold parts."""
         of_training = _storages(self._optimizers)
         problem = ""
         try:
@@ -240,10 +234,7 @@ class UpdateAudit:
             raise CanaryDeclined(problem or _DEPENDS)
 
     def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
-        """Check that parameters can be put together, and copied.
-
-        Raises CanaryDeclined: they cannot.
-        """
+        """Check that parameters can be put together, and copied; CanaryDeclined where not."""
         if not watches:
             raise CanaryDeclined("no parameter has a gradient")
         for watch in watches:
@@ -265,10 +256,7 @@ class UpdateAudit:
         groups: Iterable[tuple[int, ...]],
         problem: str,
     ) -> None:
-        """Agree with the ranks that hold parts of the same parameters to gather these now.
-
-        Raises CanaryDeclined: they do not all come, or one of them cannot.
-        """
+        """Agree to gather parameters with the ranks that hold parts; else CanaryDeclined."""
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
@@ -301,11 +289,11 @@ class UpdateAudit:
         return PartOfUpdate(
             name=chosen.name,
             optimizer=type(optimizer).__name__,
-            dtype=_type_of(parameter),
+            dtype=dtype_name(parameter.dtype),
             shared=is_shared(parameter),
             learning_rate=_number(group.get("lr")),
             decay=_number(group.get("weight_decay")),
-            copied_to="" if watch.copied_to is None else _type_of(watch.copied_to),
+            copied_to="" if watch.copied_to is None else dtype_name(watch.copied_to.dtype),
             random=watch.random,
             alone=tuple(watch.trials),
             numbers=numbers,
@@ -334,9 +322,7 @@ def _compute(
     """Compute a parameter's update again; return whether it depends on other parameters.
 
     ``held``: what it holds of the whole parameter. ``own``: what it holds of this rank's part.
-    ``alone``: whether to find out if it depends on others.
-
-    Raises CanaryDeclined: the update cannot be computed.
+    ``alone``: whether to find out if it depends on others. CanaryDeclined: it cannot be computed.
     """
     cuts = Cuts(watch.chosen.parameter, held.value)
     expected = lone.update(held)
@@ -442,10 +428,6 @@ def _form(value: Any) -> list[object]:
     layout = value.placements if isinstance(value, DTensor) else None
     shape = tuple(value.shape) if layout is not None else value.numel() == 1
     return [shape, str(value.dtype), repr(layout)]
-
-
-def _type_of(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _number(value: object) -> float:

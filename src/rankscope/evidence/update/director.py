@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rankscope.bus.detector import finding_at
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.probe import DirectedRun
 from rankscope.bus.shares import ShareDirector
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import count, listed, name_ranks, shortened
@@ -178,6 +177,4 @@ class UpdateAudits(ShareDirector[UpdateShare]):
         return in_words(judge_update(shares_W), shares_W, step.step)
 
 
-def make_director(run: DirectedRun) -> UpdateAudits:
-    """Return the director of audited updates."""
-    return UpdateAudits(run)
+make_director = UpdateAudits

@@ -135,8 +135,7 @@ def _names(
 ) -> tuple[dict[int, str], dict[int, Tensor]]:
     """Return names of the optimizers' parameters by their ids, and the model's own copies.
 
-    An optimizer may hold copies of the model's parameters in another type, in the same order, which
-    the training writes back. They count as such where most of them are equal, but for rounding.
+    They are copies where most in the same order are equal but for rounding to another type.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
@@ -153,6 +152,4 @@ def _names(
     return names, {id(p): q for p, (_, q) in pairs}
 
 
-def make_probe(job: Job) -> UpdateProbe | None:
-    """Return the probe that audits updates."""
-    return UpdateProbe(job)
+make_probe = UpdateProbe

@@ -256,9 +256,8 @@ class World(Director):
         total = sum(map(len, groups))
         outside = {rank for ranks in apart for rank in ranks}
         missing = [name for name, line in unit.axes.items() if outside & set(line)]
-        without = (
-            f" without {listed(missing)}" if missing else f" of {count(len(unit.ranks), 'rank')}"
-        )
+        size = f" of {count(len(unit.ranks), 'rank')}"
+        without = f" without {listed(missing)}" if missing else size
         if not unit.main and (not missing or any(name.startswith(_EXPERTS) for name in missing)):
             severity = Severity.NOTE  # they may be experts that begin with equal values
         fields = {

@@ -7,7 +7,7 @@ the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,17 +137,13 @@ class WorldProbe(Probe):
             for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
                 unit.readings[age] = np.asarray(copy.numpy(), np.float32)
         self._note_scales()
-        for number, unit in self._numbered():
+        if not self._numbers:  # under which the job finds the units
+            self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
+        for number, (unit, _) in zip(self._numbers, self._units, strict=True):
             content = unit.pack()
             if content != self._published.get(number):
                 self._store.set(str(number), content)
                 self._published[number] = content
-
-    def _numbered(self) -> Iterator[tuple[int, Unit]]:
-        """Yield the units with the numbers under which the job finds them."""
-        if not self._numbers:
-            self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
-        yield from zip(self._numbers, (unit for unit, _ in self._units), strict=True)
 
     def _note_scales(self) -> None:
         """Note what the training multiplies gradients by, relative to those of the main unit."""
@@ -259,13 +255,9 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
     if wrapped.kind is FSDP2:
         groups = [
-            (
-                one[0].group.ranks,
-                [(p.name, p.tensor) for p in one],
-                one[0].group.divisor,
-                outer_axes(one),
-            )
+            (group.ranks, [(p.name, p.tensor) for p in one], group.divisor, outer_axes(one))
             for one in parameters_by_mesh(wrapped.wrapper)
+            for group in (one[0].group,)
         ]
     found = []
     for members, named, divisor, axes in groups:

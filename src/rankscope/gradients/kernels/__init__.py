@@ -53,24 +53,20 @@ class SafeKernel(Kernel):
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
         """Prepare to measure several gradients at once."""
-        if self._kernel is not None:
-            try:
-                prepared = self._kernel.prepare(pieces, sketching=sketching)
-            except Exception as error:
-                self._take_over(error)
-            else:
-                return _SafePieces(prepared, partial(self._replace, pieces, sketching))
-        return self._plain.prepare(pieces, sketching=sketching)
+        if self._kernel is None:
+            return self._plain.prepare(pieces, sketching=sketching)
+        replace = partial(self._replace, pieces, sketching)
+        try:
+            return _SafePieces(self._kernel.prepare(pieces, sketching=sketching), replace)
+        except Exception as error:
+            return replace(error)
 
     def _replace(self, pieces: Sequence[Piece], sketching: bool, error: Exception) -> Prepared:
-        self._take_over(error)
-        return self._plain.prepare(pieces, sketching=sketching)
-
-    def _take_over(self, error: Exception) -> None:
         if self._kernel is not None:
             self._kernel = None
             self.name = self._plain.name
             log_fallback(_WHAT, error, logging.INFO)
+        return self._plain.prepare(pieces, sketching=sketching)
 
 
 class _SafePieces:

@@ -176,20 +176,14 @@ def _add_rows(words: Tensor, row: int, total: Tensor) -> None:
     """Add rows, none of which lies in another block of multipliers than the first."""
     tables = tables_on(words.device)
     block, first = divmod(row, _NUM_MULTIPLIERS)
-    sums = (_matrix_sums if words.device.type == "cpu" else _element_sums)(words, tables)
+    if words.device.type == "cpu":
+        upper = torch.bitwise_right_shift(words, 32, out=_room()[: len(words)])
+        sums = torch.mv(words, tables.first).add_(torch.mv(upper, tables.second))
+    else:  # there are no products of integer matrices
+        upper = torch.bitwise_right_shift(words, 32)
+        sums = torch.mul(words, tables.first).addcmul_(upper, tables.second).sum(1)
     sums.mul_(tables.multipliers[first : first + len(sums)])
     total.add_(sums.sum(), alpha=signed(block_factor(block)))
-
-
-def _matrix_sums(words: Tensor, tables: "_Tables") -> Tensor:
-    upper = torch.bitwise_right_shift(words, 32, out=_room()[: len(words)])
-    return torch.mv(words, tables.first).add_(torch.mv(upper, tables.second))
-
-
-def _element_sums(words: Tensor, tables: "_Tables") -> Tensor:
-    """Return the same where there are no products of integer matrices."""
-    upper = torch.bitwise_right_shift(words, 32)
-    return torch.mul(words, tables.first).addcmul_(upper, tables.second).sum(1)
 
 
 def _room() -> Tensor:

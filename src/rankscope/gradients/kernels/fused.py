@@ -132,8 +132,7 @@ def _jobs(
 ) -> Iterator[list[tuple[_Placed, int, int]]]:
     """Yield jobs of about so many rows: pieces, with the first of their rows and the end.
 
-    Where there are many rows, those of a job are a multiple of the rows that are read without a
-    mask: the rest of a job's would be read one by one.
+    Those of many rows are multiples of the rows read without a mask, which are faster.
     """
     rows = sum(part.num_rows for part in placed)
     size = -(-rows // max(1, -(-rows // most_rows)))

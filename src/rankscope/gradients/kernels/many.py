@@ -122,23 +122,19 @@ class DeviceParts:
             self._norms.pop()
             del self._parts[-3:]
 
-    def launch(self) -> "Launched":
-        """Begin to read them."""
+    def launch(self) -> "tuple[Launched, ...]":
+        """Begin to read them; return nothing where they have no bytes."""
         if not any(self._parts[1::3]):
-            return Launched([], [], None, None)
+            return ()
         launched = self._reader.launch(tuple(self._parts), squares=any(self._norms))
-        return Launched(self._numbers, self._norms, *launched)
+        return (Launched(self._numbers, self._norms, *launched),)
 
 
 class Launched:
-    """The results of a launch, on their way to the host; none where nothing was to be read."""
+    """The results of a launch, on their way to the host."""
 
     def __init__(
-        self,
-        numbers: list[int],
-        norms: list[bool],
-        chunks: _Chunks | None,
-        results: Share | None,
+        self, numbers: list[int], norms: list[bool], chunks: _Chunks, results: Share
     ) -> None:
         self._numbers = numbers
         self._norms = norms
@@ -148,12 +144,10 @@ class Launched:
     @property
     def ready(self) -> bool:
         """Whether :meth:`add_to` would not wait."""
-        return self._results is None or self._results.ready
+        return self._results.ready
 
     def add_to(self, digests: list[int], squares: list[float]) -> None:
         """Wait for the device and add digests and sums of squares to those of a reading."""
-        if self._results is None or self._chunks is None:
-            return
         chunks = self._chunks
         count = len(self._numbers)
         results = self._results.numpy().reshape(-1, chunks.room)[:, : len(chunks.owners_C)]
@@ -168,11 +162,9 @@ class Launched:
             squares_N[chunks.filled_F] = np.add.reduceat(
                 results[1].view(np.float64), chunks.firsts_F
             )
-            for number, norm, square in zip(
-                self._numbers, self._norms, squares_N.tolist(), strict=True
-            ):
-                if norm:
-                    squares[number] += square
+            each = zip(self._numbers, self._norms, squares_N.tolist(), strict=True)
+            for number, norm, square in each:
+                squares[number] += square if norm else 0.0
 
 
 @functools.cache
@@ -202,7 +194,8 @@ def check_reader(reader: DeviceReader) -> None:
             parts.add(number, sample.data_ptr(), sample.nbytes, kind, norm=norm)
         sums = [0] * len(samples)
         squares = [0.0] * len(samples)
-        parts.launch().add_to(sums, squares)
+        for launched in parts.launch():
+            launched.add_to(sums, squares)
         exact = [_sum_of_squares(sample) if norm else 0.0 for sample in samples]
         apart = (abs(a - b) > 1e-9 * b for a, b in zip(squares, exact, strict=True))
         if sums != expected or any(apart):

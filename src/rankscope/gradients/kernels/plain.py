@@ -42,7 +42,10 @@ class PlainKernel(Kernel):
 
     def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
         """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
-        self._reserve()
+        if not len(self._scratch):  # not before: a faster kernel may do all the work
+            device = self._scratch.device
+            self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
+            self._period = extend(self._one_period, PERIOD + self._size).to(device)
         sums = self._sums()
         signs = piece.signs
         for position, chunk in self._chunks(flat, piece.start if signs else 0):
@@ -52,13 +55,6 @@ class PlainKernel(Kernel):
                 values = self._sketch(chunk, signs, position, into.sketches[piece.row])
             sums.add(values, chunk)
         sums.store(into, piece.row)
-
-    def _reserve(self) -> None:
-        """Make scratch space when it is first needed: a faster kernel may do all the work."""
-        if not len(self._scratch):
-            device = self._scratch.device
-            self._scratch = torch.empty(self._size, device=device, dtype=torch.float32)
-            self._period = extend(self._one_period, PERIOD + self._size).to(device)
 
     def _sketch(
         self, chunk: Tensor, signs: ParameterSigns, position: int, sketch: Tensor
@@ -130,12 +126,9 @@ class _HostSums:
             self._squared_norm += float(squares.sum())  # in pairs: errs by 1e-7
             self._largest = max(self._largest, largest)  # keeps a NaN
         elif largest != 0 or chunk.any():
-            self._add_exactly(chunk)
-
-    def _add_exactly(self, chunk: Tensor) -> None:
-        self._squared_norm += float(chunk.double().square_().sum())
-        self._nonfinite += len(chunk) - int(chunk.isfinite().sum())
-        self._largest = float(chunk.abs().amax().float().clamp_min(self._largest))
+            self._squared_norm += float(chunk.double().square_().sum())
+            self._nonfinite += len(chunk) - int(chunk.isfinite().sum())
+            self._largest = float(chunk.abs().amax().float().clamp_min(self._largest))
 
     def store(self, into: GradientTotals, group: int) -> None:
         """Add the sums to one group's totals."""

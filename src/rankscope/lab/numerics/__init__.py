@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-Progress = Callable[[str, int, int], None]
-"""Shows a part's name, how much of it is done, and all there is to do."""
+Progress = Callable[[str, int, int], None]  # a part's name, how much is done, and how much there is
 
 
 def no_progress(what: str, done: int, total: int) -> None:

@@ -32,8 +32,7 @@ Values = Mapping[str, Any]
 RING = "ring"
 TREE = "tree"
 WIDE = "ring, added in float32"
-KINDS = (RING, TREE, WIDE)
-"""The panels of errors, in the order of the figures' colours."""
+KINDS = (RING, TREE, WIDE)  # the panels of errors, in the order of the figures' colours
 
 ALGORITHMS = {
     "sequential": "one after the other",
@@ -44,10 +43,8 @@ ALGORITHMS = {
 }
 """Algorithms in words, from the least to the most even sums."""
 
-MIN_ROW = 19
-"""Pixels of a layer's row, at least."""
-MAX_LAYERS = 24
-"""Layers that are drawn; of more, an even choice."""
+MIN_ROW = 19  # pixels of a layer's row, at least
+MAX_LAYERS = 24  # layers that are drawn; of more, an even choice
 SPREADS = {
     "spread-median": ("spread_ulp", "median"),
     "spread-p99": ("spread_ulp", "p99"),

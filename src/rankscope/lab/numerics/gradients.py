@@ -23,14 +23,10 @@ _HOW = "see docs/numerics.md for how to save local gradients"
 class GradientKind(StrEnum):
     """Kinds of synthetic gradients."""
 
-    NORMAL = "normal"
-    """Independent normal numbers: workers have nothing in common, as late in training."""
-    COHERENT = "coherent"
-    """A common gradient with little noise (mean cosine 0.9), as early in training."""
-    HEAVY_TAILED = "heavy-tailed"
-    """Student's t with 2 degrees of freedom: few elements are far larger than the others."""
-    CANCELLING = "cancelling"
-    """Gradients that cancel to a thousandth of their size: the hardest to add up."""
+    NORMAL = "normal"  # independent: workers have nothing in common, as late in training
+    COHERENT = "coherent"  # one gradient with little noise (mean cosine 0.9), as early in training
+    HEAVY_TAILED = "heavy-tailed"  # Student's t, 2 degrees of freedom: few elements are far larger
+    CANCELLING = "cancelling"  # to a thousandth of their size: the hardest to add up
 
 
 @dataclass(frozen=True, slots=True)

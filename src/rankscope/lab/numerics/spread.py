@@ -35,7 +35,6 @@ from rankscope.lab.numerics.summation import (
     Scheme,
     num_buckets,
     reduce_buffers,
-    sums_in_float64,
     to_buffers,
     worst_factor,
     worst_underflow,
@@ -44,13 +43,9 @@ from rankscope.stats.rounding import predicted_error, ulp_distance
 
 MAX_WORKERS = 1024
 MAX_ORDERS = 1000
-MAX_ELEMENTS = 8192
-"""Elements that take part, at most; more are sampled by layer."""
-
-ALL_ORDERS_UP_TO = 5
-"""Workers up to which all orders are tried."""
-LEAST_PER_LAYER = 256
-"""A layer has at least so many elements in the sample, or all of its own."""
+MAX_ELEMENTS = 8192  # elements that take part, at most; more are sampled by layer
+ALL_ORDERS_UP_TO = 5  # workers up to which all orders are tried
+LEAST_PER_LAYER = 256  # a layer has at least so many elements in the sample, or all of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +82,7 @@ class SumOptions:
                 yield Arithmetic(inputs, sums)
 
 
-Values = dict[str, Any]
-"""A part of the JSON form of measured sums."""
+Values = dict[str, Any]  # a part of the JSON form of measured sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +156,7 @@ class Case:
         self._sample = sample
         self._options = options
         self._buffers_WN = to_buffers(values_WN, arithmetic)
-        self._truth_N = sums_in_float64(values_WN) / self._num_workers
+        self._truth_N = values_WN.sum(axis=0, dtype=np.float64) / self._num_workers
         self._sizes_N = np.abs(values_WN).mean(axis=0, dtype=np.float64)
         self._results: dict[Scheme, NDArray[np.float32]] = {}
 
@@ -321,8 +315,7 @@ def _ulps(distances: NDArray[np.float64]) -> Values:
     return dict(zip(("median", "p99", "largest"), found, strict=True))
 
 
-FAR_BEYOND = 3
-"""An error so many times what rounding predicts has another reason."""
+FAR_BEYOND = 3  # an error so many times what rounding predicts has another reason
 
 
 def measure(
@@ -409,8 +402,7 @@ def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Ite
         )
 
 
-USUAL_WORKERS = 8
-"""World size that sentences are about, when it was measured."""
+USUAL_WORKERS = 8  # world size that sentences are about, when it was measured
 
 
 def usual_workers(sums: Mapping[str, Any]) -> int:

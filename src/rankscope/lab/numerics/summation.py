@@ -23,8 +23,7 @@ from rankscope.stats.rounding import (
     worst_error,
 )
 
-BUCKET_ELEMENTS = 262_144
-"""Elements of a bucket whose arrival order is its own: 1 MiB of float32, as DDP's first bucket."""
+BUCKET_ELEMENTS = 262_144  # with an arrival order of their own: 1 MiB of float32, as DDP's first
 
 TYPES = ("float32", "bfloat16", "float16")
 
@@ -34,16 +33,11 @@ Array = NDArray[np.float32]
 class Scheme(StrEnum):
     """In which order a reduction adds up the workers' values; each takes them permuted as well."""
 
-    SEQUENTIAL = "sequential"
-    """One after the other."""
-    RING = "ring"
-    """One after the other, beginning one worker further on for each next W-th of the buffer."""
-    TREE = "tree"
-    """Neighbours in pairs, then pairs of pairs."""
-    HALVING = "halving"
-    """Recursive halving: with the worker half the ring away, then a quarter, and so on."""
-    ARRIVAL = "arrival"
-    """One after the other, in an order of its own for each bucket."""
+    SEQUENTIAL = "sequential"  # one after the other
+    RING = "ring"  # one after the other, from one worker further on for each W-th of the buffer
+    TREE = "tree"  # neighbours in pairs, then pairs of pairs
+    HALVING = "halving"  # with the worker half the ring away, then a quarter, and so on
+    ARRIVAL = "arrival"  # one after the other, in an order of its own for each bucket
 
     @property
     def algorithm(self) -> Algorithm:
@@ -155,11 +149,6 @@ def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
     least = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}[arithmetic.inputs]
     # Later roundings can enlarge these errors by their own factor, which is below 2.
     return 2 * (num_workers + 2) * least
-
-
-def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the sums over workers ``[N]``, added one after the other in float64."""
-    return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
 
 
 def _add_chain(terms: Iterator[Array], dtype: str) -> Array:

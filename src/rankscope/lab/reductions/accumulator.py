@@ -38,10 +38,8 @@ from rankscope.gradients.kernels.launch import log_fallback
 from rankscope.gradients.kernels.native import compiled
 
 QUANTUM = 2.0**-68
-LARGEST = 2.0**40
-"""Largest magnitude of a summand."""
-LARGEST_TOTAL = 2.0**46
-"""Largest product of the number of summands and the magnitude of the largest."""
+LARGEST = 2.0**40  # largest magnitude of a summand
+LARGEST_TOTAL = 2.0**46  # of the number of summands times the largest magnitude
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _HIGH_UNITS = 2.0**16

@@ -208,11 +208,7 @@ _OF_DDP = ("_comm_hooks", "_get_ddp_logging_data", "_module_parameters", "_join_
 
 
 class BucketReduction(ABC):
-    """Reduces the gradient of a DDP model bucket by bucket: the state of a communication hook.
-
-    Only a weak reference to the model is kept. The ``reduction`` is an ``OrderedMean`` or
-    ``DigitSums``.
-    """
+    """Reduces a DDP model's gradient bucket by bucket, by an ``OrderedMean`` or ``DigitSums``."""
 
     def __init__(self, model: DistributedDataParallel, reduction: Any) -> None:
         self._model = weakref.ref(model)
@@ -295,11 +291,7 @@ class BucketReduction(ABC):
 
 
 class BucketMeans(BucketReduction):
-    """Averages the gradient of a DDP model in rank order, bucket by bucket.
-
-    Made by :meth:`put_into`. The reduced gradient is the sum over workers in rank order, in fp32,
-    divided by W and rounded once: the same bits on every worker and in every run.
-    """
+    """Averages the gradient of a DDP model in rank order, in fp32, bucket by bucket."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model, OrderedMean(model.process_group, model.device))
@@ -312,10 +304,7 @@ class BucketMeans(BucketReduction):
 
     @classmethod
     def put_into(cls, model: DistributedDataParallel) -> None:
-        """Average a model's buckets from now on, unless that is so already.
-
-        Every worker calls it at the same point of the program.
-        """
+        """Average a model's buckets from now on; every worker calls it at the same point."""
         if cls.of(model) is not None:
             return
         wrong = obstacle(model) or try_all_to_all(model.process_group, model.device)
@@ -338,11 +327,7 @@ def reduce_bucket(state: BucketMeans, bucket: dist.GradBucket) -> Future[Tensor]
 
 
 def obstacle(model: DistributedDataParallel) -> str | None:
-    """Return, without communication, why a model's buckets cannot be averaged in rank order.
-
-    That is expectation and fact, as a part of a sentence; None when nothing is in the way, or the
-    buckets are averaged so already.
-    """
+    """Return expectation and fact that keep buckets from an average in rank order; None without."""
     if BucketMeans.of(model) is not None:
         return None
     missing = [name for name in _OF_DDP if not hasattr(model, name)]

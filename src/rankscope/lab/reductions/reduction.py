@@ -67,10 +67,7 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A ``buffer`` ``[n]`` under way: in the end the result, with which ``result`` then completes.
-
-    ``works`` are the communication that collects what the result is made of.
-    """
+    """A ``buffer`` ``[n]`` under way by its ``works``; in the end, ``result`` completes with it."""
 
     buffer: Tensor
     works: list[dist.Work]
@@ -160,8 +157,7 @@ class OrderedMean(Reduction):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.divisor = float(self._num_workers)
-        """Divisor of the sums."""
+        self.divisor = float(self._num_workers)  # of the sums
 
     def start(self, buffer: Tensor) -> OrderedExchange:
         """Begin to average a contiguous buffer of floating-point numbers; returns at once.
@@ -280,11 +276,7 @@ class DigitSums(Reduction):
 
     @torch.no_grad()
     def finish(self, exchange: DigitExchange) -> None:
-        """Round this worker's piece of the sum, and begin to send it to all workers.
-
-        On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
-        stream of its own waits.
-        """
+        """Round this worker's piece of the sum, send it; waits as :meth:`OrderedMean.finish`."""
         with self._stream or contextlib.nullcontext():
             for work in exchange.works:
                 work.wait()

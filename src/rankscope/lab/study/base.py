@@ -31,19 +31,16 @@ from rankscope.lab.study.data import FIXED_TEXTS, Record, content_digest, prompt
 from rankscope.lab.study.encoding import EncodedSet, encode
 from rankscope.lab.study.quiet import save_checkpoint
 
-CODE_VERSION = 1
-"""Raise it when a change gives other base models: old cache entries are then left alone."""
+CODE_VERSION = 1  # raised when a change gives other base models: old entries are then left alone
 
 BASE_STEPS = 240
 
 PAD = "<pad>"
 BOS = "<s>"
 EOS = "</s>"
-VOCAB_SIZE = 2048
-"""Tokens that are learned at most; short texts give fewer. The fixed texts come on top."""
+VOCAB_SIZE = 2048  # tokens that are learned at most, beside the fixed texts
 
-MAX_RECORDS = 4096
-"""Records that the merges are learned from; more text would change them little."""
+MAX_RECORDS = 4096  # records that the merges are learned from; more text would change them little
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from typing import Final
 
 NUM_RECORDS = 6000
 
-Task = tuple[str, str, str]
-"""Instruction, input, output."""
+Task = tuple[str, str, str]  # instruction, input, output
 
 
 def _words(text: str) -> tuple[str, ...]:

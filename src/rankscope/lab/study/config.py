@@ -9,28 +9,22 @@ from typing import Any
 
 from rankscope.errors import UsageError
 
-MAX_SEED = 2**31 - 1
-"""Far below what random generators take, so that a worker's own seed fits too."""
+MAX_SEED = 2**31 - 1  # far below what random generators take, so that a worker's own seed fits too
 
 
 class ShardReading(StrEnum):
     """How workers get their samples; the paper's text admits both."""
 
-    SHARDED = "sharded"
-    """Each worker draws from its own shard (``DistributedSampler``)."""
-    REPLICATED = "replicated"
-    """Each worker draws from the whole set: equal seeds mean equal batches."""
+    SHARDED = "sharded"  # each worker draws from its own shard (``DistributedSampler``)
+    REPLICATED = "replicated"  # each worker draws from the whole set: equal seeds, equal batches
 
 
 class Setting(StrEnum):
     """The paper's three seed settings."""
 
-    S1_1 = "s1-1"
-    """All workers share the seed."""
-    S1_2 = "s1-2"
-    """Worker 0 has another seed."""
-    S1_3 = "s1-3"
-    """Every worker has its own seed."""
+    S1_1 = "s1-1"  # all workers share the seed
+    S1_2 = "s1-2"  # worker 0 has another seed
+    S1_3 = "s1-3"  # every worker has its own seed
 
     def seed_of(self, rank: int, seed: int) -> int:
         """Return the seed of one worker's random generators and sample order."""
@@ -44,8 +38,7 @@ class Setting(StrEnum):
 class Precision(StrEnum):
     """Arithmetic of forward and backward passes; parameters stay in fp32."""
 
-    AUTO = "auto"
-    """bf16 on an accelerator, fp32 on a CPU."""
+    AUTO = "auto"  # bf16 on an accelerator, fp32 on a CPU
     FP32 = "fp32"
     BF16 = "bf16"
 

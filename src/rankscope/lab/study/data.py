@@ -19,8 +19,7 @@ from rankscope.lab.study.quiet import quiet_hub, reason
 BUILTIN = "builtin"
 KEYS = ("instruction", "input", "output")
 MAX_HELD_OUT = 2048
-MIN_BEYOND = 256
-"""With fewer records beyond the limit, the held-out ones are taken from the selected ones."""
+MIN_BEYOND = 256  # with fewer records beyond the limit, the held-out ones are of the selected ones
 
 INSTRUCTION_HEAD = (
     "Below is an instruction that describes a task. "

@@ -15,8 +15,7 @@ from rankscope.lab.study.config import Combination, ShardReading
 from rankscope.lab.study.data import Record, prompt
 from rankscope.wrappers.labels import IGNORED_LABEL
 
-IGNORED = IGNORED_LABEL
-"""Label of tokens that do not count in the loss: the prompt and the padding."""
+IGNORED = IGNORED_LABEL  # label of tokens that do not count in the loss: prompt and padding
 
 _CHUNK = 2048
 

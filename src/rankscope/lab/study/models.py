@@ -239,11 +239,7 @@ def _special_tokens(weights: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """The data that each worker gets.
-
-    The study does not train on the records ``held_out``: the base model comes from them. ``facts``
-    of data and model are recorded.
-    """
+    """The data of each worker; the base model comes from ``held_out``; ``facts`` are recorded."""
 
     held_out: Sequence[Record]
     samples: EncodedSet

@@ -142,17 +142,12 @@ MAX_LENGTH = 96
 NUM_RECORDS = 2048
 NUM_EVALUATED = 64
 _EVALUATED_AT_ONCE = 16
-BUCKET_ELEMENTS = 1 << 15
-"""A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
+BUCKET_ELEMENTS = 1 << 15  # about a fifth of these small models, as 25 MB of a model of 30 M
 
 
 @dataclass(frozen=True, slots=True)
 class Ingredients:
-    """The parts that all trainings of an experiment share.
-
-    ``make_model`` makes a model with the initial parameters; the loss is evaluated on ``held_out``;
-    ``facts`` are shown to readers.
-    """
+    """The parts that all trainings of an experiment share; ``facts`` are shown to readers."""
 
     make_model: Callable[[], nn.Module]
     samples: EncodedSet
@@ -379,10 +374,7 @@ class _Comparison:
 
 
 def run_growth(options: GrowthOptions, progress: Progress = no_progress) -> GrowthResult:
-    """Train the pairs side by side and compare them after each step.
-
-    It computes on the CPU, on one thread, where the same computation gives the same bits.
-    """
+    """Train the pairs side by side, on one thread for equal bits, and compare after each step."""
     with one_thread():
         progress("base model", 0, 1)
         ingredients = prepare_growth(options)

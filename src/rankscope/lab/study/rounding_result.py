@@ -12,17 +12,13 @@ from rankscope.bus.words import count
 from rankscope.files import to_plain
 from rankscope.lab.study.config import StudyConfig
 
-MIN_POINTS = 4
-"""A law of growth is fitted to at least so many steps."""
+MIN_POINTS = 4  # nothing is said of a growth over fewer steps
 
-MIN_FACTOR = 3.0
-"""Least growth for a law: below it, the first step's difference hides the growth of the rest."""
+MIN_FACTOR = 3.0  # below it, the first step's difference hides the growth of the rest
 
-PREFERENCE = 0.75
-"""A power law is preferred unless an exponential misses by less than this part of its misses."""
+PREFERENCE = 0.75  # a power law unless an exponential's misses are less than this part of its own
 
-MAX_RESIDUAL = 0.2
-"""A law that misses by more decades on average does not describe the growth."""
+MAX_RESIDUAL = 0.2  # a law that misses by more decades on average does not describe the growth
 
 CONTROL = "control"
 ORDER = "order"
@@ -123,11 +119,12 @@ def fit_growth(distances_T: Sequence[float]) -> Growth | None:
     """Fit a power law and an exponential to the growing part of a distance after steps 1 … T.
 
     The growing part goes from the first positive value to the largest one. Values of 0 and
-    values that are not finite are left out of it. None when no value is positive.
+    values that are not finite are left out of it. None with fewer than ``MIN_POINTS`` positive
+    values.
     """
     values_T = np.asarray(distances_T, dtype=float)
     positive_T = np.isfinite(values_T) & (values_T > 0)
-    if not positive_T.any():
+    if positive_T.sum() < MIN_POINTS:
         return None
     first = int(np.argmax(positive_T))
     last = int(np.argmax(np.where(positive_T, values_T, 0.0)))
@@ -161,8 +158,9 @@ class PairResult:
     bits differ, 0 if none do; ``differing`` their share. ``loss_difference`` (on the step's global
     batch) and ``evaluation`` (on held-out samples, at the result's ``evaluated``) are second minus
     first. Each of ``layers`` is ``{group, first_step, distance}``: when its bits first differed
-    (None: never), and its relative distance in the end. ``growth`` is None when the distance is 0
-    throughout; ``skipped`` are the steps that the scaler of the loss left out.
+    (None: never), and its relative distance in the end. ``growth`` is None when fewer than
+    ``MIN_POINTS`` distances are positive; ``skipped`` are the steps that the scaler of the loss
+    left out.
     """
 
     name: str

@@ -31,8 +31,7 @@ PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md
 """The other files of a study in its directory."""
 
 T = TypeVar("T")
-Entry = dict[str, Any]
-"""The part of ``summary.json`` on a training."""
+Entry = dict[str, Any]  # the part of ``summary.json`` on a training
 
 
 def run_study(
@@ -152,7 +151,10 @@ def _fail_together(work: Callable[[], T], *, here: bool) -> T | None:
 
 def _how_to_go_on(output: Path) -> str:
     if (output / STUDY_FILE).exists():
-        return f"Interrupted. What was measured is in {output}; continue with --resume."
+        return (
+            f"Interrupted. What was measured is in {output}; to go on, give the same command "
+            "again, with --resume."
+        )
     return "Interrupted before the first training; nothing was written."
 
 

@@ -34,8 +34,7 @@ from rankscope.lab.study.launch import is_echo
 from rankscope.lab.study.models import LoadedModel, PreparedModel, load
 from rankscope.lab.study.quiet import quiet_transformers, save_checkpoint
 
-_ECHO_SECONDS = 1.0
-"""How long a worker that lost another one waits, so that the launcher notices that one first."""
+_ECHO_SECONDS = 1.0  # of a lost worker's peers, so that the launcher notices that one first
 
 FLUSH_SECONDS = 2.0
 
@@ -89,11 +88,7 @@ def _deferred_warnings(show: Callable[[str], None]) -> Iterator[None]:
 
 
 def join_process_group() -> torch.device:
-    """Join the launcher's process group and return this worker's device.
-
-    One worker per accelerator uses the accelerator's own backend. More workers than accelerators
-    share them over gloo.
-    """
+    """Join the launcher's group, gloo if workers share an accelerator; return the device."""
     local_rank = int(os.environ["LOCAL_RANK"])
     local_workers = int(os.environ["LOCAL_WORLD_SIZE"])
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -217,8 +212,7 @@ class _Console(Console):
         self.quiet = True
 
 
-_WIDE = 110
-"""Columns of a terminal that has room for bars beside the metrics."""
+_WIDE = 110  # columns of a terminal that has room for bars beside the metrics
 
 
 class StudyProgress:

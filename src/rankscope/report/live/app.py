@@ -198,10 +198,8 @@ def _with_headers(send: Send) -> Send:
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{0,5})?")
 
 
-POLL_SECONDS = 1.0
-"""Seconds between two looks for news of the topics of open pages."""
-_COST = 5.0
-"""The same as a multiple of the time of a look: a slow disk is not kept busy."""
+POLL_SECONDS = 1.0  # seconds between two looks for news of the topics of open pages
+_COST = 5.0  # the same as a multiple of the time of a look: a slow disk is not kept busy
 
 _PING_SECONDS = 15
 _PING = functools.partial(ServerSentEvent, "ping", event="ping")
@@ -210,8 +208,7 @@ _PING = functools.partial(ServerSentEvent, "ping", event="ping")
 _FOR_GOOD = "public, max-age=31536000, immutable"
 _HTML = "text/html; charset=utf-8"
 _COMPRESSED = {"content-encoding": "gzip"}
-_GZIP_FORMAT = 31
-"""The format's number in zlib."""
+_GZIP_FORMAT = 31  # the format's number in zlib
 
 
 class Hub:

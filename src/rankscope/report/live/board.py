@@ -37,18 +37,12 @@ from rankscope.report.live.sheets import (
     words_sheet,
 )
 
-REFRESH_SECONDS = 3.0
-"""Seconds between two readings of a changed run, at least."""
-REFRESH_COST = 4.0
-"""The same as a multiple of the time of the last reading."""
-SCAN_SECONDS = 5.0
-"""Seconds after which the directory is looked through again for pages that only offer runs."""
-READ_AHEAD = 4
-"""Runs that are read when the server starts, before any request."""
-MAX_CONTENTS = 24
-"""Pages whose content is kept, the latest used."""
-MAX_VERSIONS = 200
-"""Versions of pages for which it is known which figures they showed."""
+REFRESH_SECONDS = 3.0  # seconds between two readings of a changed run, at least
+REFRESH_COST = 4.0  # the same as a multiple of the time of the last reading
+SCAN_SECONDS = 5.0  # until the directory is looked through again for pages that only offer runs
+READ_AHEAD = 4  # runs that are read when the server starts, before any request
+MAX_CONTENTS = 24  # pages whose content is kept, the latest used
+MAX_VERSIONS = 200  # versions of pages for which it is known which figures they showed
 
 RUNS = "runs"
 """Topic of the page of all runs; others are ``run:ID``, ``compare:ID:ID``, ``overlay:ID:…``."""
@@ -63,11 +57,7 @@ class _Kept:
 
 
 class Board:
-    """The pages of a served directory; safe to use from several threads.
-
-    ``clock`` returns seconds since 1970; ``refresh_seconds`` is the least time between two readings
-    of a changed run, 0 for no pause.
-    """
+    """The pages of a served directory, for several threads; ``refresh_seconds`` 0: no pause."""
 
     def __init__(
         self,
@@ -108,10 +98,7 @@ class Board:
         return kind in (RUNS, "compare", "overlay")
 
     def sheet(self, topic: str) -> Sheet | None:
-        """Return the present content of a page, None if there is no such page.
-
-        A run that changed less than a few seconds after it was read is not read again at once.
-        """
+        """Return a page's content, perhaps some seconds old; None if there is no such page."""
         kind, _, rest = topic.partition(":")
         if kind == RUNS:
             sheet: Sheet | None = self._runs_sheet()
@@ -147,11 +134,8 @@ class Board:
         for place in self._scan(0).values():
             try:
                 at = self._stamp(place)
-                rows.append(
-                    unreadable(place, "not there any more")
-                    if at is None
-                    else self._glance(place, at)
-                )
+                gone = "not there any more"
+                rows.append(unreadable(place, gone) if at is None else self._glance(place, at))
             except RunError as error:
                 rows.append(unreadable(place, _without(self.root, error)))
         return in_order(rows)
@@ -187,12 +171,11 @@ class Board:
         runs = list(self._scan().values())
         chosen = [self._find(run_id) for run_id in (first, second)]
         ids = (first, second)
-        if chosen[0] is None or chosen[1] is None:
+        one, other = chosen
+        if one is None or other is None:
             missing = any(run_id and not place for run_id, place in zip(ids, chosen, strict=True))
             words = "One of these runs is not here (any more): choose another." if missing else ""
             return compared_sheet(None, runs, ids, words)
-        one = chosen[0]
-        other = chosen[1]
         try:
             stamps = [self._stamp(place) for place in (one, other)]
             if stamps[0] is None or stamps[1] is None:
@@ -229,15 +212,14 @@ class Board:
     # What pages are made from -----------------------------------------------------------------
 
     def _content(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
-        """Return a page's content, made again if its run has changed.
-
-        RunError if it cannot be made, and none was made before.
-        """
+        """Return a page's content, made again if its run has changed; RunError if it never was."""
         with self._making[topic]:
             kept = self._contents.get(topic)
             failed = self._failed.get(topic)
             began = time.monotonic()
-            if kept is not None and (kept.token == token or self._is_young(kept, began)):
+            pause = 0.0 if kept is None else max(self._refresh_seconds, REFRESH_COST * kept.cost)
+            is_young = self._refresh_seconds > 0 and kept is not None and began - kept.made < pause
+            if kept is not None and (kept.token == token or is_young):
                 latest = kept
             elif kept is None and failed is not None and failed[0] == token:
                 raise failed[1]
@@ -251,10 +233,6 @@ class Board:
                 while len(self._contents) > MAX_CONTENTS:
                     self._contents.popitem(last=False)
             return latest.content
-
-    def _is_young(self, kept: _Kept, now: float) -> bool:
-        pause = max(self._refresh_seconds, REFRESH_COST * kept.cost)
-        return self._refresh_seconds > 0 and now - kept.made < pause
 
     def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
         """Return content made now, or the content made before while that fails."""

@@ -36,30 +36,22 @@ from rankscope.verdict.rules import ranked
 from rankscope.verdict.verdicts import without_parts, without_steps
 from rankscope.verdict.words import title_of, title_of_finding
 
-MAX_DEPTH = 6
-"""Levels below the served directory at which runs are looked for."""
-MAX_DIRECTORIES = 20_000
-"""Directories that one look lists at most."""
-
-SPARK_POINTS = 48
-"""Points of the small curve of the averaged loss."""
-MIN_PATIENCE = 60.0
-"""Seconds without a new step after which a run may be called stalled."""
-START_PATIENCE = 600.0
-"""The same before the first step, which includes reading data and compiling."""
+MAX_DEPTH = 6  # levels below the served directory at which runs are looked for
+MAX_DIRECTORIES = 20_000  # directories that one look lists at most
+SPARK_POINTS = 48  # points of the small curve of the averaged loss
+MIN_PATIENCE = 60.0  # seconds without a new step after which a run may be called stalled
+START_PATIENCE = 600.0  # the same before the first step, which includes reading data and compiling
 _STEPS_OF_PATIENCE = 8
 _FLUSH_SECONDS = 10.0
 _RECENT = 50
 
-MOST_SETTINGS = 40
-"""Settings that the list of runs offers as columns."""
+MOST_SETTINGS = 40  # settings that the list of runs offers as columns
 _MOST_READ = 400
 _LONGEST = 40
 _LONGEST_NAME = 80  # of a setting, with those around it
 
 UNREADABLE = "unreadable"
-ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
-"""Severities, worst first."""
+ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")  # severities, worst first
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
@@ -142,10 +134,7 @@ def id_of(name: str) -> str:
 
 
 def stamp(place: ListedPlace, root: Path) -> Stamp | None:
-    """Return the state of a run's files; None when the run is gone.
-
-    RunError if a file of it is a link out of the served directory, or the directory is unreadable.
-    """
+    """Return the state of a run's files, None if gone; RunError if one leads out of the root."""
     lines = []
     changed = 0.0
     try:
@@ -281,10 +270,6 @@ def unreadable(place: ListedPlace, why: str, changed: float = 0.0) -> Glance:
     )
 
 
-def _is_worse(one: str, other: str) -> bool:
-    return ORDER.index(one) < ORDER.index(other)
-
-
 def in_order(glances: list[Glance]) -> list[Glance]:
     """Return the rows with the worst first, among equals the youngest."""
     return sorted(glances, key=lambda g: (ORDER.index(g.severity), -g.changed, g.place.id))
@@ -319,7 +304,8 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
         severity = "early"
     elsewhere = worst_of(siblings_of(run))
     fault = None if elsewhere is None else elsewhere.worst
-    if elsewhere is not None and fault is not None and _is_worse(str(fault.severity), severity):
+    is_worse = fault is not None and ORDER.index(str(fault.severity)) < ORDER.index(severity)
+    if elsewhere is not None and fault is not None and is_worse:
         severity = str(fault.severity)
         headline = f"Among {elsewhere.ranks} of this job: {title_of_finding(fault)}"
         worst = fault

@@ -25,8 +25,7 @@ REQUEST_SECONDS = 15.0
 """Seconds that a viewer has to send a request, from its first byte or its connection on, and to
 take some more of an answer."""
 
-MAX_CONNECTIONS = 256
-"""Connections at a time; for another one, the oldest ends. A browser opens up to six of a page."""
+MAX_CONNECTIONS = 256  # for another one, the oldest ends; a browser opens up to six of a page
 
 
 class _Protocol(H11Protocol):

@@ -78,10 +78,7 @@ NO_FIGURES = Figures({}, {}, {})
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """The content of a page at one moment.
-
-    ``main`` is the HTML of its middle; ``version`` differs between sheets with other content.
-    """
+    """A page's content at one moment; other content has another ``version``."""
 
     title: str
     main: str

@@ -31,14 +31,12 @@ from rankscope.tools.diff.result import (
 )
 from rankscope.tools.stages import CLASS_OF, DiffClass, Stage
 
-REDUCTION_ALLOWANCE = 30.0
-"""How many times the predicted distance a reduced gradient may have: parts of it may cancel."""
+REDUCTION_ALLOWANCE = 30.0  # times the predicted distance, of a gradient whose parts may cancel
 
 COMPUTE_ALLOWANCE = {"float32": 1024.0, "float64": 1024.0, "float16": 64.0, "bfloat16": 32.0}
 """Unit roundoffs that a forward and backward pass in another order may differ by."""
 
-OTHER_UPDATE = 0.1
-"""Share of an update by which two may differ whose gradients differ by rounding."""
+OTHER_UPDATE = 0.1  # share of an update by which two may differ whose gradients differ by rounding
 
 LATER = {stage: CLASS_OF[stage] for stage in (Stage.SAMPLES, Stage.SETTINGS)}
 """Classes that rounding does not explain, when they follow a parting by rounding."""
@@ -447,10 +445,8 @@ def _sizes(size: float, allowed: float) -> list[str]:
     return [f"The relative distance is {size:.2g}, {word} what rounding explains ({allowed:.2g})."]
 
 
-MAX_NAMED = 4
-"""Settings or workers that a sentence names."""
-MAX_TENSORS = 100
-"""Tensors that a comparison lists, those farthest apart first."""
+MAX_NAMED = 4  # settings or workers that a sentence names
+MAX_TENSORS = 100  # tensors that a comparison lists, those farthest apart first
 
 
 def _compared(pair: Pair) -> str:
@@ -673,6 +669,11 @@ def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]
     """Return possible causes, most probable first."""
     kind = judgement.kind
     found = [named(change) for change in judgement.settings]
+    continued = [
+        f"run {name} continues {side.info['continues']}"
+        for name, side in (("A", pair.a), ("B", pair.b))
+        if "continues" in side.info
+    ]
     if kind is DiffClass.ROUNDING:
         if not pair.alignment.same_width:
             one, other = pair.alignment.num_workers
@@ -682,21 +683,14 @@ def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]
             found.append(f"number of micro-batches: {own} in A, {more} in B")
         found += [named(c) for c in case.of_kind("reduction", "environment")]
         found += _order_of_samples(pair, case)
-        found += [
-            f"run {name} continues {side.info['continues']}: in the first step after a restart, "
-            "DDP adds up in other buckets"
-            for name, side in (("A", pair.a), ("B", pair.b))
-            if "continues" in side.info and case.at == 0
-        ]
+        if case.at == 0:
+            why = "in the first step after a restart, DDP adds up in other buckets"
+            found += [f"{each}: {why}" for each in continued]
     elif kind is DiffClass.DATA:
         found += [named(c) for c in case.of_kind("seed", "loader", "config")]
     elif kind is DiffClass.STATE:
         found += [named(c) for c in case.of_kind("seed", "config", "environment")]
-        found += [
-            f"run {name} continues {side.info['continues']}: not all state was restored"
-            for name, side in (("A", pair.a), ("B", pair.b))
-            if "continues" in side.info
-        ]
+        found += [f"{each}: not all state was restored" for each in continued]
     elif kind is DiffClass.CONFIGURATION:
         found += [named(c) for c in case.of_kind("training", "dtype", "config")]
         if not found and not math.isnan(case.parting.value_a):

@@ -30,8 +30,7 @@ _NEED_LAYOUT = {"reduced_digest", *COLUMNS[Stage.UPDATE]}
 _OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
 """Columns that rank 0 reports for all workers: comparable between other numbers of them."""
 
-MEASURED_OTHERWISE = 1e-5
-"""Relative difference of two norms of one gradient that was added up in other parts."""
+MEASURED_OTHERWISE = 1e-5  # relative, of two norms of one gradient added up in other parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +83,7 @@ class TensorDistance:
 
 
 class Pair:
-    """Two aligned runs: their signals side by side.
-
-    With ``other_types`` the runs keep their tensors in other types: bits are not comparable.
-    """
+    """Two aligned runs, side by side; ``other_types``: their bits are not comparable."""
 
     def __init__(
         self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
@@ -148,11 +144,7 @@ class Pair:
         return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
 
     def distance(self, pair: int, kind: str, *, back: int = 0) -> TensorDistance | None:
-        """Return the distance of the traced tensors of one kind; None without traces.
-
-        ``pair`` is the number of the pair of steps; ``kind`` is ``parameter``, ``reduced``, …;
-        ``back`` is 1 for the state before the step.
-        """
+        """Return the distance of one kind of traced tensors, ``back`` steps before, if there."""
         if (pair, kind, back) not in self._distances:
             step_a = int(self.alignment.steps_a[pair]) - back
             step_b = int(self.alignment.steps_b[pair]) - back
@@ -327,11 +319,9 @@ class Pair:
 
 _NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
 _TRACED = {Stage.GRADIENT: "reduced", Stage.UPDATE: "parameter"}
-ONE_BUCKET = 0.95
-"""Share of a squared distance in one number of one sketch that shows a single element."""
+ONE_BUCKET = 0.95  # of a squared distance in one number of one sketch: a single element differs
 
-LEAST_STEPS = 4
-"""Known distances that a fit, or a trend before a jump, needs."""
+LEAST_STEPS = 4  # known distances that a fit, or a trend before a jump, needs
 
 JUMP = 300.0
 """A distance this many times beyond the trend is a jump.
@@ -341,8 +331,7 @@ learning rate. So the trend is the largest of all distances before, and the firs
 runs have parted, where this happens, never count.
 """
 
-CURVES = ("parameters", "gradient", "loss")
-"""Curves whose growth is fitted, the most informative first."""
+CURVES = ("parameters", "gradient", "loss")  # whose growth is fitted, the most informative first
 
 
 def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:

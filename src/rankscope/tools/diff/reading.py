@@ -32,14 +32,11 @@ from rankscope.tools.diff.result import Alignment, Change
 
 _TRACED = ("step", "kind", "name", "digest", "norm", "sketch")
 
-MIN_MATCHED = 0.9
-"""Share of the compared steps whose batches must agree before another offset is believed."""
+MIN_MATCHED = 0.9  # of the compared steps whose batches agree before another offset is believed
 
-MAX_VOTES = 1 << 20
-"""Pairs of equal batches that are counted; batches that return most often are left out first."""
+MAX_VOTES = 1 << 20  # pairs of equal batches that are counted; the most frequent are left out first
 
-SAME_LOSS = 1e-5
-"""Relative distance up to which two losses may be those of the same parameters."""
+SAME_LOSS = 1e-5  # relative distance up to which two losses may be those of the same parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +51,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first time that a run's workers differ in something that they should hold alike.
-
-    ``kind`` is parameter, optimizer, reduced or applied; ``ranks`` are those that differ from most.
-    """
+    """Where a run's workers first differ in what is alike; ``ranks`` differ from most."""
 
     step: int
     kind: str

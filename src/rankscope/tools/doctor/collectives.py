@@ -22,8 +22,7 @@ from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, PreflightStage, Status
 
 SIZES = (1, 1_023, 65_537, 250_000)
-LARGEST_IN_ALL = 4_000_000
-"""Elements over all workers that an operation moves at most in this check."""
+LARGEST_IN_ALL = 4_000_000  # elements over all workers that an operation moves at most
 EXACT_IN_BF16 = 256
 
 REPETITIONS = 10
@@ -285,10 +284,8 @@ MOST_REPETITIONS = 50
 
 ROUNDS = 10
 SECONDS_PER_ROUND = 0.03
-SLOW = 1.3
-"""Times the median from which a rank is named."""
-BUSY = 1.5
-"""Running processes per core from which a host's load is mentioned."""
+SLOW = 1.3  # times the median from which a rank is named
+BUSY = 1.5  # running processes per core from which a host's load is mentioned
 
 
 def look_at_speed(bench: Bench) -> Facts:

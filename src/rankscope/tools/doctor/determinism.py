@@ -29,19 +29,15 @@ from rankscope.tools.doctor.stage import (
 from rankscope.tools.replay import as_inputs, digest_of_run
 from rankscope.wrappers.passes import in_backward
 
-RUNS = 4
-"""Runs of the same batch that are compared."""
-SHARE_OF_TIME = 0.4
-"""Share of a stage's time that the runs may take."""
-SHARE_OF_TWO = 0.8
-"""The same where there are only two of them, as few as can be compared."""
+RUNS = 4  # runs of the same batch that are compared
+SHARE_OF_TIME = 0.4  # share of a stage's time that the runs may take
+SHARE_OF_TWO = 0.8  # the same where there are only two of them, as few as can be compared
 
 _SEED = 20
 _ALERT = re.compile(r"^(.*?) does not have a deterministic implementation")
 _SHOWN = 4
 
-_UNINITIALISED = ("empty", "new_empty", "resize")
-"""Beginnings of the names of operators whose result has no value yet."""
+_UNINITIALISED = ("empty", "new_empty", "resize")  # begin operators whose result has no value yet
 _NO_REPEAT = ("c10d", "_c10d_functional", "c10d_functional", "profiler", "inductor", "prims")
 _BACKWARD = "in the backward pass"
 _FORWARD = "in the forward pass"
@@ -49,8 +45,7 @@ _FORWARD = "in the forward pass"
 _tree_flatten: Any = find("torch.utils._pytree.tree_flatten")
 _tree_map: Any = find("torch.utils._pytree.tree_map")
 
-Run = Callable[[], int]
-"""Runs the batch and returns a digest of all bits of loss and gradient."""
+Run = Callable[[], int]  # runs the batch and returns a digest of all bits of loss and gradient
 
 
 def look(bench: Bench) -> Facts:

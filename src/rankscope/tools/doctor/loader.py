@@ -26,15 +26,11 @@ from rankscope.wrappers.facts import draws_with_replacement, settings_of
 from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.samples import digest_inputs
 
-SHARE_OF_TIME = 0.5
-"""Share of a stage's time that reading the first epoch may take."""
-SAMPLES_IN_ALL = 1 << 20
-"""Samples over all ranks that are compared."""
-ORDER_BATCHES = 20
-"""Batches by which the order of two epochs is compared."""
+SHARE_OF_TIME = 0.5  # share of a stage's time that reading the first epoch may take
+SAMPLES_IN_ALL = 1 << 20  # samples over all ranks that are compared
+ORDER_BATCHES = 20  # batches by which the order of two epochs is compared
 FEW = 2
-ALIKE = 20
-"""Different samples, and draws for each one, up to and from which samples look alike."""
+ALIKE = 20  # different samples, and draws for each one, up to and from which samples look alike
 
 _LABELS = ("labels", "label", "targets", "target")
 _SAMPLER_FACTS = ("num_replicas", "rank", "seed", "shuffle", "drop_last")
@@ -162,11 +158,7 @@ def samples_of(batch: Any) -> list[int] | None:
 
 
 def label_tokens_of(batch: Any) -> int | None:
-    """Return the number of label tokens of a batch, or None without labels.
-
-    Labels stand under ``labels`` or a like name, or in the second place of a pair; whole numbers
-    count unless they are −100.
-    """
+    """Return the label tokens of a batch, of a name like ``labels`` or a pair; None without."""
     labels = None
     if isinstance(batch, Mapping):
         labels = next((batch[name] for name in _LABELS if name in batch), None)
@@ -181,8 +173,7 @@ UNEVEN = 1.1
 VERY_UNEVEN = 4.0
 TILTED = 1.5
 """Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
-SAME_SHARE = 0.5
-"""Share of steps in which two ranks have the same batch, from which they read the same data."""
+SAME_SHARE = 0.5  # of the steps in which two ranks have one batch: they read the same data
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,10 +145,8 @@ def _flush() -> None:
         stream.flush()
 
 
-FINISHED = "finished"
-"""Announced by rank 0 after its report."""
-TERMINATED = "terminated"
-"""Posted by each worker that gets SIGTERM."""
+FINISHED = "finished"  # announced by rank 0 after its report
+TERMINATED = "terminated"  # posted by each worker that gets SIGTERM
 
 _PAUSE = 0.05
 
@@ -235,8 +233,7 @@ def _defer_to_watcher(number: int, frame: FrameType | None) -> None:
     """Let the main thread go on: the watcher ends the process after its report."""
 
 
-Post = Mapping[str, Any]
-"""A worker's result of a stage: ``facts``, ``error`` or ``usage``."""
+Post = Mapping[str, Any]  # a worker's result of a stage: ``facts``, ``error`` or ``usage``
 
 
 def skipped(stage: PreflightStage, why: str) -> CheckResult:
@@ -331,11 +328,9 @@ def _advice(
     return "Look at that line. If the work does take that long, raise --seconds."
 
 
-GRACE = 1.5
-"""Seconds that rank 0 waits longer than a stage may take, for results on their way."""
+GRACE = 1.5  # seconds that rank 0 waits longer than a stage may take, for results on their way
 
-Report = Callable[[Sequence[CheckResult]], int]
-"""Prints the results and returns the exit code; called once, on rank 0."""
+Report = Callable[[Sequence[CheckResult]], int]  # prints, returns the exit code; once, on rank 0
 
 
 class Examination:
@@ -364,10 +359,7 @@ class Examination:
         self._concluding = threading.Lock()
 
     def run(self) -> int:
-        """Run all stages and return the exit code of this process; only rank 0's matters.
-
-        UsageError if a function that the user named exists on no worker.
-        """
+        """Run all stages; return the exit code. UsageError if no worker has a named function."""
         self._meeting.count_in(f"here/{self._meeting.rank}")
         try:
             with Watcher(

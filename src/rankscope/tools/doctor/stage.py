@@ -26,8 +26,7 @@ Store = Any
 
 _ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-PAUSE = 0.01
-"""Seconds between two looks at the store."""
+PAUSE = 0.01  # seconds between two looks at the store
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +210,7 @@ TITLES = {
 }
 """Title of each stage and each check."""
 
-Facts = Mapping[str, Any]
-"""A worker's measurements for a check: plain JSON values, keys are strings."""
+Facts = Mapping[str, Any]  # a worker's measurements for a check: plain JSON values
 
 
 class Status(StrEnum):
@@ -327,8 +325,7 @@ class PreflightStage:
 
 
 _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages", "<frozen ")
-MAX_MESSAGE = 160
-"""Characters of an error's message."""
+MAX_MESSAGE = 160  # characters of an error's message
 
 ALONE = CheckResult(Status.SKIPPED, "one rank has nobody to compare with")
 
@@ -337,8 +334,7 @@ FUNCTION_ADVICE = (
     "leave init_process_group out of it."
 )
 
-BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
-"""The stage that each function is for."""
+BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}  # of each function
 
 
 def not_given(topic: str, options: str = "") -> PreflightStage:

@@ -24,8 +24,7 @@ from rankscope.tools.doctor.stage import (
 )
 from rankscope.wrappers.facts import environment_facts, source_revision
 
-Problem = tuple[Status, str, str, Sequence[int]]
-"""Status, finding, advice, and the ranks concerned."""
+Problem = tuple[Status, str, str, Sequence[int]]  # status, finding, advice, ranks concerned
 
 
 def look(bench: Bench) -> Facts:

@@ -75,10 +75,7 @@ class StepPair:
         return max(len(both(self.a, self.b, kind)), 1)
 
     def apart(self, kind: str, *, start: bool = False) -> list[Difference]:
-        """Return the tensors of a kind that differ by more than rounding explains.
-
-        The farthest beyond its bound comes first. ``start``: nothing was computed before.
-        """
+        """Return tensors of a kind beyond rounding, farthest first; ``start``: not computed."""
         a, b = (_unscaled(s) if kind == UNCLIPPED else s for s in (self.a, self.b))
         found = []
         for name, first, second in both(a, b, kind):
@@ -106,10 +103,7 @@ class StepPair:
         return found
 
     def distances_over_bounds(self) -> dict[str, float]:
-        """Return distance over bound by tensor, the largest of its gradients and its update.
-
-        The gradient before clipping counts where both sides clip.
-        """
+        """Return distance over bound by tensor, the largest of its gradients and its update."""
         found: dict[str, float] = {}
         clip = all(
             step.facts.get("clipping seen") and step.figures.get(UNCLIPPED)

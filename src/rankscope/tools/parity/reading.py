@@ -59,10 +59,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """Copies of one tensor on ``ranks`` that differ from that of the first rank that has one.
-
-    ``relative`` is the largest distance, over the norm.
-    """
+    """Copies of a tensor on ``ranks`` that differ from the first one, by ``relative`` at most."""
 
     kind: str
     name: str
@@ -332,11 +329,9 @@ def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Re
     return replace(whole, steps={**whole.steps, at: held}), resumed
 
 
-_TIMES = 4.0
-"""The most by which rounding of another layout exceeds the change that the perturbation made."""
+_TIMES = 4.0  # most by which another layout's rounding exceeds the perturbation's change
 
-_SKETCH = 2e-6
-"""Relative rounding of the sketch of a small tensor, which adds in float32."""
+_SKETCH = 2e-6  # relative rounding of the sketch of a small tensor, which adds in float32
 
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0

@@ -134,8 +134,7 @@ class Answer:
         return plain
 
 
-NOT_FINITE = "not finite in both"
-"""What a tensor with infinities or NaN in both looks like."""
+NOT_FINITE = "not finite in both"  # what a tensor with infinities or NaN in both looks like
 
 _PARALLEL = 0.999
 _NEAR = 0.01

@@ -30,8 +30,7 @@ from rankscope.tools.parity.reading import SideStep, Whole, distance, factor, is
 from rankscope.tools.parity.result import Answer, Difference, describe, ratio_of
 from rankscope.tools.stages import DiffClass, Stage
 
-_SETTING = 1e-6
-"""Relative error of a setting that one side holds in float32."""
+_SETTING = 1e-6  # relative error of a setting that one side holds in float32
 
 
 def start(pair: StepPair) -> Answer | None:
@@ -106,11 +105,6 @@ def _random(pair: StepPair) -> Answer | None:
         return pair.differ_by(Stage.RANDOM, text)
     pair.notes.add(f"{text} No random numbers are drawn inside the forward pass.")
     return None
-
-
-def copies_of_start(pair: StepPair) -> Answer | None:
-    """Compare the ranks' copies of the parameters."""
-    return unequal_copies(pair, START)
 
 
 def not_updated(pair: StepPair) -> Answer | None:
@@ -309,7 +303,7 @@ STAGES: tuple[Callable[[StepPair], Answer | None], ...] = (
     start,
     held_before,
     restored,
-    copies_of_start,
+    lambda pair: unequal_copies(pair, START),
     not_updated,
     data,
     loss_and_gradient,
