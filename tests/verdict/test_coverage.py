@@ -26,12 +26,12 @@ ALL = range(80)
 SOME = Finding("toy", "toy", Severity.NOTE, (), 0, 1, "A note. It is one.", "Look.")
 
 
-def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=()):
+def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=(), drawn=4):
     rng = np.random.default_rng(0)
     writer = RunWriter(path, {"num_workers": 2, **(info or {})})
     for step in ALL:
         rows = rng.standard_normal((2, 60)).astype(np.float32)
-        batches = [np.arange(4) + 8 * step, np.arange(4) + 8 * step + 4]
+        batches = [np.arange(drawn) + 8 * step, np.arange(drawn) + 8 * step + 4]
         columns = {"loss": rng.gamma(4.0, 0.5, 2)} if step in losses else {}
         if step in measured:
             columns |= {"sketches_WK": rows, "grad_norm": np.linalg.norm(rows, axis=1)}
@@ -67,6 +67,16 @@ def test_a_run_without_losses_is_healthy_and_learns_how_to_give_them(tmp_path):
     assert "call scope.loss(loss) before loss.backward()" in found.recommendation
     assert "Nothing to change" not in found.recommendation
     assert "scope.loss gives it where the loop computes it" in last_line(run)
+
+
+def test_a_run_without_samples_says_so_and_how_to_name_them(tmp_path):
+    run = record(tmp_path / "run", drawn=0)
+    found = assess(run)
+    assert "Samples were identified in no step." in found.headline
+    assert "call scope.batch(ids)" in found.recommendation
+    assert last_line(run).endswith(
+        "but samples were identified in no step; scope.batch names them."
+    )
 
 
 @pytest.mark.parametrize(

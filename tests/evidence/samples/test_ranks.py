@@ -170,9 +170,9 @@ def train_armed(rank: int, way: str, run_dir: str | None) -> list[float]:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     scope = watch(ddp, optimizer, run_dir=run_dir, canary=False) if run_dir else None
-    shard = 0 if "same" in way else rank
-    draws = torch.Generator().manual_seed(1 + shard)
-    rows = range(8 * NUM_STEPS * shard, 8 * NUM_STEPS * (shard + 1))
+    draws = torch.Generator().manual_seed(1 + (0 if "all" in way else rank))
+    shard = 0 if "rows" in way else 8 * NUM_STEPS * rank
+    rows = range(shard, shard + 8 * NUM_STEPS)
     batches = iter(DataLoader(list(range(16 * NUM_STEPS)), 8, sampler=rows))
     for step in range(NUM_STEPS):
         if "loaded" in way:
