@@ -524,4 +524,6 @@ def _on_some(flags_W: NDArray[np.bool_], with_it: str, without: str) -> Iterable
     if 0 < count_with < len(flags_W):
         few = 2 * count_with < len(flags_W)
         ranks = np.flatnonzero(flags_W if few else ~flags_W).tolist()
-        yield f"{with_it if few else without} on {name_ranks(ranks)} alone"
+        found = f"{with_it if few else without} on {name_ranks(ranks)}"
+        both = f" and {with_it} on the other" if len(flags_W) == 2 else " alone"
+        yield f"{found}{both}"
