@@ -229,11 +229,10 @@ class StepRecording:
         """Check that calls of parts explain every parameter's gradient; CanaryDeclined if not."""
         if not self._by_parts:
             return
-        known: set[int | str] = {
-            key for micro in self.trained for key in (*micro.reached, *micro.direct)
-        }
+        reached = {key for micro in self.trained for key in micro.reached}
+        direct = {name for micro in self.trained for name in micro.direct}
         for name, parameter in self._module.named_parameters():
-            if not known.isdisjoint((id(parameter), canonical_name(name))):
+            if id(parameter) in reached or canonical_name(name) in direct:
                 continue
             if parameter.grad is not None and bool((parameter.grad != 0).any()):
                 raise CanaryDeclined(_UNSEEN.format(name))
