@@ -10,7 +10,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.samples.judge import Samples
-from rankscope.evidence.samples.repeats import DuplicateBatches, RepeatedOrder
+from rankscope.evidence.samples.repeats import DuplicateBatches, RepeatedOrder, StaleSamples
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.stats.arrays import Ragged
 from support.stepping import describe, evidence_of, findings_of
@@ -206,6 +206,24 @@ def watch_order(detector, stream, num_steps, first=0):
     found = evidence_of(detector, *reports)
     assert all(map(describe, found))
     return found
+
+
+@pytest.mark.parametrize(("stale", "ranks"), [({1}, (1,)), ({0, 1, 2, 3}, None), ((), None)])
+def test_a_worker_that_alone_trains_again_on_its_last_batch_is_named(stale, ranks):
+    def stream():
+        before = [np.empty(0, np.int64)] * 4
+        for step, batches in enumerate(sharded(4096, 4, 8)):
+            again = step % 5 == 4  # a part of the batch before it
+            now = [
+                np.concatenate([before[rank][:4], batch]) if again and rank in stale else batch
+                for rank, batch in enumerate(batches)
+            ]
+            yield now
+            before = now
+
+    found = watch_order(StaleSamples(4), stream(), 80)
+    assert {one.ranks for one in found} == ({ranks} if ranks else set())
+    assert all("4 samples" in words and "never did" in words for words, _ in map(describe, found))
 
 
 def test_the_same_order_names_period_and_first_step():

@@ -29,6 +29,7 @@ from rankscope.evidence.samples.repeats import (
     RepeatedBatches,
     RepeatedOrder,
     SameResults,
+    StaleSamples,
 )
 from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.stats.arrays import Ints, Ragged
@@ -201,6 +202,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ),
         RepeatedOrder(repeats=repeats, order=run.data_order),
         RepeatedBatches(num_workers, repeats=repeats),
+        StaleSamples(num_workers, intended=drawn_again),
         LoaderProcesses(),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers, rows=run.data_rows),

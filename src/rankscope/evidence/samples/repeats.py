@@ -23,7 +23,7 @@ from rankscope.bus.replicas import ranks_by
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Recurrence, SharedWork, Step
 from rankscope.bus.words import count, name_ranks, shortened
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Ints, mix
 from rankscope.stats.draws import count_common, in_order
 from rankscope.stats.samples import SampleCounts
 from rankscope.stats.state import Stateful
@@ -223,6 +223,65 @@ class RepeatedBatches(Detector):
             seen.ranks,
             {"batches": count(few, "batch", "batches")},
             {"steps": seen.count, "batches": few},
+        )
+
+
+STALE = "stale-samples"
+"""Key of samples that a worker trains on again at once."""
+
+_STALE_STEPS = 8
+_MOST_WORKERS = 1024  # that are looked at: the root's time grows with the samples of a step
+
+
+class StaleSamples(Detector):
+    """Workers that train again on samples of the same step or the one before; others never do.
+
+    So does a prefetched batch that is handed out twice. In eight steps of a worker, four different
+    samples or more come again at once; some other worker has no such step. All workers have them
+    where batches are meant to be used again, or where data or shards are tiny.
+    """
+
+    SETTINGS = ("_num_workers", "_intended")
+
+    def __init__(self, num_workers: int, *, intended: bool = False) -> None:
+        self._num_workers = num_workers
+        self._intended = intended
+        self._last = np.empty(0, np.uint64)  # the last step's samples, each with its worker
+        self._steps_W = np.zeros(num_workers, np.int64)
+        self._most = 0  # samples
+        self._span = PersistentFault(_STALE_STEPS)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step's samples; report workers that alone train on some again."""
+        samples = step.gathered.samples
+        lengths_W = np.array([len(each) for each in samples])
+        if self._intended or not 2 <= self._num_workers <= _MOST_WORKERS or not lengths_W.all():
+            self._last = self._last[:0]
+            return ()
+        workers = np.repeat(np.arange(self._num_workers), lengths_W)
+        drawn = mix(np.concatenate(samples)) ^ mix(workers)
+        drawn, first, times = np.unique(drawn, return_index=True, return_counts=True)
+        again = (times > 1) | np.isin(drawn, self._last, assume_unique=True)
+        again_W = np.bincount(workers[first[again]], minlength=self._num_workers)
+        self._last = drawn
+        self._steps_W += again_W > 0
+        ranks = np.flatnonzero(again_W >= _SMALLEST).tolist() if (self._steps_W == 0).any() else ()
+        changed = self._span.observe(step.gathered.step, ranks)
+        self._most = max([self._most, *again_W[list(ranks)].tolist()])
+        return (self._evidence(),) if changed and self._span.count else ()
+
+    def _evidence(self) -> FaultEvidence:
+        samples = f"up to {count(self._most, 'sample')}"
+        numbers = {"steps": self._span.count, "samples": self._most}
+        over = "" if self._span.open else " That is over."
+        others = name_ranks(np.flatnonzero(self._steps_W == 0).tolist())
+        return self._span.evidence(
+            "data.repeated_batches",
+            Severity.WARNING,
+            self._span.ranks,
+            {"samples": samples, "others": others, "over": over},
+            numbers,
+            key=STALE,
         )
 
 
