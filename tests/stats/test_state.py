@@ -82,7 +82,7 @@ def test_an_object_goes_on_with_the_same_values_of_the_same_kinds():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda s: s.pop("number"), "not the state of a Outer"),
+        (lambda s: s.pop("number"), "other fields of Outer"),
         (lambda s: s.update(number="many"), "expected a float, got a str"),
         (lambda s: s.update(colour={"enum": 9}), "no member 9"),
         (lambda s: s.update(number={"object": {}, "class": "os.system"}), "no class os.system"),

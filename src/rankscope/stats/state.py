@@ -46,6 +46,9 @@ _KINDS = {tag: kind for kind, tag in _TAGS.items()}
 _CLASSES: dict[str, type["Stateful"]] = {}
 
 
+_OTHERS = "another version of rankscope wrote their state, with other fields of {}"
+
+
 class StateError(ValueError):
     """A state that does not fit the object to restore."""
 
@@ -71,7 +74,7 @@ class Stateful:
         """
         names = self._attributes()
         if set(state) != set(names):
-            raise StateError(f"this is not the state of a {type(self).__name__}")
+            raise StateError(_OTHERS.format(type(self).__name__))
         for name in names:
             setattr(self, name, _decode(state[name], getattr(self, name)))
 
@@ -144,7 +147,7 @@ def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
         usual = {each.name: None if each.default is MISSING else each.default
                  for each in fields(kind)}  # fmt: skip
         if state.keys() != usual.keys():
-            raise StateError(f"this is not the state of a {kind.__name__}")
+            raise StateError(_OTHERS.format(kind.__name__))
         return kind(**{name: _decode(item, usual[name]) for name, item in state.items()})
     if now is None:
         with suppress(TypeError):  # its constructor needs arguments

@@ -18,8 +18,10 @@ from rankscope.evidence.randomness.judge import (
     IDENTICAL,
     LOADERS,
     RESUMED,
+    UNUSED,
     EqualRandom,
     RandomRestart,
+    UnusedRandom,
 )
 from rankscope.evidence.randomness.probe import RandomMeter
 from rankscope.record.states import pack_state, unpack_state
@@ -38,6 +40,17 @@ def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
     assert "of ranks 0 and 2 and ranks 1 and 3 started the forward pass in equal" in words(told)
     one_moved = {"rng_used": [4] * 4, "rng_digest": [7, 8, 8, 8]}  # as where rank 0 logs samples
     assert run(EqualRandom(4), 3, **one_moved)[-1].severity is Severity.NOTE
+
+
+def test_a_worker_that_draws_nothing_where_others_do_is_named():
+    used = [4, 4, 0, 4 + 32]  # and one that logs alone
+    assert run(UnusedRandom(4), 23, rng_used=used) == []
+    told = run(UnusedRandom(4), 30, rng_used=used)[-1]
+    assert (told.key, told.severity, told.ranks) == (UNUSED, Severity.WARNING, (2,))
+    assert "drew no random number in the forward pass in 30 steps in a row" in words(told)
+    told = run(UnusedRandom(4), 30, rng_used=[32, 0, 32, 0])[-1]
+    assert (told.key, told.severity, told.ranks) == (f"{UNUSED}-between", Severity.NOTE, (1, 3))
+    assert "(numpy's): augmentation or sampling may be off" in words(told)
 
 
 def test_equal_random_numbers_outside_the_model_are_told_after_three_steps_in_a_row():

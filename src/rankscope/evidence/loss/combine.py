@@ -46,6 +46,9 @@ class Losses(Combiner):
         if not np.array_equal(units.micro.flat, units.losses.lengths_R):
             whole = _losses_of(units, units.losses.lengths_R)
         _fill_losses(units, whole, columns)
+        summed_W = messages["sums_M4"].lengths_R > 0
+        if summed_W.any() and not summed_W.all():  # their scatter is not that of one kind of loss
+            columns["loss_sem"][:] = math.nan
         lengths_W = units.micro.lengths_R
         return {
             "micro_losses": Ragged(own["loss"], lengths_W).rows,

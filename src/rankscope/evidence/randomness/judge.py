@@ -203,6 +203,56 @@ def _sharing(values_W: Ints, known_W: Bools) -> tuple[int, ...]:
     return tuple(ranks[counts[inverse] > 1].tolist())
 
 
+UNUSED = "rng-unused"
+_STEPS_UNUSED = 24
+
+
+class UnusedRandom(Detector):
+    """Workers that draw no random number where others do, in 24 steps in a row.
+
+    In the forward pass, or between the passes, where augmentation draws. At most half of the
+    workers count as idle. A note of two workers, since either one may be right.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._idle = [PersistentFault(_STEPS_UNUSED, in_a_row=True) for _ in (0, BETWEEN_BITS)]
+        self._used = [0, 0]  # generators that the others moved
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers that draw nothing, and their end."""
+        if self._num_workers < 2 or not step.all_known("rng_used"):
+            return
+        used_W = step.gathered.workers["rng_used"]
+        for place, (span, shift) in enumerate(zip(self._idle, (0, BETWEEN_BITS), strict=True)):
+            moved_W = used_W >> shift & (1 << BETWEEN_BITS) - 1
+            idle = np.flatnonzero(moved_W == 0).tolist()
+            some = 2 * len(idle) <= self._num_workers
+            if some and idle:
+                self._used[place] = int(np.bitwise_or.reduce(moved_W))
+            if span.observe(step.gathered.step, idle if some else ()):
+                yield self._evidence(place)
+
+    def _evidence(self, place: int) -> FaultEvidence:
+        span = self._idle[place]
+        generators = [name for bit, name in GENERATORS.items() if self._used[place] & bit]
+        return span.evidence(
+            DIFFERS,
+            Severity.WARNING if 2 * len(span.ranks) < self._num_workers else Severity.NOTE,
+            span.ranks,
+            {
+                "where": ("in the forward pass", "between forward passes")[place],
+                "what": ("dropout or noise", "augmentation or sampling")[place],
+                "generators": listed(generators),
+                "over": "" if span.open else " They do again.",
+            },
+            {"steps": span.count, "generators": generators},
+            key=(UNUSED, f"{UNUSED}-between")[place],
+        )
+
+
 RESUMED = "rng.resume_mismatch"
 AGAIN = "rng-begun-again"
 
@@ -308,4 +358,5 @@ def _restarted(
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
-    return EqualRandom(run.num_workers, run.plan), RandomRestart(run.num_workers)
+    workers = run.num_workers
+    return EqualRandom(workers, run.plan), UnusedRandom(workers), RandomRestart(workers)
