@@ -148,8 +148,8 @@ def fork_ranks():
     starting = importlib.import_module("torch.multiprocessing.spawn")
     start = starting.start_processes
 
-    def fork(work, args=(), nprocs=1, start_method=""):
-        return start(work, args, nprocs, start_method="fork")
+    def fork(work, args=(), nprocs=1, join=True, daemon=False, start_method=""):
+        return start(work, args, nprocs, join, daemon, start_method="fork")
 
     starting.spawn = starting.start_processes = fork
 

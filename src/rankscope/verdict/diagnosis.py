@@ -286,7 +286,8 @@ def are_other_rows(info: Mapping[str, Any]) -> bool:
     if digests and all(isinstance(one, int) for one in digests):
         return len(set(digests)) > 1
     fields = [set(each) for each in by_rank(info, "data_fields") if isinstance(each, list)]
-    return len(fields) == len(digests) and all(fields) and not set.intersection(*fields)
+    known = bool(fields) and len(fields) == len(digests) and all(fields)
+    return known and not set.intersection(*fields)
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
