@@ -18,7 +18,7 @@ def causes(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A cause or a finding's id, such as data.worker_outlier; all without one.",
+            help="A cause, such as data.worker_outlier, or a title; all without one.",
             metavar="NAME",
         ),
     ] = None,
@@ -32,6 +32,8 @@ def causes(
         print(page_of_causes(), end="")
         return
     known = {name: rule.title for name, rule in RULES.items()}
+    by_title = {title.lower(): each for each, title in known.items()}
+    name = None if name is None else by_title.get(name.lower(), name)
     if name is not None and name not in known:
         raise UsageError(f"expected the name of a cause, got {name!r}{_instead(name, known)}")
     if name is None:

@@ -267,7 +267,8 @@ def without_steps(progress: RunProgress) -> Verdict:
     if progress.unwritten:
         return Verdict(f"Nothing was recorded: {progress.unwritten}.", _MAKE_ROOM, Severity.WARNING)
     if progress.status in ("incomplete", "interrupted") and not progress.agent_ended:
-        return _INTERRUPTED_BEFORE
+        how = f" {progress.endings.headline}" if progress.endings.headline else ""
+        return replace(_INTERRUPTED_BEFORE, headline=f"{_INTERRUPTED_BEFORE.headline}{how}")
     if not progress.agent_ended:
         return _NOTHING_RECORDED
     return Verdict(
