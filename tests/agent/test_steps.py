@@ -1,7 +1,6 @@
 """A step of all workers, from what they send: losses, summaries of hosts, missing values."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +53,7 @@ def test_micro_batches_count_as_they_do_in_the_gradient_and_else_by_tokens(multi
     assert loss_of(multipliers_M) == pytest.approx((loss, TOKENS_M.sum()))
 
 
-def summed(tokens_M, divisor, weight):
+def summed(tokens_M, divisor, weight, *, known=True):
     """A worker's message with losses of 2 per token, summed and divided."""
     rows = [(tokens, divisor, 2.0, weight) for tokens in tokens_M]
     return StepMessage(
@@ -64,7 +63,7 @@ def summed(tokens_M, divisor, weight):
         weights_U=np.full(len(tokens_M), np.nan),
         units_M=np.ones(len(tokens_M), np.int64),
         multipliers_M=np.ones(len(tokens_M)),
-        sums_M4=np.array(rows, np.float64).ravel(),
+        sums_M4=np.array(rows if known else [], np.float64).ravel(),
     )
 
 
@@ -85,6 +84,13 @@ def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own,
         assert step.workers["loss"][1] == 14.0 / divisor
         assert np.isnan(step.workers["loss_weight"]).all()
         assert step.workers["grad_scale"] == pytest.approx([len(own), 1.0])
+
+
+def test_sums_over_tokens_beside_another_kind_of_loss_are_means():
+    sent = [summed([3.0], 10.0, 0.5), summed([1.0], 0.4, 1.0, known=False)]
+    workers = Assembly(Layout(2), 0).step_of(as_columns(sent), 1).workers
+    assert workers["loss"].tolist() == [2.0, 5.0]
+    np.testing.assert_array_equal(workers["loss_weight"], [3.0, np.nan])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.loss.judge import PARTS, NonFinite, PartsWithoutGradient
+from rankscope.evidence.loss.judge import (
+    OTHER_KIND,
+    PARTS,
+    LossKinds,
+    NonFinite,
+    PartsWithoutGradient,
+)
 from support.stepping import describe, evidence_of, observe, run, words
 from support.streams import gathered
 
@@ -104,3 +110,12 @@ def test_half_of_the_groups_is_a_warning(norms, severity, names):
 )
 def test_gradients_at_some_time_are_silent(norms_SG):
     assert watch(norms_SG) == []
+
+
+def test_a_worker_whose_tokens_alone_are_unknown_is_named():
+    losses = {"loss": [2.0] * 4, "loss_weight": [3.0, 4.0, np.nan, 5.0]}
+    assert run(LossKinds(4), 23, **losses) == []
+    [*_, told] = run(LossKinds(4), 30, **losses)
+    assert (told.key, told.severity, told.ranks) == (OTHER_KIND, Severity.WARNING, (2,))
+    assert "of rank 2 is computed by other operators" in words(told)
+    assert run(LossKinds(4), 30, loss=[2.0] * 4, loss_weight=[np.nan] * 4) == []

@@ -46,9 +46,6 @@ class Losses(Combiner):
         if not np.array_equal(units.micro.flat, units.losses.lengths_R):
             whole = _losses_of(units, units.losses.lengths_R)
         _fill_losses(units, whole, columns)
-        summed_W = messages["sums_M4"].lengths_R > 0
-        if summed_W.any() and not summed_W.all():  # their scatter is not that of one kind of loss
-            columns["loss_sem"][:] = math.nan
         lengths_W = units.micro.lengths_R
         return {
             "micro_losses": Ragged(own["loss"], lengths_W).rows,
@@ -118,8 +115,9 @@ def _as_means(messages: Messages, columns: Columns) -> _Units:
     given = _Units(*(messages[name] for name in names))
     sums = messages["sums_M4"]
     lengths_W = given.micro.lengths_R
-    if not ((sums.lengths_R > 0) & (sums.lengths_R == 4 * lengths_W)).all():
-        return given
+    known_W = (sums.lengths_R > 0) & (sums.lengths_R == 4 * lengths_W)
+    if not known_W.all():
+        return _of_two_kinds(given, sums, known_W) if known_W.any() else given
     count_M, divisor_M, loss_M, multiplier_M = sums.flat.reshape(-1, 4).T.copy()
     own = _are_own_means(Ragged(count_M, lengths_W), divisor_M)
     divided = not own and _is_divided_by_all(count_M, divisor_M, len(lengths_W))
@@ -128,6 +126,17 @@ def _as_means(messages: Messages, columns: Columns) -> _Units:
     columns["loss_divided"][:] = divided
     ones_M = np.ones(len(count_M), np.int64)
     return _Units(*(Ragged(each, lengths_W) for each in (loss_M, count_M, ones_M, multiplier_M)))
+
+
+def _of_two_kinds(given: _Units, sums: Ragged, known_W: Bools) -> _Units:
+    """Return losses of which some workers' are sums over label tokens, as means over these."""
+    kept = zip(*(each.rows for each in given), strict=True)
+    rows = []
+    for known, sums_M, units in zip(known_W, sums.rows, kept, strict=True):
+        count_M, _, loss_M, multiplier_M = sums_M.reshape(-1, 4).T if known else np.empty((4, 0))
+        ones_M = np.ones(len(count_M), np.int64)
+        rows.append((loss_M, count_M, ones_M, multiplier_M) if known else units)
+    return _Units(*(Ragged.of(each) for each in zip(*rows, strict=True)))
 
 
 def _is_divided_by_all(count_M: Floats, divisor_M: Floats, num_workers: int) -> bool:

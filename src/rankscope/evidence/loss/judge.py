@@ -374,8 +374,44 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         NoGradient(run.num_workers),
         PartsWithoutGradient(),
         TokenWeighting(run.num_workers, run.plan.loss_weighting),
+        LossKinds(run.num_workers),
         LossScale(run.num_workers, max(run.world_size // run.num_workers, 1), by_loop=run.by_loop),
     )
+
+
+OTHER_KIND = "loss-of-another-kind"
+_STEPS_OF_KIND = 24
+
+
+class LossKinds(Detector):
+    """Workers whose label tokens are unknown while others' are known, in 24 steps in a row.
+
+    Autograd shows over how many tokens a loss is taken where it knows the operators: another option
+    of the loss on some ranks, such as label smoothing, hides it there.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._span = PersistentFault(_STEPS_OF_KIND, in_a_row=True)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers with another kind of loss, and their end."""
+        workers = step.gathered.workers
+        odd = np.flatnonzero(np.isnan(workers["loss_weight"])).tolist()
+        comparable = 2 * len(odd) <= self._num_workers and np.isfinite(workers["loss"]).all()
+        if not self._span.observe(step.gathered.step, odd if comparable else ()):
+            return ()
+        most = 2 * len(self._span.ranks) < self._num_workers
+        severity = Severity.WARNING if most else Severity.NOTE
+        over = "" if self._span.open else " They are alike again."
+        numbers = {"steps": self._span.count}
+        return (
+            self._span.evidence(
+                "loss.scale", severity, self._span.ranks, {"over": over}, numbers, key=OTHER_KIND
+            ),
+        )
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
