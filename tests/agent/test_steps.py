@@ -1,6 +1,7 @@
 """A step of all workers, from what they send: losses, summaries of hosts, missing values."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
