@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from rankscope.evidence.randomness.probe import (
     NUMPY,
@@ -260,6 +261,8 @@ def test_an_error_of_the_loaders_own_function_arrives_as_before():
     batches = iter(loader)
     with pytest.raises(ValueError, match="the user's own error"):
         next(batches)
+    _remove_worker_pids(id(batches))  # or torch raises when it learns of an end
+    batches._worker_pids_set = False
     for process in batches._workers:  # or torch waits five seconds for each
         process.terminate()
 
