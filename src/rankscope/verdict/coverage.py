@@ -55,7 +55,7 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     return tuple(f"{label}{'; '.join(items)}." for label, items in parts if items)
 
 
-# that the coverage follows from
+# of the steps table, from which the coverage follows
 COLUMNS = ("step", "loss_mean", "observed", "interval", "samples_drawn")
 
 _NAMES = 3

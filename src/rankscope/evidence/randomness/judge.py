@@ -211,7 +211,7 @@ class UnusedRandom(Detector):
     """Workers that draw no random number where others do, in 24 steps in a row.
 
     In the forward pass, or between the passes, where augmentation draws. At most half of the
-    workers count as idle. A note of two workers, since either one may be right.
+    workers count as idle. A note where they are half of them: either half may be right.
     """
 
     SETTINGS = ("_num_workers",)
