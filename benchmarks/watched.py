@@ -144,14 +144,15 @@ def watch(name: str, program: Path, *, right: bool) -> Watched:
             )
             if code:
                 return Watched((), (), f"exit code {code}, {(out + err).strip()[-200:]!r}")
-        return _read(folder)
+        return read_answers(folder)
     except AssertionError as error:
         return Watched((), (), str(error)[-200:])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _read(folder: Path) -> Watched:
+def read_answers(folder: Path) -> Watched:
+    """Read what all runs of a folder got."""
     serious: dict[str, None] = {}
     notes: dict[str, None] = {}
     records = sorted(folder.glob("run*/run.json"))

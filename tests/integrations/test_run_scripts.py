@@ -98,3 +98,14 @@ def test_an_engine_that_gets_no_new_weights_is_found_in_an_unmodified_script(tmp
     [found] = faults(run).values()
     assert (found.cause, found.ranks) == ("rollout.worker_outlier", (1,))
     assert STALE_FROM <= found.first_step <= STALE_FROM + 5
+
+
+def test_a_second_model_that_nobody_wraps_is_named_in_the_verdict(tmp_path):
+    ended = start_on_ranks(tmp_path / "run", SCRIPTS / "train_half_wrapped.py")
+    assert ended.returncode == 0, ended.stderr
+    found = assess(Run.open(tmp_path / "run"))
+    assert found.word == "note"
+    assert "2 of the 4 trained tensors watched, without Linear.bias and Linear.weight" in (
+        found.headline
+    )
+    assert "Give a second model a wrapper of its own" in found.recommendation

@@ -55,6 +55,17 @@ def micro_batches_that_all_synchronise(loop):
         yield UNMEASURED if moved else norm
 
 
+def thrown_away_before_its_own(loop):
+    """As where a generator's loss reaches the discriminator, after whose update nothing zeroes."""
+    for step in range(STEPS):
+        norm = loop.exact_norm(2 * step + 1)
+        loop.forward(2 * step).backward()
+        loop.optimizer.zero_grad()
+        loop.forward(2 * step + 1).backward()
+        loop.optimizer.step()
+        yield norm
+
+
 def backward_twice(loop):
     """The second pass adds the local gradient to the reduced one: a bug, but not the monitor's."""
     for step in range(STEPS):
@@ -217,6 +228,7 @@ def run_into(loop, number, place, scope):
 LOOPS = [
     never_zeroed,
     micro_batches_that_all_synchronise,
+    thrown_away_before_its_own,
     backward_twice,
     *([one_backward_for_two_forwards] if SINCE_TORCH_2_13 else []),
     branch_in_some_micro_batches,
@@ -278,6 +290,8 @@ def test_measured_right_or_not_at_all(trained, name):
     assert observed.any()
     _, flags = run.per_worker("grad_carried_over")
     assert flags.astype(bool).tolist() == [[e == CARRIED_OVER for e in step] for step in expected]
+    _, left = run.per_worker("grad_left_over")
+    assert left.astype(bool).tolist() == flags.astype(bool).tolist()
     _, norms = run.per_worker("grad_norm")
     fine = [step for step, seen in enumerate(observed) if seen]
     estimated = CASES[name] is micro_batches_that_all_synchronise

@@ -45,7 +45,7 @@ def train(model, optimizer, meter, step, local=None, between=None):
     meter.see_reduced()
     if between is not None:
         between()
-    meter.before_update()
+    meter.before_update(optimizer)
     optimizer.step()
     meter.see_state()
     return meter.take().digests()
@@ -55,7 +55,7 @@ def look(meter, step):
     """See a state that rests."""
     meter.begin_step(step)
     meter.see_reduced()
-    meter.before_update()
+    meter.before_update(None)
     meter.see_state()
     return meter.take().digests()
 

@@ -274,8 +274,11 @@ class Probe:
     def see_reduced(self) -> None:
         """The reduction is over, and nothing else has touched the gradients."""
 
-    def before_update(self) -> None:
-        """The optimizer is about to be called."""
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer is about to be called, one of several perhaps."""
+
+    def see_other_update(self, optimizer: Any) -> None:
+        """An optimizer was called under ``rankscope run`` that may be none of the run's."""
 
     def forbid(self, why: str) -> None:
         """The model may not be run by the probe, from now on: its forward pass trains it."""

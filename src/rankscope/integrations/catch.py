@@ -100,7 +100,7 @@ class Catch:
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
         self._called: Any = None  # the first of them that a training step called
-        self._after_step: Any = None
+        self._scope: Any = None  # of the present run
         self._ending = Ending()
         self._watched: Any = weakref.WeakSet()  # models of the present run
         self._optimizers: Any = weakref.WeakSet()  # of the present run
@@ -128,14 +128,16 @@ class Catch:
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if not self._done and register is not None:
             untraced(Catch._after_optimizer)
-            self._after_step = register(self._after_optimizer)
+            register(self._after_optimizer)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look for models without wrapper that optimizers train; for none if there are wrappers.
 
-        The hook stays, without effect: torch goes through its hooks while this one runs.
+        Where a model is watched, optimizers of others are shown to the run.
         """
         try:
+            if self._scope is not None and optimizer not in self._optimizers:
+                self._scope.see_other_update(optimizer)
             if self._done or not _has_several_ranks():
                 return
             calls = self._calls[optimizer] = self._calls.get(optimizer, 0) + 1
@@ -186,9 +188,6 @@ class Catch:
         if any(each is model for each in self._bare):
             self._called = self._called or model
             return
-        if self._after_step is not None:
-            self._after_step.remove()
-            self._after_step = None
         self._watch(model)
 
     def _watch(self, model: Any) -> None:
@@ -236,6 +235,7 @@ class Catch:
         if watching is None:
             return
         self._ending.attach(watching)
+        self._scope = watching.scope
         self._num_runs += 1
         self._watched = weakref.WeakSet(watching.models)
         self._optimizers = weakref.WeakSet(watching.optimizers)

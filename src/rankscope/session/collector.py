@@ -327,8 +327,13 @@ class StepCollector:
             self._passes.set_aside()
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
-        """Handle a backward pass that accumulates gradients; the step's first one counts."""
-        if self._so_far.left_over is None:
+        """Handle a backward pass that accumulates gradients; the step's first one counts.
+
+        Or the first after gradients of the step were taken away, as those that a generator's loss
+        leaves in the discriminator.
+        """
+        anew = self._accumulation is not None and self._accumulation.begins_anew
+        if self._so_far.left_over is None or anew:
             self._so_far.left_over = adds_to_applied
         trained()
 
@@ -403,13 +408,13 @@ class StepCollector:
         if self._accumulation is not None and not self._so_far.over:
             self._guard(self._accumulation.see_clipped, parameters)
 
-    def begin_optimizer_step(self) -> None:
+    def begin_optimizer_step(self, optimizer: Any) -> None:
         """Handle the beginning of ``optimizer.step``."""
         self._so_far.move(Event.OPTIMIZER_BEGINS)
         self._tap.see_optimizer()
         self._so_far.unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
-        self.call("before_update")
+        self.call("before_update", optimizer)
 
     @property
     def recompute_due(self) -> bool:

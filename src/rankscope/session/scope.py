@@ -530,9 +530,14 @@ class Scope:
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not has_closure(args, kwargs) and not traced():
-            self._guard(self._collector.begin_optimizer_step)
+            self._guard(self._collector.begin_optimizer_step, optimizer)
             if self._collector.recompute_due:
                 self._guard(self._collector.recompute)
+
+    def see_other_update(self, optimizer: Any) -> None:
+        """Notice a call of an optimizer that may be none of the run's."""
+        if not self._closed:
+            self._guard(self._collector.call, "see_other_update", optimizer)
 
     def _before_engine_step(self, *args: Any, **kwargs: Any) -> None:
         if self._collector.recompute_due:
@@ -542,7 +547,7 @@ class Scope:
         if traced():
             return
         if has_closure(args, kwargs):
-            self._guard(self._collector.begin_optimizer_step)
+            self._guard(self._collector.begin_optimizer_step, optimizer)
         self._guard(self._collector.count_optimizer_step, optimizer)
         if self._collector.unseen and self._may_see_parts:
             self._guard(self._see_parts)

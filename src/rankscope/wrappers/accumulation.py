@@ -59,6 +59,8 @@ class Accumulation:
         self._waiting_passes = 0  # of those of them whose gradients still wait for an update
         self._dropped_passes = 0  # of the step, whose gradients were reduced and taken away
         self._reduced = False  # in this step
+        self.begins_anew = False
+        """Whether all that was reduced in the step was gone when the last backward pass began."""
         self.set_aside = False
         """Whether a gradient was reduced and taken away in a step since the last update."""
 
@@ -108,7 +110,8 @@ class Accumulation:
         """
         if not self._waits():
             self._waiting_passes = 0
-        if self._reduced and all(part.state() is None for part in self._parts):
+        self.begins_anew = self._reduced and all(part.state() is None for part in self._parts)
+        if self.begins_anew:
             self._dropped_passes = num_passes
         parts = [part for part in self._parts if not part.is_apart]
         self._old = [part for part in parts if part.is_unchanged(part.applied, whole=True)]

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -396,7 +396,7 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
     if isinstance(wrapper, DistributedDataParallel):
         facts |= {name: bool(getattr(wrapper, name)) for name in _DDP_SETTINGS}
         facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
-        facts["hook"] = _hook(wrapper)
+        facts["hook"] = communication_hook(wrapper)
     elif isinstance(wrapper, FSDPModule):
         policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
         names = ("param_dtype", "reduce_dtype", "output_dtype")
@@ -415,7 +415,7 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
     return facts
 
 
-def _hook(wrapper: DistributedDataParallel) -> str | None:
+def communication_hook(wrapper: nn.Module) -> str | None:
     """Return the name of DDP's communication hook; None without one."""
     names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
@@ -448,16 +448,18 @@ def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
     own = set(map(id, module.parameters()))
     groups = getattr(optimizer, "param_groups", None) or ()
     foreign = {id(p) for group in groups for p in group["params"]} - own
-    if not foreign:
-        return {}
-    names = [
+    return {"unwatched": owned_names(foreign)[:_MAX_NAMES]} if foreign else {}
+
+
+def owned_names(parameters: Container[int]) -> list[str]:
+    """Return the names of parameters, given by ids, in the modules that hold them, with these."""
+    return sorted(
         f"{kind.__name__}.{name}"
         for thing in gc.get_objects()
         if nn.Module in (kind := type(thing)).__mro__
         for name, parameter in thing.named_parameters(recurse=False)
-        if id(parameter) in foreign
-    ]
-    return {"unwatched": sorted(names)[:_MAX_NAMES]}
+        if id(parameter) in parameters
+    )
 
 
 def _group(group: Mapping[str, Any]) -> Facts:

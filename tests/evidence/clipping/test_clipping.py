@@ -255,7 +255,7 @@ def test_clipping_between_two_reductions_of_a_step_is_counted(model, probe):
             clip_grad_norm_(model.parameters(), SMALL)
     assert recorded(probe)["clips_between"] == 2
     clip_grad_norm_(model.parameters(), SMALL)
-    probe.before_update()
+    probe.before_update(None)
     clip_grad_norm_(model.parameters(), SMALL)
     assert recorded(probe)["clips_between"] == 0
 

@@ -114,7 +114,7 @@ def test_old_gradients_of_an_optimizer_that_rests_count_for_no_factor():
         model[name](torch.ones(1, 4)).sum().backward()
         meter.see_reduced()
         nn.utils.clip_grad_norm_(model[name].parameters(), 0.1)
-        meter.before_update()
+        meter.before_update(turns[name])
         turns[name].step()
         meter.after_update(turns[name], complete=True)
         pending = meter.take()
@@ -242,7 +242,8 @@ def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
         shown = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         meter.begin_step(step)
         for moment in moments:
-            getattr(meter, moment)(*([shown] if moment == "see_locals" else []))
+            given = {"see_locals": [shown], "before_update": [optimizer]}.get(moment, [])
+            getattr(meter, moment)(*given)
         return meter.take().digests()
 
     seen(meter, 0)
@@ -338,7 +339,7 @@ def test_its_norm_is_unknown_where_state_is_compared():
         meter.see_reduced()
         if step == 1:
             free(model.weight.grad)
-        meter.before_update()
+        meter.before_update(optimizer)
         meter.see_state()
         _, values = meter.take().digests()
         known = "applied_scale" in values and math.isfinite(values["applied_scale"])

@@ -341,7 +341,7 @@ def moved(*, in_forward, passes, steps=24):
             if in_forward:
                 model.follow()
             model(torch.randn(3, 4)).square().mean().backward()
-        meter.before_update()
+        meter.before_update(optimizer)
         optimizer.step()
         if not in_forward:
             model.follow()

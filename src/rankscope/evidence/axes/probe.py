@@ -68,7 +68,7 @@ class AxesProbe(Probe):
         chosen = torch.get_autocast_dtype(self._device) if cast else self._given
         self._dtype = dtype_name(chosen)
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Read the squares of the gradients, unless several optimizers take a part of them each."""
         if self._squares is None or not self._is_due(self._step):
             return

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, Ready, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.wrappers.clipping import CLIP, NORM, VALUE, rounding_of
+from rankscope.wrappers.find import LOOP
 from rankscope.wrappers.labels import is_spread, own
 from rankscope.wrappers.tap import Guarded, guarded
 
@@ -40,14 +41,23 @@ class ClippingProbe(Probe):
     """Records the call that clips all measured gradients of a step, if there is just one.
 
     Calls with the same limit and the same norm, for a part of the parameters each, count as one.
-    ``whole``: whether nothing of the model is on ranks that are not compared.
+    ``whole``: whether nothing of the model is on ranks that are not compared; ``by_loop``: whether
+    the training's own loop reduces.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], guard: Guarded, *, whole: bool) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        guard: Guarded,
+        *,
+        whole: bool,
+        by_loop: bool = False,
+    ) -> None:
         measured = list(parameters)
         self._guarded = guard
         self._measured = frozenset(map(id, measured))
         self._whole = whole
+        self._by_loop = by_loop
         self._rounding = rounding_of(measured)
         self._num_between = 0  # reductions of the step whose result was clipped before the last one
         self._lists: dict[tuple[int, int, int], _Listed] = {}
@@ -70,11 +80,17 @@ class ClippingProbe(Probe):
         self._calls: list[_Call] = []
 
     def see_reduced(self) -> None:
-        """Forget what was clipped before the reduction, but not that it was."""
-        self._num_between += bool(self._calls) and not self._updated
-        self._clear()
+        """Forget what was clipped before the reduction, but not that it was.
 
-    def before_update(self) -> None:
+        What a loop has reduced is read at its update: whether elements were clipped first is known,
+        and not on which side of the reduction.
+        """
+        self._num_between += bool(self._calls) and not self._updated
+        value = self._value if self._by_loop and not self._updated else math.nan
+        self._clear()
+        self._value = value
+
+    def before_update(self, optimizer: Any) -> None:
         """Ignore what is clipped later: it does not change this update."""
         self._updated = True
 
@@ -185,4 +201,6 @@ def make_probe(job: Job) -> ClippingProbe | None:
     wrapped = job.wrapped
     everyone = wrapped.group.size() == torch.distributed.get_world_size()  # no other stages
     whole = wrapped.mesh is None and everyone
-    return ClippingProbe(wrapped.parameters.values(), job.guard, whole=whole)
+    by_loop = wrapped.kind is LOOP
+    parameters = wrapped.parameters.values()
+    return ClippingProbe(parameters, job.guard, whole=whole, by_loop=by_loop)

@@ -1,4 +1,8 @@
-"""Finds parameters that get a gradient now, and were frozen or in no optimizer at ``watch``."""
+"""Finds parameters that train, and whose gradients are not measured.
+
+They were frozen or in no optimizer at ``watch``; or they are of a model of its own, without wrapper
+perhaps, that is not watched.
+"""
 
 import weakref
 from collections.abc import Mapping
@@ -9,7 +13,9 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.joined import KEY
+from rankscope.wrappers.facts import owned_names
 from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE, all_parameters
+from rankscope.wrappers.optimizers import all_of
 
 EVERY = 8
 """Calls of the optimizer from one look to the next."""
@@ -33,12 +39,13 @@ class JoinedProbe(Probe):
         own = [*frozen.values(), *measured.values(), *self._updated()]
         self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
         self._num_updated = len(self._updated())
+        self._others: Any = weakref.WeakKeyDictionary()  # calls of optimizers
         self._num_calls = 0
         self._num_joined = 0
         self._names: list[str] = []
         self._changed = False
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Look for such parameters, while they have their gradients."""
         self._num_calls += 1
         if self._num_calls % EVERY:
@@ -61,6 +68,22 @@ class JoinedProbe(Probe):
         self._num_joined += len(joined)
         self._names += joined[: MOST_NAMES - len(self._names)]
         self._changed |= bool(joined)
+
+    def see_other_update(self, optimizer: Any) -> None:
+        """Count a call of an optimizer that is none of the run's; look at what it holds once.
+
+        Copies that an optimizer keeps of a model are parameters of no module, and do not count.
+        """
+        calls = self._others[optimizer] = self._others.get(optimizer, 0) + 1
+        if calls != EVERY or any(optimizer is own for own in all_of(self._optimizer)):
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        new = {id(p): p for p in held if self._known.get(id(p), lambda: None)() is not p}
+        names = owned_names(new) if new else []
+        self._known |= {number: weakref.ref(p) for number, p in new.items()}
+        self._num_joined += len(names)
+        self._names += names[: MOST_NAMES - len(self._names)]
+        self._changed |= bool(names)
 
     def collect(self, end: StepEnd) -> Ready | None:
         """Return the number by name, in a step in which it has changed."""

@@ -60,7 +60,7 @@ class MeshProbe(Probe):
         """Read parameters at the first forward pass of a step."""
         self._attempt(_ReplicaMeter.begin_step, step)
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Read gradients when ``optimizer.step`` is about to run."""
         self._attempt(_ReplicaMeter.see_applied)
 
@@ -125,14 +125,14 @@ class LateStages(MeshProbe):
         self._step = step
         super().begin_step(step, paused=paused)
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Meet the stages once, and read gradients when ``optimizer.step`` is about to run."""
         meet, self._meet = self._meet, None
         mesh = None if meet is None else meet()
         if mesh is not None and mesh.reaches:
             self._join(mesh)
             super().begin_step(self._step, paused=False)  # nothing has changed the parameters
-        super().before_update()
+        super().before_update(optimizer)
 
 
 def make_probe(job: Job) -> tuple[Probe, ...]:

@@ -474,7 +474,7 @@ class OptimizerProbe(Probe):
             self._begun = True
             self._readings[StateKind.STARTED] = self._read()
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Look for a gradient."""
         self._missed.before_update()
 

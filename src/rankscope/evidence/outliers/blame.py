@@ -109,6 +109,8 @@ _LOSS_CODE = (
     "Compare the code that computes the loss on {ranks} with another worker's: factors, weights, "
     "what it is divided by."
 )
+_LASTING = (BetKind.UP, BetKind.DOWN)
+_SMALL = 0.25
 _LEAST_FACTOR = 1.4
 _NEARLY_SAME = 1.15
 _MANY = (
@@ -176,6 +178,12 @@ def _cause(fault: Fault) -> str:
     signals = [signal for traces in fault.traces.values() for signal, _ in traces]
     by_data = any(signal.name == "loss" or signal.how.by is Compares.AMOUNTS for signal in signals)
     return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
+
+
+def is_small(fault: Fault) -> bool:
+    """Return whether no loss and no norm of its workers is a quarter off the others'."""
+    traces = [trace for each in fault.traces.values() for _, trace in each if trace.relative]
+    return all(abs(trace.deviation) < _SMALL for trace in traces if trace.kind in _LASTING)
 
 
 def _has_common_factor(fault: Fault, num_workers: int) -> bool:

@@ -32,7 +32,7 @@ from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.alike import AlikePairs
-from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch
+from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch, is_small
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -345,6 +345,9 @@ class WorkerOutliers(_OfWholeSamples):
         fields = {**evidence.fields, "tokens": self._tokens.words(fault.ranks)}
         named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
         zeros = self._zeros.find()
+        if self._visits.own_pools and not fault.absorbed and is_small(fault):
+            fields |= {"many": _POOLS, "check": MEANT}
+            evidence = replace(evidence, cause="inconclusive", severity=Severity.NOTE)
         if fault.absorbed or named.isdisjoint(each for some in zeros.values() for each in some):
             return replace(evidence, fields=fields)
         many = self._parts_of_sequences  # which others than shards of different kinds explain
@@ -378,6 +381,10 @@ class WorkerOutliers(_OfWholeSamples):
         super().restore(state)
 
 
+_POOLS = (
+    " Each worker draws again and again from samples of its own, as from a replay buffer: they may "
+    "differ by these."
+)
 _PLACES = (
     " Each is given an input of its own that stays the same from step to step, as positions do "
     "where workers have parts of the same sequences: they may differ on purpose."
@@ -407,13 +414,21 @@ class RecentVisits(Stateful):
 
     Several updates may use the samples of one rollout, as in PPO. What is special about them then
     shows again and again, and proves no more than once. Samples that are dealt to the workers anew
-    are drawn by others.
+    are drawn by others. Where each worker draws from samples of its own, what is special about them
+    lasts, and proves little.
     """
 
     def __init__(self) -> None:
         self._young = SortedMap(np.int32)
         self._old = SortedMap(np.int32)
         self._steps = 0
+        self._again = 0  # samples that came again, but for those just before
+        self._again_own = 0  # of them, those of the same worker
+
+    @property
+    def own_pools(self) -> bool:
+        """Whether samples come again on their own worker, and hardly ever on another."""
+        return self._again >= _AGAIN and self._again_own >= _MOSTLY * self._again
 
     def observe(self, samples: Sequence[Ints]) -> bool:
         """Process a step's samples; return whether most were the same workers' own just before."""
@@ -428,11 +443,17 @@ class RecentVisits(Stateful):
         older, by_old = self._old.find(drawn)
         newer, by = self._young.put(drawn, ranks)
         own = np.where(newer, by == ranks, older & (by_old == ranks))
-        return 4 * int(own.sum()) > 3 * len(drawn)
+        if 4 * int(own.sum()) > 3 * len(drawn):
+            return True
+        self._again += int((newer | older).sum())
+        self._again_own += int(own.sum())
+        return False
 
 
 _ASKED = 16  # workers whose samples are remembered
 _FEW = 64  # samples of each, at least
+_AGAIN = 64  # samples that came again, to know where they come again
+_MOSTLY = 0.95
 _GENERATION = 16  # steps; those of the last two are remembered
 
 

@@ -558,7 +558,7 @@ class ParityProbe(ParityRecorder):
         )
         self._optimizer = job.optimizer
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """An optimizer is about to be called: what all of them hold is kept at the first call."""
         if self._now.phase is _Phase.GRADIENTS:
             self.see_update(self._optimizer)

@@ -101,7 +101,7 @@ class ReductionAudit(Detector):
         """Process consecutive steps; yield wrong reductions of single or of many steps."""
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
-            if self._by_loop and self._sharing.observe(step):
+            if self._by_loop and (self._sharing.observe(step) or _is_cut(step.gathered)):
                 yield []
             else:
                 yield self._observe(step.gathered, sums.get(step.index))
@@ -344,6 +344,11 @@ def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
         cosines_SWG = np.array([unknown_WG if one is None else one for one in cosines])
         found |= zip(indices, sums_of_gradients(norms, cosines_SWG), strict=True)
     return found
+
+
+def _is_cut(gathered: GatheredStep) -> bool:
+    """Return whether elements were clipped before a loop's gradient was read, at its update."""
+    return bool(np.isfinite(gathered.workers["clip_value"]).any())
 
 
 def _with_lost(

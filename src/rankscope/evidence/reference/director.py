@@ -29,6 +29,7 @@ _UNKNOWN_FACTOR = (
 _NO_ONE_MODEL = (
     "the workers hold different values of {}, so that it is the gradient of no one model"
 )
+_CUT = "elements were clipped, and the gradient before it is not known"
 _SET_ASIDE = (
     "the optimizer may get a gradient made of several reductions, of which this step has the last"
 )
@@ -102,10 +103,14 @@ class Verifications(ShareDirector[ReferenceShare]):
                 meant,
                 scheduled if in_pipeline else 1.0,
                 in_pipeline=in_pipeline,
+                clip_factor=float(step.workers.get("clip_factor", _UNKNOWN)[0]),
             )
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
+        cut = all(part.clips_value for part in parts_W)
+        if cut and not all(len(part.reduced_PK) for part in parts_W):
+            return declined(_CUT, (), step.step)
         unclear = found.answer in (ReferenceAnswer.AGREES, ReferenceAnswer.GRADIENT)
         why = _proves_nothing(found, parts_W) if unclear else ""
         if why:

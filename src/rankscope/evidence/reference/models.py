@@ -34,7 +34,9 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.private import lacking
 from rankscope.wrappers.calls import ForeignHook
 from rankscope.wrappers.deepspeed_reading import ReducedReader
+from rankscope.wrappers.facts import communication_hook
 from rankscope.wrappers.find import (
+    DDP,
     DEEPSPEED,
     FSDP2,
     REPLICATE,
@@ -55,6 +57,13 @@ _SHARDERS = ("torch.distributed.", "deepspeed.")
 
 _MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
 """Modules of the base classes that replace a module's own class."""
+
+
+_SENT_IN = {"fp16_compress": torch.float16, "bf16_compress": torch.bfloat16}
+"""Types in which communication hooks of torch reduce, by their names in small letters."""
+
+_CHANGE_MORE = ("powerSGD_hook", "quantization")
+"""Names of those that lose more."""
 
 
 class WholeModel:
@@ -82,6 +91,11 @@ class WholeModel:
         self._module = module
         self._parameters = [parameter for _, parameter in named]
         self._held = held  # parameters that this worker's optimizer holds; None for all
+
+    def round_in(self, dtype: torch.dtype) -> None:
+        """Allow for a reduction in this type."""
+        kinds = [coarser(getattr(torch, name), dtype) for name in self.types]
+        self.types = tuple(str(kind).removeprefix("torch.") for kind in kinds)
 
     def check(self) -> None:
         """Check that a worker can run the model alone, and that gradients can be read."""
@@ -418,7 +432,16 @@ def reference_model(wrapped: Wrapped) -> ReferenceModel:
     if wrapped.kind is DEEPSPEED:
         return EngineModel(wrapped.wrapper, size)
     kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
-    return kind(wrapped.module, size, wrapped.held, in_shares=wrapped.in_shares)
+    model = kind(wrapped.module, size, wrapped.held, in_shares=wrapped.in_shares)
+    sent = [dtype for name, dtype in _SENT_IN.items() if name in _hook_of(wrapped).lower()]
+    for dtype in sent:
+        model.round_in(dtype)
+    return model
+
+
+def _hook_of(wrapped: Wrapped) -> str:
+    """Return the name of DDP's communication hook; empty without one."""
+    return (communication_hook(wrapped.wrapper) or "") if wrapped.kind is DDP else ""
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:
@@ -443,6 +466,9 @@ def why_no_reference(wrapped: Wrapped) -> str:
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
     if wrapped.kind.no_reference:
         return wrapped.kind.no_reference
+    hook = _hook_of(wrapped)
+    if any(name in hook for name in _CHANGE_MORE):
+        return f"its communication hook, {hook}, changes gradients by more than rounding"
     if any(map(is_compiled, wrapped.wrapper.modules())):
         return "the model is compiled, and would run by other operations"
     missing = lacking("canary")

@@ -9,7 +9,7 @@ in its store. The root judges the numbers, see :mod:`rankscope.evidence.referenc
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,9 +25,10 @@ from rankscope.evidence.reference.models import GatheredModel, reference_model, 
 from rankscope.evidence.reference.recording import StepRecording, in_words
 from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
+from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.rendezvous import agree, default_store
 from rankscope.wrappers.surroundings import outside
@@ -58,6 +59,11 @@ class ReferenceProbe(Probe):
         self._done = False
         self._step = -1
         self._recording: StepRecording | None = None  # of the present step, if it is computed again
+        # of several optimizers, what those get that come after the first one of the step
+        self._left: frozenset[str] = frozenset()  # names of parameters
+        self._waiting: ReferenceShare | None = None  # computed, and not complete
+        self._optimizer = job.optimizer
+        self._parameters = wrapped.parameters
         self._session = next(_sessions)
         self._module = wrapped.module
         self._device = wrapped.device
@@ -79,7 +85,7 @@ class ReferenceProbe(Probe):
         self._reference: ReferenceStep | None = None
         self._derivative: DirectionalDerivative | None = None
         self._clipped = False  # a loop that reduces has called torch to clip, in this step
-        self._stop_listening: Callable[[], object] = lambda: None
+        self._listened: list[Callable[[], object]] = []
         if not self._why_not:
             self._prepare(wrapped, job.seed)
 
@@ -103,8 +109,12 @@ class ReferenceProbe(Probe):
         except CanaryDeclined as reason:
             self._why_no_copy = in_words(reason)
         else:
-            if wrapped.kind is LOOP and CLIP.exists:
-                self._stop_listening = CLIP.subscribe(before=self._before_clipping)
+            if wrapped.kind is LOOP:
+                self._listened = [
+                    relay.subscribe(before=self._before_clipping)
+                    for relay in (CLIP, VALUE)
+                    if relay.exists
+                ]
             self._reference = ReferenceStep(model, wrapped.device, wrapped.group.size(), seed)
 
     def ask(self) -> None:
@@ -130,7 +140,7 @@ class ReferenceProbe(Probe):
     @property
     def recompute_due(self) -> bool:
         """Whether the present step's gradient will be computed again."""
-        return self._recording is not None
+        return self._recording is not None and self._waiting is None
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note the beginning of a forward pass of the training."""
@@ -184,7 +194,8 @@ class ReferenceProbe(Probe):
         recording = self._recording
         if recording is None or recording.declined or self._reference is None:
             return
-        if not (self._clipped and self._reference.is_scaled):
+        cut = recording.clips_value or self._reference.is_scaled
+        if not (self._clipped and cut):
             recording.attempt(self._reference.see_reduced, recording.num_trained)
 
     def _before_clipping(self, *_: Any, **__: Any) -> None:
@@ -215,8 +226,29 @@ class ReferenceProbe(Probe):
             elif not alone and recording.complete and self._derivative is not None:
                 declined += f"; and the loss was not moved either, since {why_not_moved}"
         part = self._with_loss(recording, part)
-        self._finish(recording, part or ReferenceShare(declined=declined))
+        part = part or ReferenceShare(declined=declined)
+        if self._left and not part.declined and part.slopes is None:
+            self._waiting = part
+        else:
+            self._finish(recording, part)
         self._leave_out(recording.seconds + time.perf_counter() - start)
+
+    def before_update(self, optimizer: Any) -> None:
+        """Measure what the next of several optimizers gets: a scaler may have unscaled it by now.
+
+        Only the first call in a step of each counts.
+        """
+        if self._recording is None or len(all_of(self._optimizer)) < 2:
+            return
+        own = _names_held([optimizer], self._parameters)
+        others = [one for one in all_of(self._optimizer) if one is not optimizer]
+        if self._waiting is None:
+            self._left = _names_held(others, self._parameters) - own
+            return
+        assert self._reference is not None
+        measured, _ = _attempt(self._reference.measure_later, self._waiting, own & self._left)
+        self._waiting = measured or self._waiting
+        self._left -= own
 
     def _compute(self, recording: StepRecording) -> ReferenceShare:
         """Compute the gradient again, on this worker alone."""
@@ -304,7 +336,8 @@ class ReferenceProbe(Probe):
         """End a step whose gradient was computed again, or was to be."""
         recording = self._recording
         if recording is not None and recording.step <= end.step:
-            self._finish(recording, ReferenceShare(declined=recording.declined or _NO_CALL))
+            declined = ReferenceShare(declined=recording.declined or _NO_CALL)
+            self._finish(recording, self._waiting or declined)
         if self._done:
             end.busy_seconds = math.nan
         self._done = False
@@ -318,7 +351,8 @@ class ReferenceProbe(Probe):
 
     def close(self) -> None:
         """Leave autograd's engine alone."""
-        self._stop_listening()
+        for stop in self._listened:
+            stop()
         if self._recording is not None:
             self._recording.stop()
 
@@ -334,8 +368,17 @@ class ReferenceProbe(Probe):
             self._recording.stop()
             self._recording = None
         self._clipped = False
+        self._left = frozenset()
+        self._waiting = None
         if self._reference is not None:
             self._reference.end()
+
+
+def _names_held(optimizers: Iterable[Any], parameters: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the parameters that some optimizers hold."""
+    groups = [group for each in optimizers for group in each.param_groups]
+    held = {id(p) for group in groups for p in group["params"]}
+    return frozenset(name for name, p in parameters.items() if id(p) in held)
 
 
 def _attempt(work: Callable[..., _Result], *args: Any, **more: Any) -> tuple[_Result | None, str]:

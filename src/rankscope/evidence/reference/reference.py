@@ -11,7 +11,8 @@ relative error of ``sqrt(2/k)``.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -116,6 +117,16 @@ class ReferenceStep:
             axis="" if shared is None else shared.name,
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
+
+    def measure_later(self, share: ReferenceShare, names: Container[str]) -> ReferenceShare:
+        """Return a share whose gradients of some parameters are those of now."""
+        if self._sketcher is None:
+            return share
+        now_PK = self._measure_grad(self._sketcher).sketches.cpu().numpy()
+        later_P = np.array([name in names for name in share.names], bool)
+        at = [self._model.names.index(name) for name in share.names]
+        given_PK = np.where(later_P[:, None], now_PK[at], share.given_PK)
+        return replace(share, given_PK=given_PK)
 
     @property
     def is_scaled(self) -> bool:

@@ -28,6 +28,7 @@ P parameters, k numbers in a sketch.
 Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), chapter 4.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -45,6 +46,7 @@ _CLEAR = 100.0  # a gradient so many times its bound has a direction beyond roun
 _VISIBLE = 2.0  # the same, if no gradient is so clear
 _EQUAL = 0.02  # relative: weights this close are the same
 _MOST_GROWN = 1.25  # a norm, by its estimate alone
+_SAME = 1e-3  # relative: factors that are computed apart
 _FACTORS = 3  # different ones show that each parameter has its own
 _UNCLEAR = 0.25  # standard error beyond which a weight is unknown
 
@@ -132,9 +134,10 @@ def verify(
     scheduled: float = 1.0,  # a pipeline's factor after the backward passes
     *,
     in_pipeline: bool = False,  # stages may sum the gradients of weights that they share
+    clip_factor: float = math.nan,  # of the step's clipping by norm; NaN if unknown
 ) -> Verification:
     """Return whether a step's gradient is what one process would have computed."""
-    step = _Step(parts_W, scales_W, scheduled)
+    step = _Step(parts_W, scales_W, scheduled, clip_factor)
     references = [
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
@@ -161,10 +164,15 @@ class _Step:
     """The shares of all workers."""
 
     def __init__(
-        self, parts_W: Sequence[ReferenceShare], scales_W: Sequence[Floats], scheduled: float
+        self,
+        parts_W: Sequence[ReferenceShare],
+        scales_W: Sequence[Floats],
+        scheduled: float,
+        clip_factor: float,
     ) -> None:
         first = parts_W[0]
         self.scheduled = scheduled
+        self.clip_factor = clip_factor
         self.names = first.names
         self.types = first.types
         self.num_workers = len(parts_W)
@@ -192,11 +200,19 @@ class _Step:
         self.product_rounding_P = 8 * (self.roundoff_P + single) + self.sketching_P
         """The same between a gradient and its product with a number ``[P]``."""
 
-    def of_reduced(self) -> "_Step":
-        """Return the step with the gradients as the reduction left them."""
-        parts_W = [replace(part, given_PK=part.reduced_PK) for part in self.parts_W]
+    @property
+    def loss_factor(self) -> float:
+        """The factor on the losses of a worker, with that of a gradient scaler."""
+        return float(median(np.bincount(self.worker_N, np.abs(self.scales_N)).astype(np.float64)))
+
+    def of_reduced(self, over: float = 1.0) -> "_Step":
+        """Return the step with the gradients as the reduction left them, over a factor."""
+        parts_W = [
+            replace(part, given_PK=part.reduced_PK / np.float32(over)) for part in self.parts_W
+        ]
         ends = np.cumsum(self.counts_W)[:-1]
-        return _Step(parts_W, np.split(self.scales_N, ends), self.scheduled)
+        scales_W = np.split(self.scales_N, ends)
+        return _Step(parts_W, scales_W, self.scheduled, self.clip_factor)
 
     def sum_of(self, factors_N: Floats) -> Floats:
         """Return the weighted sum of all micro-batches' gradients, float64 ``[P, k]``."""
@@ -354,9 +370,10 @@ def _is_clipped(reference: _Reference, factor: float) -> bool:
         return False
     changed, _ = step.changes
     reduced = factor / changed  # over the reference
-    scaler = float(median(np.bincount(step.worker_N, np.abs(step.scales_N)).astype(np.float64)))
-    sound = [1.0, scaler] if scaler >= LEAST_SCALER else [1.0]
-    return abs(changed - 1) > 1e-6 and any(np.isclose(reduced, one, rtol=1e-3) for one in sound)
+    if np.isclose(factor, step.clip_factor, rtol=_SAME):  # of what one process would compute
+        return True
+    sound = [1.0, step.loss_factor] if step.loss_factor >= LEAST_SCALER else [1.0]
+    return abs(changed - 1) > 1e-6 and any(np.isclose(reduced, one, rtol=_SAME) for one in sound)
 
 
 def _is_in_loss(step: _Step) -> bool:
@@ -370,11 +387,13 @@ def _find_held(reference: _Reference) -> Verification | None:
     """Return an answer where the reduced gradient agrees, and some of it was taken back after that.
 
     A layer may be held back, on all workers. And each parameter may be clipped by its own norm: no
-    two such factors are the same. Where torch clips by value, no norm may grow.
+    two such factors are the same.
     """
     step = reference.step
     if step.changes is None:
         return None
+    if all(part.clips_value for part in step.parts_W):
+        return _find_cut(reference)
     reduced = step.of_reduced()
     sound = _find_agreement(_Reference(reduced, reference.weighting, reference.weights_N))
     given_PK = step.given_W[0]
@@ -382,9 +401,6 @@ def _find_held(reference: _Reference) -> Verification | None:
         return None
     ratios_P = _ratios(given_PK, reduced.given_W[0])
     size_P = _norms(reduced.given_W[0])
-    if all(part.clips_value for part in step.parts_W):
-        is_smaller = bool((_norms(given_PK) <= _MOST_GROWN * size_P).all())
-        return replace(sound, by_value=True) if is_smaller else None
     far_P = _norms(given_PK - np.nan_to_num(ratios_P)[:, None] * reduced.given_W[0])
     if (
         (far_P > step.product_rounding_P * size_P).any()
@@ -398,6 +414,30 @@ def _find_held(reference: _Reference) -> Verification | None:
         return None
     held = tuple(name for name, one in zip(step.names, held_P, strict=True) if one)
     return replace(sound, held=held, shrunk=tuple(map(float, others)))
+
+
+def _find_cut(reference: _Reference) -> Verification | None:
+    """Return an answer where the reduced gradient agrees, and torch clipped its elements.
+
+    No norm may grow then. Where the reduced gradient has a factor of the loss, a scaler's it is if
+    a gradient that was not clipped has lost it.
+    """
+    step = reference.step
+    given_PK = step.given_W[0]
+    for over in dict.fromkeys((1.0, step.loss_factor)):
+        reduced = step.of_reduced(over)
+        sound = _find_agreement(_Reference(reduced, reference.weighting, reference.weights_N))
+        reduced_PK = reduced.given_W[0]
+        size_P = _norms(reduced_PK)
+        left_P = _norms(given_PK - reduced_PK) <= step.product_rounding_P * size_P
+        if (
+            sound is not None
+            and len(step.given) == 1
+            and (_norms(given_PK) <= _MOST_GROWN * size_P).all()
+            and (over == 1 or over >= LEAST_SCALER or left_P.any())
+        ):
+            return replace(sound, by_value=True)
+    return None
 
 
 def _find_summed(reference: _Reference) -> Verification | None:

@@ -224,14 +224,36 @@ class StateMeter(Probe):
         if self._slot is not NO_SLOT:
             self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
 
-    def before_update(self) -> None:
-        """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
+    def before_update(self, optimizer: Any) -> None:
+        """Read gradients when ``optimizer.step`` is about to run; its first call counts.
+
+        Several optimizers get theirs one after the other: a gradient scaler may unscale them so.
+        """
         if self._roles_due:
             self._see_replaced()
         if self._slot is NO_SLOT or self._optimizer is None:
             return
-        if StateKind.APPLIED not in self._seen.gradients:
+        if len(all_of(self._optimizer)) > 1:
+            self._read_in_turn(optimizer)
+        elif StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
+
+    def _read_in_turn(self, optimizer: Any) -> None:
+        """Read what was not read in the step, but for what optimizers that come later hold."""
+        begun = self._seen.begun | _parameters_of([optimizer])
+        apart = [_parameters_of([each]) for each in all_of(self._optimizer)]
+        waiting = set().union(*(held for held in apart if not held & begun))
+        self._seen.begun = begun
+        slices = self._slot.applied.slices
+        parameters = [part.place.current(self._lookup) for part in slices]
+        due = [p if id(p) not in waiting | self._seen.applied else None for p in parameters]
+        if all(p is None for p in due):
+            return
+        self._seen.applied |= {id(p) for p in due if p is not None}
+        reading = PendingDigests()
+        for part, gradient in zip(slices, self._held_gradients(slices, due), strict=True):
+            self._add(reading, gradient, part.start, part.stop, norm=True)
+        self._seen.in_turn.append(self._begin(reading))
 
     def see_state(self) -> None:
         """Read parameters and the optimizer's state, after the step."""
@@ -403,13 +425,19 @@ class StateMeter(Probe):
 
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
         parameters = [part.place.current(self._lookup) for part in slices]
-        gradients = [None if p is None else p.grad for p in parameters]
-        if self._held is not None:  # those of others may be what a reduction has left
-            pairs = zip(slices, gradients, strict=True)
-            gradients = [g if part.place.name in self._held else None for part, g in pairs]
+        gradients = self._held_gradients(slices, parameters)
         cached = self._slot.cached.gradients
         self._seen.gradients[kind] = self._read(cached, slices, gradients, norm=True)
         self._seen.before = cached
+
+    def _held_gradients(
+        self, slices: Sequence[Slice], parameters: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return gradients; those of other ranks' shares may be what a reduction has left."""
+        held = self._held
+        pairs = zip(slices, parameters, strict=True)
+        here = [p if held is None or part.place.name in held else None for part, p in pairs]
+        return [None if p is None else p.grad for p in here]
 
     def _read(
         self,

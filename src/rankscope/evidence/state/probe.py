@@ -156,7 +156,7 @@ class PassMeter(Probe):
         self._passes += 1
         self._copy()
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Copy them once more, where the optimizer is first called."""
         if len(self._copies) == self._passes:
             self._copy()

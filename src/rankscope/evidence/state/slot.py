@@ -160,6 +160,9 @@ class StepReadings:
     weights: Sequence[int] = ()  # of the leaves of the optimizer state
     starts: Sequence[int] = ()  # number of each slice's first leaf
     gradients: dict[StateKind, PendingReading] = field(default_factory=dict)  # reduced, applied
+    in_turn: list[PendingReading] = field(default_factory=list)  # of what each optimizer applies
+    applied: set[int] = field(default_factory=set)  # ids of the parameters in them
+    begun: set[int] = field(default_factory=set)  # and of those of optimizers that were called
     before: CachedReading | None = None  # last reading of gradients
     local: dict[tuple[int, ...], PendingReading] = field(default_factory=dict)
     reduced: Sequence[bool] | None = None  # slices whose gradient is reduced; None if all are
@@ -200,7 +203,7 @@ class PendingState:
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
         seen = self.seen
-        readings = [*seen.gradients.values(), *seen.local.values()]
+        readings = [*seen.gradients.values(), *seen.in_turn, *seen.local.values()]
         others = (seen.state, seen.broadcast, seen.buffers)
         readings += [one for one in others if one is not None]
         roles = self.roles is None or self.roles.ready
@@ -276,9 +279,12 @@ class PendingState:
         each: list[list[float]] = []
         for rows in (self.slot.reduced, self.slot.applied):
             reading = self.seen.gradients.get(rows.kind)
-            if reading is None:
+            if reading is not None:
+                parts, parts_squares = reading.read()
+            elif rows.kind is StateKind.APPLIED and self.seen.in_turn:
+                parts, parts_squares = _joined(self.seen.in_turn)
+            else:
                 continue
-            parts, parts_squares = reading.read()
             digest = rows.fill(digests, parts)
             if self.replicated:
                 _set_digest(values, rows, digest)
@@ -322,6 +328,12 @@ class PendingState:
         if len(rows.rows) < len(same):
             same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
         rows.put(unchanged, bytes(same))
+
+
+def _joined(readings: Sequence[PendingReading]) -> tuple[list[int], list[float]]:
+    """Return the digests and squares of readings that lack what is in others, where they are 0."""
+    digests, squares = zip(*(reading.read() for reading in readings), strict=True)
+    return list(map(sum, zip(*digests, strict=True))), list(map(sum, zip(*squares, strict=True)))
 
 
 def spread_of_factors(reduced_N: Sequence[float], applied_N: Sequence[float]) -> float:

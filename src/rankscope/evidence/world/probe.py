@@ -89,7 +89,7 @@ class WorldProbe(Probe):
         """Read some elements of the reduced gradients."""
         self._try(self._read_gradients, "reduced")
 
-    def before_update(self) -> None:
+    def before_update(self, optimizer: Any) -> None:
         """Read the same elements as the optimizer gets them."""
         self._try(self._read_gradients, "applied")
 
