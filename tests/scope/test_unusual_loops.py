@@ -58,10 +58,11 @@ def micro_batches_that_all_synchronise(loop):
 def thrown_away_before_its_own(loop):
     """As where a generator's loss reaches the discriminator, after whose update nothing zeroes."""
     for step in range(STEPS):
-        norm = loop.exact_norm(2 * step + 1)
         loop.forward(2 * step).backward()
+        norm = loop.exact_norm(2 * step + 1)
+        loss = loop.forward(2 * step + 1)
         loop.optimizer.zero_grad()
-        loop.forward(2 * step + 1).backward()
+        loss.backward()
         loop.optimizer.step()
         yield norm
 

@@ -322,18 +322,22 @@ class StepCollector:
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Handle, inside a backward pass, its arrival at the model's output."""
-        self._tap.notice_backward(partial(self._see_trained, trained, self._find_old()))
-        if self._tap.begins_anew:
+        adds = self._find_old()
+        thrown_away = self._accumulation is not None and self._accumulation.thrown_away
+        if thrown_away:
+            self._tap.begin_anew()
+        self._tap.notice_backward(partial(self._see_trained, trained, adds))
+        if thrown_away or self._tap.begins_anew:
             self._passes.set_aside()
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
         """Handle a backward pass that accumulates gradients; the step's first one counts.
 
-        Or the first after gradients of the step were taken away, as those that a generator's loss
+        Or the first after gradients of the step were thrown away, as those that a generator's loss
         leaves in the discriminator.
         """
-        anew = self._accumulation is not None and self._accumulation.begins_anew
-        if self._so_far.left_over is None or anew:
+        thrown_away = self._accumulation is not None and self._accumulation.thrown_away
+        if self._so_far.left_over is None or thrown_away:
             self._so_far.left_over = adds_to_applied
         trained()
 

@@ -59,10 +59,10 @@ class Accumulation:
         self._waiting_passes = 0  # of those of them whose gradients still wait for an update
         self._dropped_passes = 0  # of the step, whose gradients were reduced and taken away
         self._reduced = False  # in this step
-        self.begins_anew = False
+        self.thrown_away = False
         """Whether all that was reduced in the step was gone when the last backward pass began."""
         self.set_aside = False
-        """Whether a gradient was reduced and taken away in a step since the last update."""
+        """Whether a gradient was reduced and taken away since the last update."""
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
@@ -110,9 +110,10 @@ class Accumulation:
         """
         if not self._waits():
             self._waiting_passes = 0
-        self.begins_anew = self._reduced and all(part.state() is None for part in self._parts)
-        if self.begins_anew:
+        self.thrown_away = self._reduced and all(part.state() is None for part in self._parts)
+        if self.thrown_away:
             self._dropped_passes = num_passes
+            self.set_aside = True
         parts = [part for part in self._parts if not part.is_apart]
         self._old = [part for part in parts if part.is_unchanged(part.applied, whole=True)]
         used = [part for part in parts if part.is_used or self._num_updates < _FEW_UPDATES]

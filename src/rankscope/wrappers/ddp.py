@@ -246,6 +246,14 @@ class DDPTap(HookedTap):
             self._accumulator.reset()
         super().notice_backward(trained)
 
+    def begin_anew(self) -> None:
+        """Drop what was measured in the step: its gradient was thrown away."""
+        step = self._step
+        self._step = StepState(route=step.route, synchronises=step.synchronises)
+        self._micro.reset()
+        self._accumulator.reset()
+        self._calls.reset()
+
     @property
     def begins_anew(self) -> bool:
         """Whether the training had used the step's gradient so far for something else."""

@@ -113,6 +113,10 @@ class GradientTap(Protocol):
         """
         return False
 
+    def begin_anew(self) -> None:
+        """Drop what was measured in the step: its gradient was thrown away."""
+        return
+
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
         """Note that the running backward pass has reached a forward pass in evaluation mode.
 
