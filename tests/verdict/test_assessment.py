@@ -208,8 +208,8 @@ def at(time, why, *ranks, last_step=29):
         (at(5.0, RAISED, 2), "Rank 2 ended first (training raised", "log of rank 2"),
         (at(5.0, RAISED, 2) + at(7.0, RAISED, 0, 1), "Rank 2 ended first", "log of rank 2"),
         (at(5.0, RAISED, 2, 0, 1), "All 3 workers ended there (training", "of the training."),
-        (at(5.0, GONE, 2, 0, 1), "or went on unwatched.", "See the log for"),
-        ([{"rank": 1}], "or went on unwatched.", "See the log for"),
+        (at(5.0, GONE, 2, 0, 1), "or went on without being recorded.", "See the log for"),
+        ([{"rank": 1}], "or went on without being recorded.", "See the log for"),
         (
             at(5.0, "its process ended (killed by SIGKILL)", 0, 1, 2),
             "All 3 workers ended there (killed by SIGKILL).",

@@ -283,6 +283,7 @@ def measure(run: Run) -> Values:
     drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
+    ends = 2 * _ENDS if "," in optimizer_class(run) else _ENDS  # whose losses may alternate
     if run.num_workers == 1:  # nothing to be apart from
         columns |= {name: np.full(len(losses), math.nan) for name in _MEANS}
     return {
@@ -295,10 +296,19 @@ def measure(run: Run) -> Values:
         "effective_batch": _defined(finite_mean(distinct)),
         "global_batch": _defined(finite_mean(drawn)),
         **_cost(run),
-        "loss_first": _defined(finite_mean(measured[:_ENDS])),
-        "loss_last": _defined(finite_mean(measured[-_ENDS:])),
+        "loss_first": _defined(finite_mean(measured[:ends])),
+        "loss_last": _defined(finite_mean(measured[-ends:])),
+        "loss_ends": ends,
         "loss_per_token": _has_tokens(run),
     }
+
+
+def optimizer_class(run: Run) -> str:
+    """Return the class of a run's optimizer, or of all of them; empty where it is not known."""
+    found: Any = run.info.get("training")
+    for key in ("optimizer", "class"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return str(found or "")
 
 
 def _total(run: Run, values_T: Floats) -> float:

@@ -59,6 +59,7 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
 COLUMNS = ("step", "loss_mean", "observed", "interval", "samples_drawn")
 
 _NAMES = 3
+OF_OPTIMIZER = "tensors of the optimizer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class MeasuredParts:
     gradients: int  # steps among them with the gradients of all workers
     # tensors of the watched model, where the optimizer is known to have more; else 0
     watched: int = 0
-    what: str = "tensors of the optimizer"  # of which they are some
+    what: str = OF_OPTIMIZER  # of which they are some
     updated: int = 0  # tensors of the optimizer, or that have joined the training, likewise
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
     joined_by: int | None = None  # the step by which they had joined the training; None if before
@@ -120,6 +121,13 @@ class MeasuredParts:
         if not self.identified:
             parts.append("samples were identified in no step")
         return ", ".join(parts)
+
+    @property
+    def leaves_models_out(self) -> bool:
+        """Whether optimizers update parameters that are not watched."""
+        return self.joined_by is not None or (
+            self.watched < self.updated and self.what == OF_OPTIMIZER
+        )
 
     @property
     def left_out(self) -> str:

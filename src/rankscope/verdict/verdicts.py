@@ -322,7 +322,7 @@ def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
 
 def _with_advice(verdict: Verdict, coverage: MeasuredParts) -> str:
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else verdict.recommendation
-    watch = "" if coverage.joined_by is None else _WATCH_ALL
+    watch = _WATCH_ALL if coverage.leaves_models_out else ""
     loss = "" if coverage.has_losses else _GIVE_LOSS
     batch = "" if coverage.identified else _GIVE_BATCH
     return " ".join(filter(None, [own, watch, loss, batch])) or NOTHING_TO_CHANGE
@@ -373,7 +373,7 @@ def describe_end(progress: RunProgress) -> str:
         return f"{early}: {progress.unwritten}."
     if progress.endings.headline:
         return f"{early}. {progress.endings.headline}"
-    return f"{early}: the training stopped there, or went on unwatched."
+    return f"{early}: the training stopped there, or went on without being recorded."
 
 
 def _without_findings(values: Values, progress: RunProgress) -> Verdict:

@@ -156,10 +156,11 @@ def coverage_in_words(values: Values) -> str:
 def tiles(values: Values) -> list[dict[str, str]]:
     """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
+    ends = values.get("loss_ends", 5)
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
     cells = (
-        ("Averaged loss", _first_and_last(values), f"{unit}; first and last 5 steps"),
+        ("Averaged loss", _first_and_last(values), f"{unit}; first and last {ends} steps"),
         (
             "Loss dispersion",
             _short(values.get("loss_std")),
