@@ -55,6 +55,7 @@ class RunFacts:
     unsaved_buffers: Sequence[str] = ()  # names of buffers that no checkpoint holds
     world_size: int = 0  # number of processes of the job; 0 if unknown
     by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
+    declared_micro_batches: int = 0  # by which a framework divides each loss; 0 if unknown
     unheld: bool = False  # whether the optimizer is known to hold fewer tensors than are trained
     # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)

@@ -233,6 +233,11 @@ def comm_hook_of(info: Mapping[str, Any]) -> str:
     return next(theirs, "")
 
 
+def _declared_of(info: Mapping[str, Any]) -> int:
+    declared = _at(info, "training", "declared_micro_batches")
+    return declared if isinstance(declared, int) else 0
+
+
 def _holds_fewer(info: Mapping[str, Any]) -> bool:
     """Return whether the optimizer of the first rank is known to hold fewer tensors than train."""
     groups = _at(info, "training", "optimizer", "groups")
@@ -272,6 +277,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
             world_size=int(info.get("world_size") or 0),
             by_loop=_at(info, "options", "parallel") == "loop",
+            declared_micro_batches=_declared_of(info),
             unheld=_holds_fewer(info),
         )
     )

@@ -342,6 +342,7 @@ def training_facts(
 
     ``unwatched`` has names of parameters of the optimizer that are none of the model's. ``unheld``
     has the number of the model's that are in no optimizer, and names, where a loop reduces.
+    ``declared_micro_batches`` is what Accelerate was given as gradient_accumulation_steps.
     """
     return {
         "seed": torch.initial_seed(),
@@ -352,7 +353,15 @@ def training_facts(
         "loader": None if loader is None else quietly(lambda: _loader(loader)),
         **quietly(lambda: _unwatched(module, optimizer)),
         **quietly(lambda: _unheld(wrapper, module, optimizer)),
+        **quietly(_declared),
     }
+
+
+def _declared() -> Facts:
+    """Return by how many micro-batches Accelerate divides each loss that it gets."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    shared = getattr(state, "_shared_state", {})
+    return {"declared_micro_batches": int(state().num_steps)} if shared else {}
 
 
 def _unsaved_buffers(module: nn.Module) -> Facts:

@@ -253,6 +253,19 @@ def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, 
         assert said in describe(evidence)[0]
 
 
+def test_a_division_by_micro_batches_that_never_come_is_named():
+    """Accelerate divides each loss by gradient_accumulation_steps; accumulate() was forgotten."""
+    steps = constant(0.2, micro=1)
+    assert watch(LossScale(W), steps) == {}
+    [found] = watch(LossScale(W, declared=5), steps).values()
+    assert found.severity is Severity.WARNING
+    assert "1 of the 5 micro-batches that gradient_accumulation_steps declares" in (
+        found.fields["factor"]
+    )
+    assert watch(LossScale(W, declared=5), constant(1.0, micro=1)) == {}
+
+
+
 @pytest.mark.parametrize(
     "values",
     [[1.0] * 40, [65536.0] * 20 + [32768.0] * 20, [65536.0] * 5 + [4.0] * 40, [3.0] * 40],

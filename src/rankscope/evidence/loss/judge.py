@@ -375,7 +375,12 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         PartsWithoutGradient(),
         TokenWeighting(run.num_workers, run.plan.loss_weighting),
         LossKinds(run.num_workers),
-        LossScale(run.num_workers, max(run.world_size // run.num_workers, 1), by_loop=run.by_loop),
+        LossScale(
+            run.num_workers,
+            max(run.world_size // run.num_workers, 1),
+            by_loop=run.by_loop,
+            declared=run.declared_micro_batches,
+        ),
     )
 
 

@@ -83,6 +83,12 @@ _POWERS = 3
 _LARGEST = 1e300  # the sum over any number of workers is finite
 
 
+_DECLARED = (
+    "{micro} of the {declared} micro-batches that gradient_accumulation_steps declares, and by "
+    "which each loss is divided"
+)
+
+
 class LossScale(Detector):
     """Multipliers that do not average to 1, and workers whose multiplier differs.
 
@@ -121,13 +127,17 @@ class LossScale(Detector):
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
 
-    ``ranks_each``: the job's ranks for each worker, along other axes of its mesh.
+    ``ranks_each``: the job's ranks for each worker, along other axes of its mesh; ``declared``: the
+    number of micro-batches by which a framework divides each loss, 0 if unknown.
     """
 
-    SETTINGS = ("_num_workers", "_ranks_each", "_by_loop")
+    SETTINGS = ("_num_workers", "_ranks_each", "_by_loop", "_declared")
 
-    def __init__(self, num_workers: int, ranks_each: int = 1, *, by_loop: bool = False) -> None:
+    def __init__(
+        self, num_workers: int, ranks_each: int = 1, *, by_loop: bool = False, declared: int = 0
+    ) -> None:
         self._num_workers = num_workers
+        self._declared = declared
         self._ranks_each = ranks_each
         self._by_loop = by_loop
         self._sums = TokenSums()
@@ -265,6 +275,8 @@ class LossScale(Detector):
         }
         if micro == 1 or self._num_workers == 1:  # the products are the single ones
             factors = dict(list(factors.items())[:4])
+        if self._declared not in (0, micro):
+            factors[_DECLARED.format(declared=self._declared, micro=micro)] = micro / self._declared
         workers = gathered.workers
         if self._divided and not are_alike(workers["loss_weight"]):
             factors |= {
