@@ -30,7 +30,17 @@ STEPS = 48
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("language", "tied", "picture", "dense", "recurrent"),
     "wrapper": ("ddp", "ddp", "ddp views", "ddp static", "ddp half", "zero", "fsdp", "by hand"),
-    "optimizer": ("sgd", "momentum", "adamw", "adamw", "fused", "rmsprop", "adagrad", "two", "muon"),
+    "optimizer": (
+        "sgd",
+        "momentum",
+        "adamw",
+        "adamw",
+        "fused",
+        "rmsprop",
+        "adagrad",
+        "two",
+        "muon",
+    ),
     "precision": ("float", "float", "autocast", "scaler", "bfloat16"),
     "micro_batches": (1, 1, 2, 3),
     "sync_each": (False, True),
@@ -82,35 +92,45 @@ class Job:
 
 
 def draw(seed: int) -> Job:
-    """Draw a job; choices that torch does not allow together give way."""
+    """Draw a job; choices that do not go together give way."""
     source = random.Random(seed)
     drawn = {name: source.choice(values) for name, values in CHOICES.items()}
+    return Job(**_fit_wrapper(_fit_model(drawn)))
+
+
+def _fit_model(drawn: dict[str, Any]) -> dict[str, Any]:
     if drawn["model"] in ("language", "tied", "recurrent"):
         drawn["noise"] = False
     else:
         drawn["uneven"] = False
         if drawn["loss"] in ("tokens", "sum"):
             drawn["loss"] = "mean"
-    if drawn["wrapper"] == "fsdp":
-        drawn |= {"averaged": False, "optimizer": {"muon": "adamw", "fused": "adamw"}.get(
-            drawn["optimizer"], drawn["optimizer"])}
-        if drawn["precision"] == "scaler":
-            drawn["precision"] = "float"
-    if drawn["wrapper"] == "zero":
-        drawn["optimizer"] = "adamw"
-    if drawn["wrapper"] == "ddp static":
-        drawn |= {"sync_each": True, "frozen": "nothing", "micro_batches": 1}
     if drawn["model"] == "picture":
         drawn["checkpointed"] = False  # running statistics would count each batch twice
+    if drawn["model"] == "tied":
+        drawn["frozen"] = "nothing"
     if drawn["precision"] == "bfloat16":
         drawn["averaged"] = False  # the average would round away what it follows
-    if drawn["precision"] == "bfloat16" and drawn["wrapper"] == "ddp half":
+    return drawn
+
+
+def _fit_wrapper(drawn: dict[str, Any]) -> dict[str, Any]:
+    wrapper = drawn["wrapper"]
+    if wrapper == "fsdp":
+        drawn["averaged"] = False
+        if drawn["optimizer"] in ("muon", "fused"):
+            drawn["optimizer"] = "adamw"
+        if drawn["precision"] == "scaler":
+            drawn["precision"] = "float"
+    if wrapper == "zero":
+        drawn["optimizer"] = "adamw"
+    if wrapper == "ddp static":
+        drawn |= {"sync_each": True, "frozen": "nothing", "micro_batches": 1}
+    if wrapper == "ddp half" and drawn["precision"] == "bfloat16":
         drawn["wrapper"] = "ddp"
-    if drawn["frozen"] == "first, thawed later" and drawn["wrapper"] != "by hand":
+    if wrapper != "by hand" and "later" in drawn["frozen"]:
         drawn["frozen"] = "first"  # a wrapper looks at requires_grad when it wraps
-    if drawn["model"] == "tied" and drawn["frozen"] != "nothing":
-        drawn["frozen"] = "nothing"
-    return Job(**drawn)
+    return drawn
 
 
 def faults_of(job: Job, ranks: int) -> list[str]:
@@ -201,7 +221,11 @@ class Dense(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.embed, self.middle = nn.Linear(192, 48), nn.Linear(48, 48)
-        self.norm, self.dropout, self.head = nn.LayerNorm(48), nn.Dropout(dropout), nn.Linear(48, 10)
+        self.norm, self.dropout, self.head = (
+            nn.LayerNorm(48),
+            nn.Dropout(dropout),
+            nn.Linear(48, 10),
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = F.gelu(self.embed(images.flatten(1)))
@@ -276,7 +300,9 @@ class Training:
         self.schedules = [self._schedule(optimizer) for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", 256.0, enabled=job.precision == "scaler")
         self.average = (
-            AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if job.averaged else None
+            AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            if job.averaged
+            else None
         )
 
     def _wrap(self) -> nn.Module:
@@ -300,7 +326,9 @@ class Training:
         return wrapped
 
     def _optimizers(self) -> list[Any]:
-        parameters = [p for p in self.model.parameters() if p.requires_grad or "later" in self.job.frozen]
+        parameters = [
+            p for p in self.model.parameters() if p.requires_grad or "later" in self.job.frozen
+        ]
         kind = self.job.optimizer
         if self.job.wrapper == "zero":
             return [ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=2e-3)]
@@ -330,7 +358,9 @@ class Training:
             return many.CosineAnnealingLR(optimizer, STEPS)
         if kind == "cycle":
             cycles = "momentum" in optimizer.defaults or "betas" in optimizer.defaults
-            return many.OneCycleLR(optimizer, 2 * rate, total_steps=STEPS + 1, cycle_momentum=cycles)
+            return many.OneCycleLR(
+                optimizer, 2 * rate, total_steps=STEPS + 1, cycle_momentum=cycles
+            )
         return None
 
     def _loader(self) -> tuple[Any, Callable[[int], None]]:
@@ -373,7 +403,9 @@ class Training:
         if job.loss == "inside":
             loss = outputs / many
         elif job.loss in ("tokens", "sum"):
-            total = F.cross_entropy(*flat(outputs, labels), reduction="sum", label_smoothing=smoothing)
+            total = F.cross_entropy(
+                *flat(outputs, labels), reduction="sum", label_smoothing=smoothing
+            )
             loss = total * self.ranks / share
         else:
             loss = mean_loss(outputs, labels, smoothing) / many
@@ -488,23 +520,32 @@ class Training:
             self.average.update_parameters(self.model)
 
     def _begin_fault(self) -> None:
-        if not self.odd:
-            return
-        if self.fault == "rate":
-            for optimizer in self.optimizers:
-                optimizer.param_groups[0]["lr"] *= 1.5
-        elif self.fault == "evaluation mode":
-            self.model.eval()
-        elif self.fault == "dropout off":
-            for module in self.model.modules():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.0
-        elif self.fault == "weight":
-            with torch.no_grad():
-                next(iter(self.model.core.head.parameters())).flatten()[0].add_(0.1)
-        elif self.fault == "moments":
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
+        begin_it = {
+            "rate": self._change_rate,
+            "evaluation mode": self.model.eval,
+            "dropout off": self._drop_nothing,
+            "weight": self._change_weight,
+            "moments": self._forget_moments,
+        }.get(self.fault)
+        if begin_it is not None and self.odd:
+            begin_it()
+
+    def _change_rate(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] *= 1.5
+
+    def _drop_nothing(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    @torch.no_grad()
+    def _change_weight(self) -> None:
+        next(iter(self.model.core.head.parameters())).flatten()[0].add_(0.1)
+
+    def _forget_moments(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
 
     def run(self) -> None:
         batches = self.batches()

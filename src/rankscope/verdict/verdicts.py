@@ -287,8 +287,9 @@ _LET_IT_SEE = (
 )
 _WATCH_ALL = (
     "Call watch() once all parameters are unfrozen and in the optimizer; where they join later, "
-    "close the scope and call watch() again then. Give a second model a wrapper of its own: without "
-    "one, each worker trains a copy that drifts apart, unless the loop reduces its gradients."
+    "close the scope and call watch() again then. Give a second model a wrapper of its own: "
+    "without one, each worker trains a copy that drifts apart, unless the loop reduces its "
+    "gradients."
 )
 _GIVE_LOSS = (
     "Where the training's own code computes the loss, call scope.loss(loss) before loss.backward()."

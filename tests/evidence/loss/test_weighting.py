@@ -259,11 +259,11 @@ def test_a_division_by_micro_batches_that_never_come_is_named():
     assert watch(LossScale(W), steps) == {}
     [found] = watch(LossScale(W, declared=5), steps).values()
     assert found.severity is Severity.WARNING
-    assert "1 of the 5 micro-batches that gradient_accumulation_steps declares" in (
-        found.fields["factor"]
+    assert (
+        "1 of the 5 micro-batches that gradient_accumulation_steps declares"
+        in (found.fields["factor"])
     )
     assert watch(LossScale(W, declared=5), constant(1.0, micro=1)) == {}
-
 
 
 @pytest.mark.parametrize(

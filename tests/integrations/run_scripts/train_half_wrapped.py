@@ -19,7 +19,9 @@ def main():
     for _ in range(12):
         made = wrapped(torch.randn(4, 4))
         second.zero_grad()
-        (F.softplus(critic(made.detach())) + F.softplus(-critic(torch.rand(4, 8)))).mean().backward()
+        (
+            F.softplus(critic(made.detach())) + F.softplus(-critic(torch.rand(4, 8)))
+        ).mean().backward()
         second.step()
         first.zero_grad()
         F.softplus(-critic(made)).mean().backward()
