@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -315,7 +315,7 @@ class Training:
                     for block in child:
                         fully_shard(block)
             return fully_shard(self.model)
-        wrapped = DDP(
+        wrapped = DistributedDataParallel(
             self.model,
             gradient_as_bucket_view=kind == "ddp views",
             static_graph=kind == "ddp static",
@@ -460,7 +460,7 @@ class Training:
         last = at == self.job.micro_batches - 1
         if self.job.sync_each or last:
             return contextlib.nullcontext()
-        if isinstance(self.wrapped, DDP):
+        if isinstance(self.wrapped, DistributedDataParallel):
             return self.wrapped.no_sync()
         return contextlib.nullcontext()
 

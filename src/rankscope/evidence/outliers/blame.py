@@ -180,10 +180,12 @@ def _cause(fault: Fault) -> str:
     return "data.worker_outlier" if by_data or fault.agreed >= 0 else "compute.worker_outlier"
 
 
-def is_small(fault: Fault) -> bool:
-    """Return whether no loss and no norm of its workers is a quarter off the others'."""
-    traces = [trace for each in fault.traces.values() for _, trace in each if trace.relative]
-    return all(abs(trace.deviation) < _SMALL for trace in traces if trace.kind in _LASTING)
+def are_small(traces: Traces) -> bool:
+    """Return whether no loss and no norm is a quarter off the others', whole ones if any differ."""
+    lasting = [(signal, trace) for signal, trace in traces if trace.kind in _LASTING]
+    of_totals = [pair for pair in lasting if not pair[0].group]
+    sizes = [trace for signal, trace in of_totals or lasting if signal.how.relative]
+    return all(one.relative and abs(one.deviation) < _SMALL for one in sizes)
 
 
 def _has_common_factor(fault: Fault, num_workers: int) -> bool:
@@ -374,6 +376,7 @@ class OutlierSearch(Detector):
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
             worker = int(evidence_W.argmax())
+            suspects = self._without_bystanders(suspects, worker)
             flagged = self._totals.test.flagged
             minority = 2 * (len(suspects) + len(flagged)) < self._num_workers
             in_tie = any(fault.tie and fault.is_open for fault in self._faults)
@@ -383,6 +386,10 @@ class OutlierSearch(Detector):
                 strongest_first = sorted(suspects, key=lambda w: -log_W[w])
                 changed += self._report_tie([*strongest_first, *flagged][:NAMED_WORKERS], gathered)
         return changed
+
+    def _without_bystanders(self, suspects: list[int], worker: int) -> list[int]:
+        """Return the workers that may be at fault as well as this one, which differs most."""
+        return suspects
 
     def _is_one_of_many(self, worker: int) -> bool:
         """Return whether others differ just as steadily, so that no majority is alike."""

@@ -32,7 +32,7 @@ from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.outliers import EXCHANGES
 from rankscope.evidence.outliers.alike import AlikePairs
-from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch, is_small
+from rankscope.evidence.outliers.blame import MEANT, Fault, OutlierSearch, are_small
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -345,7 +345,8 @@ class WorkerOutliers(_OfWholeSamples):
         fields = {**evidence.fields, "tokens": self._tokens.words(fault.ranks)}
         named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
         zeros = self._zeros.find()
-        if self._visits.own_pools and not fault.absorbed and is_small(fault):
+        small = all(map(are_small, fault.traces.values()))
+        if self._visits.own_pools and small and not fault.absorbed:
             fields |= {"many": _POOLS, "check": MEANT}
             evidence = replace(evidence, cause="inconclusive", severity=Severity.NOTE)
         if fault.absorbed or named.isdisjoint(each for some in zeros.values() for each in some):
@@ -353,6 +354,12 @@ class WorkerOutliers(_OfWholeSamples):
         many = self._parts_of_sequences  # which others than shards of different kinds explain
         words = _words_on_zeros(zeros, self._zeros.steps)
         return replace(evidence, fields={**fields, **words, "many": many})
+
+    def _without_bystanders(self, suspects: list[int], worker: int) -> list[int]:
+        """Leave out small differences beside a large one, where each worker has its own samples."""
+        if not self._visits.own_pools or are_small(self._traces(worker)):
+            return suspects
+        return [one for one in suspects if one == worker or not are_small(self._traces(one))]
 
     @property
     def not_compared(self) -> tuple[int, ...]:
