@@ -178,10 +178,12 @@ class Noisy(nn.Module):
         return self.layers[1](self.layers[0](x).tanh()).square().mean()
 
 
-def train(rank, run_dir, sharded, saved=None, *, copied=False):
+def train(rank, run_dir, sharded, saved=None, *, copied=False, lost=()):
     """Train from what was saved, ``copied`` from rank 0 in part; return what there is to save."""
     torch.manual_seed(0)
     net = Noisy(rank)
+    if sharded:
+        fully_shard(net.layers[1])
     model = fully_shard(net) if sharded else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
@@ -192,6 +194,8 @@ def train(rank, run_dir, sharded, saved=None, *, copied=False):
             own = [state["exp_avg"].to_local() for state in moments["state"].values()]
         for tensor in own if copied else ():
             dist.broadcast(tensor, src=0)
+        for number in lost:
+            del moments["state"][number]
         net.load_state_dict(parameters)
         optimizer.load_state_dict(moments)
         net.generator.set_state(random)
@@ -205,17 +209,19 @@ def train(rank, run_dir, sharded, saved=None, *, copied=False):
 
 
 KINDS = {"DDP": False, "FSDP2": True}
+LOST = (1, 2)  # of the root, whose shards are gathered while a step begins, and of a layer
 
 
 def train_all(rank, folder):
     warnings.simplefilter("ignore")
     for kind, sharded in KINDS.items():
         saved = train(rank, f"{folder}/{kind}-first", sharded)
-        for name, copied in {kind: False, f"{kind} of rank 0": True}.items():
+        changes = {kind: {}, f"{kind} of rank 0": {"copied": True}, f"{kind} lost": {"lost": LOST}}
+        for name, change in changes.items():
             if rank == 0:
                 shutil.copytree(f"{folder}/{kind}-first", f"{folder}/{name}")
             dist.barrier()
-            train(rank, f"{folder}/{name}", sharded, saved, copied=copied)
+            train(rank, f"{folder}/{name}", sharded, saved, **change)
 
 
 restarted = on_ranks(train_all, 2, timeout=240)
@@ -246,3 +252,10 @@ def test_what_a_restart_loses_is_named(restarted, kind, cause, severity, text):
     found = found_in(restarted, f"{kind} of rank 0")[cause]
     assert (found.severity, found.ranks, found.first_step) == (severity, (1,), STEPS)
     assert text in found.explanation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_without_their_moments_are_named(restarted, kind):
+    found = found_in(restarted, f"{kind} lost")["state.resume_mismatch"]
+    assert (found.severity, found.ranks) == (Severity.ERROR, ())
+    assert "the moments of 2 parameters (layers.0.bias and layers.1.weight)" in found.explanation

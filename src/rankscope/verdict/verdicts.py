@@ -56,6 +56,7 @@ class RunProgress:
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
     unwritten: str = ""  # why the last steps could not be written, if so
     lost: tuple[str, ...] = ()  # parts of the directory that are missing
+    written_by: int | None = None  # the process that still writes it, after its ranks have ended
 
     @property
     def ended(self) -> bool:
@@ -261,7 +262,14 @@ def without_parts(progress: RunProgress) -> Verdict:
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
-        return _NOTHING_YET
+        if progress.written_by is None:
+            return _NOTHING_YET
+        return replace(
+            _NOTHING_YET,
+            headline="Nothing is recorded yet: the training has ended, and its agent (process "
+            f"{progress.written_by}) still writes the record.",
+            recommendation="Ask again in a moment.",
+        )
     if progress.lost:
         return without_parts(progress)
     if progress.unwritten:
