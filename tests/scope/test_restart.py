@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import writer
+from rankscope.record.begin import LOCK_FILE
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
 from rankscope.session import opening
 from rankscope.verdict.diagnosis import diagnose_run
@@ -37,6 +39,35 @@ def last_on_disk(run_dir):
         return Run.open(run_dir).columns(Table.STEPS, "step")["step"].max(initial=-1)
     except RunError:  # there is none as yet
         return -1
+
+
+def move_while_training(rank, run_dir):
+    """Train, and rename the run's directory once some steps are in it; another run takes over."""
+    loop = Loop(rank, run_dir, flush_seconds=0.0)
+    for step in range(3):
+        loop.step(step)
+    if rank == 0:
+        while last_on_disk(run_dir) < 1:
+            time.sleep(0.05)
+        os.rename(run_dir, f"{run_dir}-kept")
+        os.mkdir(run_dir)
+        Path(run_dir, "run.json").write_text("{}")
+    dist.barrier()
+    for step in range(3, 9):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_run_goes_on_in_its_directory_where_that_is_moved(tmp_path):
+    warnings, _ = run_ranks(move_while_training, 2, str(tmp_path / "run"))
+    moved = f"run has been moved; its record goes on in {tmp_path / 'run-kept'}"
+    assert [moved in line for line in warnings] == [True]
+    run = Run.open(tmp_path / "run-kept")
+    assert run.status == "complete"
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(9))
+    assert os.listdir(tmp_path / "run") == ["run.json"]
+    assert not (run.path / LOCK_FILE).exists()
 
 
 def copied_batches(rank, run_dir, num_steps, kill):

@@ -129,7 +129,11 @@ class WriterLock:
             return
         if closed:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                path = self._path
+                with contextlib.suppress(OSError):  # the run's directory may have been moved
+                    path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+                if os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                    path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
 

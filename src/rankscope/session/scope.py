@@ -66,8 +66,8 @@ _log = logging.getLogger("rankscope")
 CLOSE_SECONDS = 10.0  # seconds that ``close`` waits for the last step of the other workers
 CLOSE_SECONDS_AFTER_ERROR = 3.0  # the same when the training raised: the others may never come
 
-_BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes
-_BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits takes less
+_BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes, or would
+_BUSY_SHARE = 0.02  # of a CPU that such an agent wants at least; one that waits wants less
 _AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
@@ -399,12 +399,12 @@ class Scope:
         self._send_bye(complete=cause is None, why=_how_it_ended(cause))
         until = time.monotonic() + timeout
         latest = time.monotonic() + _BUSY_SECONDS
-        computes = partial(self._agent_computed, _BUSY_SHARE * timeout)
-        computes()
+        is_busy = partial(self._agent_is_busy, _BUSY_SHARE * timeout)
+        is_busy()
         self._link.drain(timeout)
         while not self._inbox.done:
             if time.monotonic() >= until:
-                if timeout <= CLOSE_SECONDS_AFTER_ERROR or until >= latest or not computes():
+                if timeout <= CLOSE_SECONDS_AFTER_ERROR or until >= latest or not is_busy():
                     break
                 until = min(until + timeout, latest)
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
@@ -421,14 +421,14 @@ class Scope:
                 "need not wait, and the agent closes the record by itself, later",
             )
 
-    def _agent_computed(self, seconds: float) -> bool:
-        """Return whether the agent that this rank has started took so much CPU since the last call.
+    def _agent_is_busy(self, seconds: float) -> bool:
+        """Return whether the agent that this rank has started was so busy since the last call.
 
-        On a busy machine it may still start: it gives way to all others.
+        On a busy machine it may wait for a CPU, or still start: it gives way to all others.
         """
         agent = self._handle.agent
         before = self._agent_seconds
-        self._agent_seconds = 0.0 if agent is None else agent.cpu_seconds()
+        self._agent_seconds = 0.0 if agent is None else agent.busy_seconds()
         return self._agent_seconds - before >= seconds
 
     def _send_bye(self, *, complete: bool, why: str) -> None:

@@ -203,11 +203,17 @@ def _duplicates(values: Values, finding: Finding) -> Verdict:
     )
 
 
+def _again(finding: Finding) -> str:
+    """Return whose samples were drawn again, in words."""
+    others = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
+    own = _number(finding, "drawn_from_own")
+    return f"{count(others, 'draw')} of another worker's, and {own:,} of the same worker's"
+
+
 def _overlap(values: Values, finding: Finding) -> Verdict:
     if finding.severity is Severity.NOTE:
         return Verdict(
-            "Workers draw samples again within an epoch, as in sampling with replacement or in "
-            "batches that are filled up.",
+            f"Workers draw samples again within an epoch: {_again(finding)}.",
             "Nothing to change if that is intended. Otherwise: split and shuffle the data with the "
             "same seeds on all ranks, so that their shards are disjoint.",
         )
