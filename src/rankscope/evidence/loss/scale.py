@@ -436,7 +436,9 @@ class _DifferingWorkers(Stateful):
         ranks = tuple(differing) if num_workers > 2 else (0, 1)
         ratios = {rank: self._seen[rank][0] for rank in differing}
         farthest = max(ratios, key=lambda rank: how_far(ratios[rank]))
-        alike = all(math.isclose(each, ratios[farthest], rel_tol=_CLOSE) for each in ratios.values())
+        alike = all(
+            math.isclose(each, ratios[farthest], rel_tol=_CLOSE) for each in ratios.values()
+        )
         which = "" if alike else f" on rank {farthest}, the farthest of {len(ratios)} workers"
         return self._span.evidence(
             "loss.scale",
