@@ -49,8 +49,8 @@ def move_while_training(rank, run_dir):
     if rank == 0:
         while last_on_disk(run_dir) < 1:
             time.sleep(0.05)
-        os.rename(run_dir, f"{run_dir}-kept")
-        os.mkdir(run_dir)
+        Path(run_dir).rename(f"{run_dir}-kept")
+        Path(run_dir).mkdir()
         Path(run_dir, "run.json").write_text("{}")
     dist.barrier()
     for step in range(3, 9):
@@ -66,7 +66,7 @@ def test_a_run_goes_on_in_its_directory_where_that_is_moved(tmp_path):
     run = Run.open(tmp_path / "run-kept")
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(9))
-    assert os.listdir(tmp_path / "run") == ["run.json"]
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["run.json"]
     assert not (run.path / LOCK_FILE).exists()
 
 

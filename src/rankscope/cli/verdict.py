@@ -260,7 +260,7 @@ class _Sheet:
 
 
 def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
-    """Return as many sentences of the advice as fit, but the first that says what to do at least."""
+    """Return as many sentences of the advice as fit, but at least up to the first action."""
     whole = labelled(_ACTION, words)
     if sheet.fits(whole, kept_free=kept_free):
         return whole

@@ -131,7 +131,7 @@ class WriterLock:
             with contextlib.suppress(OSError):
                 path = self._path
                 with contextlib.suppress(OSError):  # the run's directory may have been moved
-                    path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+                    path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
                 if os.path.samestat(os.fstat(self._descriptor), path.stat()):
                     path.unlink()
         os.close(self._descriptor)

@@ -24,7 +24,7 @@ class DirectoryPlace:
         if _is(self._path, own):
             return self._path
         with contextlib.suppress(OSError):
-            moved = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+            moved = Path(f"/proc/self/fd/{self._descriptor}").readlink()
             if _is(moved, own):
                 self._path = moved
                 return moved
