@@ -62,7 +62,7 @@ def move_while_training(rank, run_dir):
 def test_a_run_goes_on_in_its_directory_where_that_is_moved(tmp_path):
     warnings, _ = run_ranks(move_while_training, 2, str(tmp_path / "run"))
     moved = f"run has been moved; its record goes on in {tmp_path / 'run-kept'}"
-    assert [moved in line for line in warnings] == [True]
+    assert sum(moved in line for line in warnings) == 1  # and of a write under way
     run = Run.open(tmp_path / "run-kept")
     assert run.status == "complete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(9))

@@ -462,10 +462,10 @@ class Started:
         code = self._process.poll()
         return "" if code is None else ending_of(code)
 
-    def busy_seconds(self) -> float:
-        """Return the time in which its process computed or waited for a CPU; 0 if unknown."""
+    def busy_seconds(self) -> tuple[float, float]:
+        """Return the time in which its process computed, and waited for a CPU; 0 if unknown."""
         if self._process is None or os.getpid() != self._pid:
-            return 0.0
+            return 0.0, 0.0
         return busy_seconds_of(self._process.pid)
 
     def wait(self, seconds: float) -> None:

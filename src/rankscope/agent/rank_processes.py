@@ -146,16 +146,16 @@ def _stat_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
 
 
-def busy_seconds_of(pid: int) -> float:
-    """Return the time in which a process computed, or waited for a CPU to compute on.
+def busy_seconds_of(pid: int) -> tuple[float, float]:
+    """Return the time in which a process computed, and that in which it waited for a CPU.
 
     It must not have ended unnoticed. 0 where that is unknown.
     """
     with suppress(OSError, IndexError, ValueError):
         fields = _stat_of(pid)
         computed = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        return computed + sum(map(_waited_for_cpu, Path(f"/proc/{pid}/task").iterdir()))
-    return 0.0
+        return computed, sum(map(_waited_for_cpu, Path(f"/proc/{pid}/task").iterdir()))
+    return 0.0, 0.0
 
 
 def _waited_for_cpu(thread: Path) -> float:
