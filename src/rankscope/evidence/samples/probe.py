@@ -80,8 +80,9 @@ class LengthMeter(Probe):
             return
         if ids.dtype not in (torch.int64, torch.int32):
             return
-        fits = isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape
-        kept = _kept(mask) if fits else None
+        kept = None
+        if isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape:
+            kept = _kept(mask)
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), kept))
 
     def collect(self, end: StepEnd) -> Pending:
