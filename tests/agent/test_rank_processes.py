@@ -4,13 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.rank_processes import ProcessWatch, stacks_of
+from rankscope.agent.rank_processes import ProcessWatch, busy_seconds_of, stacks_of
 from rankscope.errors import install_command
 from support.accidents import wait_until
 
@@ -163,3 +164,26 @@ def test_an_agent_starts_wherever_a_training_does(tmp_path):
     descriptor, hidden = done.stdout.split()
     assert descriptor == "0"  # that of the socket, where standard input was
     assert hidden == "2"
+
+
+SPINS = "import os; os.sched_setaffinity(0, {CPU}); print(flush=True)\nwhile True: pass"
+
+
+def test_a_process_that_waits_for_a_cpu_is_busy_and_one_that_sleeps_is_not(start):
+    """Four processes share one CPU: together they are busy for longer than it computes."""
+    code = SPINS.replace("CPU", str(min(os.sched_getaffinity(0))))
+    asleep, spinning = start(SLEEPER).pid, [start(code).pid for _ in range(4)]
+    begun, start_time = [sum(busy_seconds_of(pid)) for pid in spinning], time.monotonic()
+    elapsed, busy = [], []
+
+    def has_waited():
+        elapsed.append(time.monotonic() - start_time)
+        busy[:] = [
+            sum(busy_seconds_of(pid)) - was for pid, was in zip(spinning, begun, strict=True)
+        ]
+        return min(busy) > 0.2
+
+    idle = sum(busy_seconds_of(asleep))
+    wait_until(has_waited)
+    assert sum(busy) > elapsed[-1]
+    assert sum(busy_seconds_of(asleep)) - idle < min(busy)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -180,11 +181,26 @@ def test_a_record_that_cannot_be_written_to_its_end_says_so(tmp_path, monkeypatc
         assert "could not be written (File exists)" in assess(run).headline
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_run_whose_directory_is_gone_is_not_written_into_another_run(tmp_path, taken):
+    record = Recorder(RunWriter(tmp_path / "run", {}))
+    record.add_many([make_report(0)])
+    assert record.flush()
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    if taken:
+        RunWriter(tmp_path / "run", {"name": "another"})
+    record.add_many([make_report(1)])
+    assert record.flush() is not taken
+    assert (tmp_path / "run" / "steps").exists() is not taken
+
+
 @pytest.mark.parametrize("limit", ["MOST_KEPT_BYTES", "GIVE_UP_SECONDS"])
 def test_a_store_that_stays_away_ends_the_record_and_says_what_is_missing(
     tmp_path, monkeypatch, caplog, limit
 ):
-    """Something else lies in the place of its directory."""
+    """Its directory is elsewhere, and cannot be followed, as on systems without ``/proc``."""
+    monkeypatch.setattr("rankscope.record.place._opened", lambda path: None)
     record = Recorder(RunWriter(tmp_path / "run", {}, flush_seconds=0.0))
     monkeypatch.setattr(recorder, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(recorder, "_LAST_PAUSES", ())

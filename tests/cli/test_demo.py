@@ -10,6 +10,7 @@ import pytest
 from rankscope.cli import demo
 from rankscope.record import Run
 from report.html_reader import Page
+from report.recorded_runs import record_run
 from support.recomputed import Recomputed, rounded_alike
 
 METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
@@ -74,6 +75,7 @@ def test_every_figure_of_the_two_runs_is_that_of_their_files(command, tmp_path, 
     assert "Training on 2 workers" in err
     for name in demo.TRAININGS:
         assert Run.open(tmp_path / "demo" / name).status == "complete"
+    assert not [*(tmp_path / "demo").glob(".demo-*")]
 
 
 def test_a_training_that_fails_is_said(command, tmp_path, monkeypatch):
@@ -83,3 +85,11 @@ def test_a_training_that_fails_is_said(command, tmp_path, monkeypatch):
     assert code == 2
     assert "the training failed: worker" in err
     assert "ValueError" in (folder / "error.log").read_text()
+    for name in demo.TRAININGS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+        record_run(folder / name, num_steps=3, num_workers=2)
+    (folder / "error.log").unlink()
+    assert command("demo", "--output", folder, "--overwrite")[0] == 2
+    assert "ValueError" in (folder / "error.log").read_text()
+    assert [len(Run.open(folder / name).steps("step")["step"]) for name in demo.TRAININGS] == [3, 3]
+    assert not [*folder.glob(".demo-*")]

@@ -4,6 +4,9 @@ import json
 import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -132,6 +135,55 @@ def test_the_summary_of_many_findings_has_twelve_lines(copied, tmp_path):
         assert shown + sum(numbers) == len(events)
 
 
+def test_the_summary_says_the_first_action_whole(copied, tmp_path):
+    idle = "If weights are meant to change there (averages, perturbations), nothing is wrong."
+    action = "Otherwise look for what writes to them between the forward pass and the update."
+    advice = f"{idle} {action} {'Then compare what each rank holds. ' * 12}"
+    event = {"id": "update.weights", "cause": "update.weights", "next_check": advice}
+    output = call_in("40", with_findings(copied, tmp_path / "long", event)).output
+    assert f"{idle} {action} …" in " ".join(output.split())
+
+
+WRITES = """
+import json, sys
+from pathlib import Path
+from rankscope.record.begin import WriterLock
+run, whole = map(Path, sys.argv[1:])
+lock = WriterLock(run)
+print(flush=True)
+sys.stdin.readline()
+(whole / "steps").rename(run / "steps")
+(whole / "run.json").rename(run / "run.json")
+lock.release()
+"""
+
+
+def test_a_run_that_is_still_written_after_its_training_is_waited_for(
+    healthy, tmp_path, monkeypatch
+):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for place in (run, whole):
+        shutil.copytree(healthy, place)
+    shutil.rmtree(run / "steps")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    command = [sys.executable, "-c", WRITES, str(run), str(whole)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        here = socket.gethostname()
+        info = json.loads((run / "run.json").read_text())
+        ranks = [{"rank": rank, "host": here, "pid": ended.pid} for rank in range(8)]
+        info |= {"status": "running", "ranks": ranks, "agent": {"host": here, "pid": writer.pid}}
+        (run / "run.json").write_text(json.dumps(info))
+        writer.stdout.readline()
+        with monkeypatch.context() as patch:
+            patch.setattr("rankscope.cli.report._WRITING_SECONDS", 0.0)
+            said = " ".join(call(run, "--no-html").output.split())
+            assert f"and its agent (process {writer.pid}) still writes the record." in said
+        monkeypatch.setattr("rankscope.cli.report._WRITING_SECONDS", 60.0)
+        monkeypatch.setattr("rankscope.cli.report.time.sleep", lambda _: writer.communicate(b"."))
+        assert "HEALTHY" in call(run, "--no-html").output
+
+
 def call_in(columns, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", columns)
@@ -168,6 +220,12 @@ def test_a_directory_of_runs_is_listed(healthy, copied, tmp_path):
     wrong = call(tmp_path / "runs", "--format", "png")
     assert isinstance(wrong.exception, UsageError)
     assert "name one of the runs in it" in str(wrong.exception)
+
+    (tmp_path / "runs" / "sft").rename(tmp_path / "runs" / "sft-llama-3-8b-lr-3e-4-warmup-100")
+    for columns in ("40", "80", "100"):
+        lines = call_in(columns, tmp_path / "runs").output.splitlines()
+        assert {"  third", "  sft-llama-3-8b-lr-3e-4-warmup-100/first"} <= {*lines}
+        assert sum(line.startswith(("    ? unreadable", "    ● healthy")) for line in lines) == 2
 
 
 def test_fail_on(healthy, copied, tmp_path):

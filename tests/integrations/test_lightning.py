@@ -47,11 +47,12 @@ def make_module(**settings):
     from lightning.pytorch import LightningModule
 
     class Module(LightningModule):
-        def __init__(self, *, optimizers=1):
+        def __init__(self, *, optimizers=1, factor=1):
             super().__init__()
             self.net = make_model()
             self.automatic_optimization = optimizers == 1
             self.num_optimizers = optimizers
+            self.factor = factor  # of rank 1's loss
 
         def on_train_start(self):
             torch.manual_seed(100 + dist.get_rank())
@@ -60,7 +61,8 @@ def make_module(**settings):
             return self.net(**batch)["loss"]
 
         def training_step(self, batch, batch_idx):
-            return self(batch)
+            loss = self(batch)
+            return loss * self.factor if dist.get_rank() and self.factor != 1 else loss
 
         def validation_step(self, batch, batch_idx):
             self.log("validation loss", self(batch))
@@ -157,6 +159,9 @@ def work(rank, folder):
     train_by_hand(rank, f"{folder}/by hand")
     watched = fit(rank, make_module(), [callback("healthy")])
     result = {"terminated": ended, "watched": watched, "unwatched": fit(rank, make_module(), [])}
+    for factor in (2, 8):
+        multiplied = RankscopeCallback(f"{folder}/factor {factor}", **OPTIONS)
+        fit(rank, make_module(factor=factor), [multiplied], accumulate=1)
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
@@ -179,6 +184,16 @@ def test_a_healthy_training_keeps_its_bits_is_recorded_as_by_hand_and_nothing_is
     assert run.info["config"]["accumulate_grad_batches"] == ACCUMULATE
     for rank in ranks:
         assert rank["watched"] == rank["unwatched"]
+
+
+@pytest.mark.parametrize("factor", [2, 8])
+def test_a_factor_of_one_workers_loss_is_named(trained, factor):
+    found = rankscope.Run.open(trained[1] / f"factor {factor}").findings()
+    [finding] = [one for one in found if one.cause.startswith("loss.")]
+    assert finding.id == "loss-scale-one-worker"
+    assert f"rank 1 has a factor before backward that is {factor} times rank 0's" in (
+        finding.explanation
+    )
 
 
 def test_several_optimizers_are_refused(trained):

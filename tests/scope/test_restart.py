@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import writer
+from rankscope.record.begin import LOCK_FILE
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
 from rankscope.session import opening
 from rankscope.verdict.diagnosis import diagnose_run
@@ -37,6 +39,35 @@ def last_on_disk(run_dir):
         return Run.open(run_dir).columns(Table.STEPS, "step")["step"].max(initial=-1)
     except RunError:  # there is none as yet
         return -1
+
+
+def move_while_training(rank, run_dir):
+    """Train, and rename the run's directory once some steps are in it; another run takes over."""
+    loop = Loop(rank, run_dir, flush_seconds=0.0)
+    for step in range(3):
+        loop.step(step)
+    if rank == 0:
+        while last_on_disk(run_dir) < 1:
+            time.sleep(0.05)
+        Path(run_dir).rename(f"{run_dir}-kept")
+        Path(run_dir).mkdir()
+        Path(run_dir, "run.json").write_text("{}")
+    dist.barrier()
+    for step in range(3, 9):
+        loop.step(step)
+    loop.close()
+    return loop.warnings
+
+
+def test_a_run_goes_on_in_its_directory_where_that_is_moved(tmp_path):
+    warnings, _ = run_ranks(move_while_training, 2, str(tmp_path / "run"))
+    moved = f"run has been moved; its record goes on in {tmp_path / 'run-kept'}"
+    assert sum(moved in line for line in warnings) == 1  # and of a write under way
+    run = Run.open(tmp_path / "run-kept")
+    assert run.status == "complete"
+    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(9))
+    assert [one.name for one in (tmp_path / "run").iterdir()] == ["run.json"]
+    assert not (run.path / LOCK_FILE).exists()
 
 
 def copied_batches(rank, run_dir, num_steps, kill):
@@ -178,10 +209,12 @@ class Noisy(nn.Module):
         return self.layers[1](self.layers[0](x).tanh()).square().mean()
 
 
-def train(rank, run_dir, sharded, saved=None, *, copied=False):
+def train(rank, run_dir, sharded, saved=None, *, copied=False, lost=()):
     """Train from what was saved, ``copied`` from rank 0 in part; return what there is to save."""
     torch.manual_seed(0)
     net = Noisy(rank)
+    if sharded:
+        fully_shard(net.layers[1])
     model = fully_shard(net) if sharded else DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(1 + rank)
@@ -192,6 +225,8 @@ def train(rank, run_dir, sharded, saved=None, *, copied=False):
             own = [state["exp_avg"].to_local() for state in moments["state"].values()]
         for tensor in own if copied else ():
             dist.broadcast(tensor, src=0)
+        for number in lost:
+            del moments["state"][number]
         net.load_state_dict(parameters)
         optimizer.load_state_dict(moments)
         net.generator.set_state(random)
@@ -205,17 +240,19 @@ def train(rank, run_dir, sharded, saved=None, *, copied=False):
 
 
 KINDS = {"DDP": False, "FSDP2": True}
+LOST = (1, 2)  # of the root, whose shards are gathered while a step begins, and of a layer
 
 
 def train_all(rank, folder):
     warnings.simplefilter("ignore")
     for kind, sharded in KINDS.items():
         saved = train(rank, f"{folder}/{kind}-first", sharded)
-        for name, copied in {kind: False, f"{kind} of rank 0": True}.items():
+        changes = {kind: {}, f"{kind} of rank 0": {"copied": True}, f"{kind} lost": {"lost": LOST}}
+        for name, change in changes.items():
             if rank == 0:
                 shutil.copytree(f"{folder}/{kind}-first", f"{folder}/{name}")
             dist.barrier()
-            train(rank, f"{folder}/{name}", sharded, saved, copied=copied)
+            train(rank, f"{folder}/{name}", sharded, saved, **change)
 
 
 restarted = on_ranks(train_all, 2, timeout=240)
@@ -246,3 +283,10 @@ def test_what_a_restart_loses_is_named(restarted, kind, cause, severity, text):
     found = found_in(restarted, f"{kind} of rank 0")[cause]
     assert (found.severity, found.ranks, found.first_step) == (severity, (1,), STEPS)
     assert text in found.explanation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_without_their_moments_are_named(restarted, kind):
+    found = found_in(restarted, f"{kind} lost")["state.resume_mismatch"]
+    assert (found.severity, found.ranks) == (Severity.ERROR, ())
+    assert "the moments of 2 parameters (layers.0.bias and layers.1.weight)" in found.explanation

@@ -50,7 +50,7 @@ from rankscope.agent.frames import (
     unread_bytes,
 )
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.rank_processes import ProcessWatch, cpu_seconds_of, ending_of
+from rankscope.agent.rank_processes import ProcessWatch, busy_seconds_of, ending_of
 from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 
@@ -462,11 +462,11 @@ class Started:
         code = self._process.poll()
         return "" if code is None else ending_of(code)
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that its process has taken; 0 where that is unknown."""
+    def busy_seconds(self) -> tuple[float, float]:
+        """Return the time in which its process computed, and waited for a CPU; 0 if unknown."""
         if self._process is None or os.getpid() != self._pid:
-            return 0.0
-        return cpu_seconds_of(self._process.pid)
+            return 0.0, 0.0
+        return busy_seconds_of(self._process.pid)
 
     def wait(self, seconds: float) -> None:
         """Wait up to so long for its end."""

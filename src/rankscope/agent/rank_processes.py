@@ -146,11 +146,22 @@ def _stat_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
 
 
-def cpu_seconds_of(pid: int) -> float:
-    """Return the CPU time of a process that cannot have ended unnoticed; 0 where it is unknown."""
+def busy_seconds_of(pid: int) -> tuple[float, float]:
+    """Return the time in which a process computed, and that in which it waited for a CPU.
+
+    It must not have ended unnoticed. 0 where that is unknown.
+    """
     with suppress(OSError, IndexError, ValueError):
         fields = _stat_of(pid)
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        computed = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return computed, sum(map(_waited_for_cpu, Path(f"/proc/{pid}/task").iterdir()))
+    return 0.0, 0.0
+
+
+def _waited_for_cpu(thread: Path) -> float:
+    """Return the seconds for which a thread was ready to run, and did not; 0 if unknown."""
+    with suppress(OSError, IndexError, ValueError):
+        return int((thread / "schedstat").read_text("ascii").split()[1]) / 1e9
     return 0.0
 
 

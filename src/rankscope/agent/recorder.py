@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankscope.bus.finding import Finding
@@ -39,6 +40,11 @@ class Recorder:
         self._pause = FIRST_PAUSE
         self._failures = self._num_left_out = 0
         self._first_left_out: int | None = None
+
+    @property
+    def path(self) -> Path:
+        """The run's directory, which may have been moved."""
+        return self._writer.path
 
     def add_many(self, reports: Sequence[StepReport]) -> None:
         """Keep consecutive steps for the next flush."""

@@ -432,7 +432,7 @@ class Root:
         """Return the other runs of this job; those that end together with this one have ended."""
         until = time.monotonic() + _SIBLING_SECONDS
         while True:
-            siblings = siblings_of(Run.open(self._run_dir))
+            siblings = siblings_of(Run.open(self._record.path))
             ended = all(one.status != "running" for one in siblings)
             if ended or time.monotonic() > until:
                 return siblings

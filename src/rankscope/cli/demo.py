@@ -1,6 +1,7 @@
 """``rankscope demo``: the same job twice, as it should be and with its sampler forgotten."""
 
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def demo(
         Path, typer.Option(metavar="DIR", help="Directory for both runs and the page.")
     ] = Path("rankscope-demo"),
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove a demo that is there.")
+        bool, typer.Option("--overwrite", help="Replace a demo that is there.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,12 +37,20 @@ def demo(
 
     Exit code: 0 when both trainings finished, whatever was found; else 2.
     """
-    _prepare(output, overwrite=overwrite)
+    there = _find(output, overwrite=overwrite)
     console = terminal(stderr=as_json)
     show(console, plain(f"Training on {WORKERS} workers, twice; it takes half a minute …", "dim"))
     from rankscope.lab.study.demo import train_both
 
-    train_both(output, WORKERS, STEPS)
+    log = output / "error.log"
+    if there:
+        with tempfile.TemporaryDirectory(prefix=".demo-", dir=output) as folder:
+            train_both(Path(folder), WORKERS, STEPS, log)
+            for name in TRAININGS:  # what is there goes only now that there is something new
+                shutil.rmtree(output / name, ignore_errors=True)
+                (Path(folder) / name).rename(output / name)
+    else:
+        train_both(output, WORKERS, STEPS, log)
     runs = {name: Run.open(output / name) for name in TRAININGS}
     try:
         healthy, faulty = runs.values()
@@ -58,7 +67,8 @@ def demo(
     console.print(line, soft_wrap=True)
 
 
-def _prepare(output: Path, *, overwrite: bool) -> None:
+def _find(output: Path, *, overwrite: bool) -> list[str]:
+    """Return the runs of a demo that are there, and may be replaced; UsageError for others."""
     there = [name for name in TRAININGS if Run.is_run(output / name)]
     if there and not overwrite:
         raise UsageError(
@@ -69,8 +79,7 @@ def _prepare(output: Path, *, overwrite: bool) -> None:
             f"{output} holds a run or a study, whose report.html would be replaced: choose another "
             "--output"
         )
-    for name in there:
-        shutil.rmtree(output / name)
+    return there
 
 
 def _show(run: Run) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
+from rich.padding import Padding
 from rich.text import Text
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.words import count, ranks_of_job
+from rankscope.bus.words import count, printable, ranks_of_job
 from rankscope.cli.output import JsonOption, heading, labelled, plain, show, table, terminal
 from rankscope.cli.verdict import (
     NARROW,
@@ -28,6 +30,7 @@ from rankscope.cli.verdict import (
 from rankscope.errors import MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.files import ELSEWHERE, is_directory, is_file, to_plain
 from rankscope.record import Run
+from rankscope.record.begin import last_writer
 from rankscope.record.reader import no_run
 from rankscope.record.stores import at_hand
 from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
@@ -173,29 +176,40 @@ class Listing:
         return any(each.severity == UNREADABLE for each in self._glances)
 
     def render(self, console: Console) -> None:
-        """Print a line for each run."""
-        narrow = console.width < NARROW
-        heads = ("Run", "Verdict", *(() if narrow else ("State", "Workers", "Steps")))
-        grid = table(*heads, right=("Workers", "Steps"), fold=True)
-        grid.add_column("First finding", ratio=1)
-        for each in self._glances:
-            unread = each.severity == UNREADABLE
-            sign, colour = ("?", "red") if unread else LOOKS[each.severity][:2]
-            since = "" if each.since_step is None else f", since step {each.since_step:,}"
-            numbers = (each.state(self._now), f"{each.num_workers:,}", f"{each.num_steps:,}")
-            grid.add_row(
-                plain(each.place.name),
-                Text(f"{sign} {each.severity}", style=colour),
-                *(() if narrow else numbers),
-                plain(f"{each.headline}{since}"),
-            )
+        """Print a line for each run; each name in one piece, on a line of its own if it is long."""
         heading(console, count(len(self._glances), "run"), space=False)
-        show(console, grid)
+        longest = max(cell_len(plain(each.place.name).plain) for each in self._glances)
+        if console.width < NARROW or longest > console.width // 3:
+            self._render_blocks(console)
+        else:
+            self._render_table(console)
         if self._cut:
             words = f"Only {MAX_DIRECTORIES:,} directories were looked at; name one further down."
             show(console, plain(words, "dim"))
         console.print()
         show(console, plain("Name one of them to see its verdict.", "dim"))
+
+    def _render_table(self, console: Console) -> None:
+        heads = ("Run", "Verdict", "State", "Workers", "Steps")
+        grid = table(*heads, right=("Workers", "Steps"), fold=True)
+        grid.columns[0].no_wrap = True
+        grid.add_column("First finding", ratio=1)
+        for each in self._glances:
+            numbers = (f"{each.num_workers:,}", f"{each.num_steps:,}")
+            state = each.state(self._now)
+            grid.add_row(
+                plain(each.place.name), _verdict_of(each), state, *numbers, _finding_of(each)
+            )
+        show(console, grid)
+
+    def _render_blocks(self, console: Console) -> None:
+        for each in self._glances:
+            console.print(plain(f"  {each.place.name}", "bold"), soft_wrap=True)
+            parts = [each.state(self._now), count(each.num_workers, "worker")]
+            parts += [count(each.num_steps, "step"), _finding_of(each)]
+            shown = parts[3:] if console.width < NARROW else parts
+            words = Text.assemble(_verdict_of(each), "  ", " · ".join(filter(None, shown)))
+            show(console, Padding(words, (0, 0, 0, 2)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document of a directory of runs."""
@@ -216,6 +230,17 @@ class Listing:
                 for each in self._glances
             ],
         }
+
+
+def _verdict_of(each: Glance) -> Text:
+    unread = each.severity == UNREADABLE
+    sign, colour = ("?", "red") if unread else LOOKS[each.severity][:2]
+    return Text(f"{sign} {each.severity}", style=colour)
+
+
+def _finding_of(each: Glance) -> str:
+    since = "" if each.since_step is None else f", since step {each.since_step:,}"
+    return printable(f"{each.headline}{since}")
 
 
 def _severity(each: Glance) -> Severity | None:
@@ -407,7 +432,7 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
             f"the study in {path} has no summary.json yet: wait until it has finished, continue "
             f"it with rankscope study --resume, or report one of the runs in {path / 'runs'}"
         )
-    run = Run.open(path)
+    run = _closed_run(path)
     differences: list[str] | None = None
     if again:
         seen_live = filter(is_seen_live, run.findings())
@@ -434,6 +459,19 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     if assessment.severity is not None:
         severities.append(assessment.severity)
     return max(severities, default=None)
+
+
+_WRITING_SECONDS = 10.0  # for which a run is waited for whose training has ended
+
+
+def _closed_run(path: Path) -> Run:
+    """Open a run; if its training has ended and its agent still writes, wait for a while."""
+    run = Run.open(path)
+    until = time.monotonic() + _WRITING_SECONDS
+    while last_writer(run.path, run.info) is not None and time.monotonic() < until:
+        time.sleep(0.1)
+        run = Run.open(path)
+    return run
 
 
 def run_result(

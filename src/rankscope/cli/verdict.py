@@ -193,6 +193,7 @@ SUMMARY_LINES = 12  # lines on a terminal of 80 columns at most, with the two th
 
 _ACTION = "What to do"
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+_NO_ACTION = re.compile(r"Nothing\b|If .*\bnothing is wrong\.$")  # another sentence says what to do
 
 
 def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
@@ -259,12 +260,14 @@ class _Sheet:
 
 
 def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
-    """Return as many sentences of the advice as fit, but the first at least."""
+    """Return as many sentences of the advice as fit, but at least up to the first action."""
     whole = labelled(_ACTION, words)
     if sheet.fits(whole, kept_free=kept_free):
         return whole
     sentences = _SENTENCE.split(words)
-    begun = [labelled(_ACTION, " ".join([*sentences[:n], "…"])) for n in range(1, len(sentences))]
+    acts = (n for n, sentence in enumerate(sentences, 1) if not _NO_ACTION.match(sentence))
+    ends = range(next(acts, len(sentences)), len(sentences))
+    begun = [labelled(_ACTION, " ".join([*sentences[:n], "…"])) for n in ends]
     fitting = [text for text in begun if sheet.fits(text, kept_free=kept_free)]
     return [*begun[:1], *fitting, whole][len(fitting) if begun else 0]
 

@@ -129,7 +129,11 @@ class WriterLock:
             return
         if closed:
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                path = self._path
+                with contextlib.suppress(OSError):  # the run's directory may have been moved
+                    path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+                if os.path.samestat(os.fstat(self._descriptor), path.stat()):
+                    path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -167,6 +171,31 @@ def writer_is_elsewhere(run: Path) -> bool:
         return not _was_here(json.loads((run / LOCK_FILE).read_bytes()[:_MOST_BYTES]))
     except (OSError, ValueError):
         return False
+
+
+def last_writer(run: Path, info: Mapping[str, Any]) -> int | None:
+    """Return the process that still writes a run after all its ranks have ended; None if none.
+
+    None, too, where a rank or the writer is on another machine.
+    """
+    agent = info.get("agent")
+    ranks = info.get("ranks")
+    if info.get("status") != "running" or not isinstance(agent, dict) or not ranks:
+        return None
+    here = socket.gethostname()
+    if any(rank.get("host") != here or is_alive(rank.get("pid")) for rank in ranks):
+        return None
+    writes = (run / LOCK_FILE).exists() and not writer_is_elsewhere(run) and not writer_is_gone(run)
+    return agent.get("pid") if writes else None
+
+
+def is_alive(pid: object) -> bool:
+    """Return whether a process exists on this host and has not ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "XZ"
 
 
 def _machine() -> list[str]:

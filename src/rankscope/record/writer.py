@@ -6,13 +6,14 @@ then stays as it is: few files, and never a row twice or a gap.
 """
 
 import json
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
 from rankscope.record.begin import FINDINGS_FILE, INFO_FILE, begin_run, now, text_of
+from rankscope.record.place import DirectoryPlace
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
@@ -40,6 +42,8 @@ from rankscope.record.schema import (
 )
 from rankscope.record.states import STATE_FILE, pack_state
 from rankscope.stats.state import State
+
+_log = logging.getLogger("rankscope")
 
 _MAGIC = b"PAR1"
 _MERGE = 4  # row groups of one level that merge into one of the next
@@ -251,6 +255,7 @@ class RunWriter:
         if not begun:
             packed = b"" if start is None else pack_state(start)
             self._info = begin_run(self.path, self._info, packed)
+        self._place = DirectoryPlace(self.path)
 
     def add(self, report: StepReport) -> None:
         """Append one step to all tables, in memory."""
@@ -277,6 +282,7 @@ class RunWriter:
         lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in found]
         if lines:
             with self._file_lock:
+                self._follow()
                 append(self.path / FINDINGS_FILE, "".join(lines).encode())
                 self._findings |= {finding.id for finding in found}
 
@@ -293,11 +299,23 @@ class RunWriter:
                 for part in self._parts:
                     part.stage()
                 self._num_traced = 0
+            self._follow()
             if self._info_due:
                 replace(self.path / INFO_FILE, text_of(self._info))
                 self._info_due = False
             for part in self._parts:
                 part.write()
+
+    def _follow(self) -> None:
+        """Write where the run's directory is now; RunError if another run has taken its place."""
+        place = self._place.now()
+        if place != self.path:
+            _log.warning(
+                "the run directory %s has been moved; its record goes on in %s", self.path, place
+            )
+            self.path = place
+            for part in self._parts:
+                part.run = place
 
     @property
     def waiting_bytes(self) -> int:
@@ -322,6 +340,7 @@ class RunWriter:
                 self._flushes_without_state -= 1
                 return
             content = pack_state(take())
+            self._follow()
             replace(self.path / STATE_FILE, content)
             self._flushes_without_state = math.ceil(len(content) / STATE_BYTES_PER_FLUSH) - 1
 
@@ -335,6 +354,7 @@ class RunWriter:
             self._info |= {"findings": len(self._findings), **facts}
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
+            self._place.close()
 
     @property
     def waiting_steps(self) -> tuple[int, ...]:
@@ -346,8 +366,10 @@ class RunWriter:
         with self._file_lock:
             self._info |= {"status": "incomplete", "finished": now()}
             self._info |= {"steps": self._num_steps - len(self.waiting_steps), **facts}
+            self._follow()
             replace(self.path / INFO_FILE, text_of(self._info))
             self._closed = True
+            self._place.close()
 
 
 class _PartWriter:
@@ -357,10 +379,8 @@ class _PartWriter:
     """
 
     def __init__(self, run: Path, folder: Path, columns: Sequence[Column]) -> None:
-        self._folder = folder
-        # Not the run's own directory: it may have been moved.
-        above = takewhile(lambda path: path != run, folder.parents)
-        self._folders = [*reversed([*above]), folder]
+        self.run = run  # its directory, which may be moved
+        self._inside = folder.relative_to(run)
         self._signals = columns
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []
@@ -395,7 +415,8 @@ class _PartWriter:
         if not self._staged:
             return
         try:
-            for folder in self._folders:
+            above = (self.run / inside for inside in self._inside.parents[-2::-1])
+            for folder in (*above, self._folder):  # but not the run's own directory
                 make_folder(folder, folder.parent.stat().st_mode & 0o777)
         except OSError as error:
             raise write_error(self._folder, error) from error
@@ -412,6 +433,10 @@ class _PartWriter:
         if grown.num_bytes >= PART_BYTES:
             self._number += 1
             self._part = GrowingPart()
+
+    @property
+    def _folder(self) -> Path:
+        return self.run / self._inside
 
     @property
     def _file(self) -> Path:

@@ -37,7 +37,7 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.private import find
-from rankscope.record.begin import begin_run, end_lost_run, is_run, writer_is_gone
+from rankscope.record.begin import begin_run, end_lost_run, is_alive, is_run, writer_is_gone
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
@@ -347,16 +347,7 @@ def _is_trained(run: Path) -> bool:
     if info.get("status") != "running" or agent.get("host") != host_name() or writer_is_gone(run):
         return False  # in a new container, other processes may have the same numbers
     ranks = [rank.get("pid") for rank in info["ranks"] if rank.get("host") == socket.gethostname()]
-    return _is_alive(agent.get("pid")) and any(map(_is_alive, ranks))
-
-
-def _is_alive(pid: object) -> bool:
-    """Return whether a process exists on this host and has not ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text("ascii", "replace")
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "XZ"
+    return is_alive(agent.get("pid")) and any(map(is_alive, ranks))
 
 
 def _wait_for_agent(previous: Path) -> None:
@@ -374,7 +365,7 @@ def _wait_for_agent(previous: Path) -> None:
         agent = info.get("agent")
         if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if agent and not (agent.get("host") == host_name() and _is_alive(agent.get("pid"))):
+        if agent and not (agent.get("host") == host_name() and is_alive(agent.get("pid"))):
             return
         time.sleep(0.05)
 

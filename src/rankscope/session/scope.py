@@ -66,8 +66,9 @@ _log = logging.getLogger("rankscope")
 CLOSE_SECONDS = 10.0  # seconds that ``close`` waits for the last step of the other workers
 CLOSE_SECONDS_AFTER_ERROR = 3.0  # the same when the training raised: the others may never come
 
-_BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes
+_BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes, or would
 _BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits takes less
+_READY_SHARE = 0.5  # of the time in which an agent that gets no CPU is ready to run
 _AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
@@ -109,7 +110,7 @@ class Scope:
         model = models[0]
         self._handle = handle
         self._announces_end = announce_end
-        self._agent_seconds = 0.0
+        self._agent_seconds = (0.0, 0.0)
         self._monitor = _Monitor.RUNNING
         self._off_after: int | None = None  # the last step before the monitor was switched off
         self._forward = _Forward.NONE
@@ -399,12 +400,12 @@ class Scope:
         self._send_bye(complete=cause is None, why=_how_it_ended(cause))
         until = time.monotonic() + timeout
         latest = time.monotonic() + _BUSY_SECONDS
-        computes = partial(self._agent_computed, _BUSY_SHARE * timeout)
-        computes()
+        is_busy = partial(self._agent_is_busy, timeout)
+        is_busy()
         self._link.drain(timeout)
         while not self._inbox.done:
             if time.monotonic() >= until:
-                if timeout <= CLOSE_SECONDS_AFTER_ERROR or until >= latest or not computes():
+                if timeout <= CLOSE_SECONDS_AFTER_ERROR or until >= latest or not is_busy():
                     break
                 until = min(until + timeout, latest)
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
@@ -421,15 +422,17 @@ class Scope:
                 "need not wait, and the agent closes the record by itself, later",
             )
 
-    def _agent_computed(self, seconds: float) -> bool:
-        """Return whether the agent that this rank has started took so much CPU since the last call.
+    def _agent_is_busy(self, seconds: float) -> bool:
+        """Return whether the agent that this rank has started was busy since the last call.
 
-        On a busy machine it may still start: it gives way to all others.
+        ``seconds`` have passed since. On a busy machine it may wait for a CPU, or still start: it
+        gives way to all others.
         """
         agent = self._handle.agent
         before = self._agent_seconds
-        self._agent_seconds = 0.0 if agent is None else agent.cpu_seconds()
-        return self._agent_seconds - before >= seconds
+        self._agent_seconds = now = (0.0, 0.0) if agent is None else agent.busy_seconds()
+        computed, waited = now[0] - before[0], now[1] - before[1]
+        return computed >= _BUSY_SHARE * seconds or computed + waited >= _READY_SHARE * seconds
 
     def _send_bye(self, *, complete: bool, why: str) -> None:
         bye = {

@@ -1,6 +1,7 @@
 """Types of arrays for signatures, and functions of arrays for all modules."""
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +17,16 @@ Bools = NDArray[np.bool_]
 
 _HALF = np.uint64(32)
 _FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93)))
+
+
+def how_far(factor: float) -> float:
+    """Return how far a factor lies from 1, in either direction.
+
+    Example:
+        >>> how_far(8.0) == how_far(0.125), max([0.25, 1.0, 2.0], key=how_far), how_far(0.0)
+        (True, 0.25, inf)
+    """
+    return abs(math.log(factor)) if factor > 0 else math.inf
 
 
 def median(values: Floats) -> Floats:

@@ -20,7 +20,7 @@ from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.files import is_file
 from rankscope.record import Coverage, Run
-from rankscope.record.begin import FINDINGS_FILE, writer_is_elsewhere
+from rankscope.record.begin import FINDINGS_FILE, last_writer, writer_is_elsewhere
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.rollups import read_coverage
 from rankscope.record.states import START_FILE, read_number
@@ -254,6 +254,7 @@ def progress_of(run: Run) -> RunProgress:
         agent_ended=str(agent.get("ended") or "") if isinstance(agent, Mapping) else "",
         unwritten="" if unwritten is None else _why_unwritten(unwritten),
         lost=_lost_parts(run),
+        written_by=last_writer(run.path, run.info),
     )
 
 

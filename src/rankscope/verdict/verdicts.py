@@ -56,6 +56,7 @@ class RunProgress:
     agent_ended: str = ""  # how the process that writes the run ended, if before the run did
     unwritten: str = ""  # why the last steps could not be written, if so
     lost: tuple[str, ...] = ()  # parts of the directory that are missing
+    written_by: int | None = None  # the process that still writes it, after its ranks have ended
 
     @property
     def ended(self) -> bool:
@@ -202,11 +203,17 @@ def _duplicates(values: Values, finding: Finding) -> Verdict:
     )
 
 
+def _again(finding: Finding) -> str:
+    """Return whose samples were drawn again, in words."""
+    others = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
+    own = _number(finding, "drawn_from_own")
+    return f"{count(others, 'draw')} of another worker's, and {own:,} of the same worker's"
+
+
 def _overlap(values: Values, finding: Finding) -> Verdict:
     if finding.severity is Severity.NOTE:
         return Verdict(
-            "Workers draw samples again within an epoch, as in sampling with replacement or in "
-            "batches that are filled up.",
+            f"Workers draw samples again within an epoch: {_again(finding)}.",
             "Nothing to change if that is intended. Otherwise: split and shuffle the data with the "
             "same seeds on all ranks, so that their shards are disjoint.",
         )
@@ -261,7 +268,14 @@ def without_parts(progress: RunProgress) -> Verdict:
 def without_steps(progress: RunProgress) -> Verdict:
     """Return the verdict on a run that has no step on record."""
     if not progress.ended:
-        return _NOTHING_YET
+        if progress.written_by is None:
+            return _NOTHING_YET
+        return replace(
+            _NOTHING_YET,
+            headline="Nothing is recorded yet: the training has ended, and its agent (process "
+            f"{progress.written_by}) still writes the record.",
+            recommendation="Ask again in a moment.",
+        )
     if progress.lost:
         return without_parts(progress)
     if progress.unwritten:

@@ -11,7 +11,7 @@ that serve all layouts.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -438,6 +438,15 @@ def _measure_short_runs(
         sketcher.measure(name, scratch[: len(part)], into, start=index * stride)
 
 
+def managed_places(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], ManagedParameter]]:
+    """Yield the modules and keys that hold what FSDP2 shards; a tied parameter has several."""
+    for managed in every_parameter(model):
+        info = managed.inside._module_info
+        yield (info.module, info.param_name), managed
+        for place in zip(info.shared_modules, info.shared_param_names, strict=True):
+            yield place, managed
+
+
 class ShardLookup:
     """Finds the shard of a parameter that FSDP2 replaces in its module from time to time.
 
@@ -447,15 +456,12 @@ class ShardLookup:
     """
 
     def __init__(self, model: nn.Module, workers: Collection[int] = ()) -> None:
-        self._managed: dict[tuple[nn.Module, str], Any] = {}
         replicas = managed_parameters(model, workers)[0].group.replicas
-        for managed in every_parameter(model):
-            if managed.group.replicas == replicas:
-                inside = managed.inside
-                info = inside._module_info
-                shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-                for place in ((info.module, info.param_name), *shared):
-                    self._managed[place] = inside
+        self._managed = {
+            place: managed
+            for place, managed in managed_places(model)
+            if managed.group.replicas == replicas
+        }
 
     def __call__(self, holder: nn.Module, key: str) -> Tensor | None:
         """Return the shard of the parameter ``key`` of a module; None if FSDP2 does not manage it.
@@ -464,6 +470,5 @@ class ShardLookup:
         modules. None as well for one on another mesh: its replicas are other workers than those of
         the compared parameters.
         """
-        inside = self._managed.get((holder, key))
-        shard: Tensor | None = None if inside is None else inside.sharded_param
-        return shard
+        managed = self._managed.get((holder, key))
+        return None if managed is None else managed.tensor

@@ -64,6 +64,21 @@ def test_numbers_are_a_loss_or_its_weight(value):
     assert problem_of(value if value is not None else 1.0, value, factor=2, constant=None) == ""
 
 
+@pytest.mark.parametrize("factor", [1.0, 8.0, 1 / 3])
+def test_a_factor_inside_a_given_loss_is_told_apart_from_its_mean_over_tokens(meter, factor):
+    """As of a training step that returns a multiple of a mean, of which a framework calls back."""
+    labels = torch.tensor([1, -100, 3, 0])
+    mean = F.cross_entropy(torch.randn(4, 5, requires_grad=True), labels)
+    loss = mean * factor
+    meter.give(loss)
+    loss.backward()
+    micro, multipliers = meter.collect()
+    values, weights = to_arrays(micro)
+    assert values[0].tolist() == pytest.approx([mean.item()])
+    assert weights[0].tolist() == [3.0]
+    assert multipliers.numpy().tolist() == pytest.approx([factor])
+
+
 def losses_of_samples(size=3):
     """Return one loss per sample ``[B]``."""
     return nn.Linear(4, 1)(torch.randn(size, 4)).square().flatten()

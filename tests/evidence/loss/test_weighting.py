@@ -325,6 +325,15 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
     assert "loss of rank 2 has a factor before backward that is 2.5 times the others'" in words
 
 
+def test_of_several_factors_the_farthest_is_told_with_its_worker():
+    scales = np.ones((9, 1))
+    scales[[1, 3, 5, 6], 0] = 0.5, 2.0, 4.0, 0.0625
+    found = watch(LossScale(9), [(np.full((9, 1), 64.0), scales)] * 3)[ONE_WORKER]
+    words, _ = describe(found)
+    assert "that is 0.0625 times the others' on rank 6, the farthest of 4 workers, and" in words
+    assert found.numbers["ratios"] == {"1": 0.5, "3": 2.0, "5": 4.0, "6": 0.0625}
+
+
 def test_of_two_workers_nobody_tells_who_is_wrong():
     found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
     evidence = found[ONE_WORKER]

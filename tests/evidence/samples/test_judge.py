@@ -49,6 +49,39 @@ def test_of_two_workers_both_are_named_and_all_steps_are_counted():
     assert told[0].evidence["steps"] == told[0].step - 19
 
 
+def told_of_sides(left_of, steps, width=4):
+    without = [[]] * width
+    given = (gathered(t, without, padded_left=left_of(t)) for t in range(steps))
+    return findings_of("data.padding_side", given)
+
+
+def test_a_worker_that_pads_on_the_other_side_is_named_until_its_end():
+    def left(step):
+        if step % 5 == 0:  # nobody pads, or one does not: no step to compare
+            return [np.nan, 0.0, 1.0, 0.0]
+        return [0.0, 0.0, 1.0 if step < 60 else 0.0, 0.0]
+
+    told = told_of_sides(left, 80)
+    assert {(one.severity, one.ranks, one.first_step) for one in told} == {
+        (Severity.WARNING, (2,), 1)
+    }
+    assert "The attention masks of rank 2 pad every sample on the left" in told[0].explanation
+    assert told[0].evidence["steps"] == 24
+    assert [one.status for one in told][-2:] == ["open", "closed"]
+
+
+def test_of_two_workers_that_pad_apart_the_left_one_is_said_in_a_note():
+    [told, *_] = told_of_sides(lambda step: [1.0, 0.0], 30, 2)
+    assert (told.severity, told.ranks) == (Severity.NOTE, (0, 1))
+    assert "masks of rank 0 pad" in told.explanation
+
+
+def test_sides_that_are_mixed_or_alike_are_healthy():
+    assert told_of_sides(lambda step: [0.5, 0.0, 1.0, 0.0], 60) == []
+    assert told_of_sides(lambda step: [1.0] * 4, 60) == []
+    assert told_of_sides(lambda step: [float(step % 2), 0.0, 0.0, 0.0], 60) == []
+
+
 def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:

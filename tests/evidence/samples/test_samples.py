@@ -234,11 +234,40 @@ def test_length_and_padding_of_a_batch(mask, inside):
     meter = LengthMeter()
     meter.on_inputs(*(((batch,), {}) if inside else ((), batch)))
     lengths = meter.collect(end())
+    side = {"padded_left": 0.0}
     assert lengths.ready
-    assert lengths.read().values == {"sequence_length": 4.0, "padding": pytest.approx(5 / 12)}
+    assert lengths.read().values == {
+        "sequence_length": 4.0,
+        "padding": pytest.approx(5 / 12),
+        **side,
+    }
     nothing = meter.collect(end())
     assert nothing.ready
     assert nothing.read().values == {}
+
+
+LEFT = MASK.flip(1)
+BOTH = torch.tensor([[0, 1, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("masks", "share"),
+    [
+        ([MASK], 0.0),
+        ([LEFT], 1.0),
+        ([torch.ones(2, 4), BOTH], None),
+        ([LEFT, BOTH, torch.ones(2, 4)], 1.0),
+        ([LEFT, torch.cat([MASK, LEFT[:1]])], 0.5),
+    ],
+)
+def test_the_side_of_padding_is_that_of_the_rows_with_padding_on_one_side(masks, share):
+    meter = LengthMeter()
+    for mask in masks:
+        meter.on_inputs((torch.ones(mask.shape, dtype=torch.int64),), {"attention_mask": mask})
+    values = meter.collect(end()).read().values
+    present = sum(int(mask.sum()) for mask in masks)
+    assert values["padding"] == pytest.approx(1 - present / sum(mask.numel() for mask in masks))
+    assert values.get("padded_left") == share
 
 
 def test_micro_batches_count_by_their_samples_and_idle_ones_do_not():

@@ -33,6 +33,7 @@ from rankscope.bus.probe import (
 from rankscope.bus.steps import LEAST_SCALER
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.wrappers.backward_loss import unscaled
 from rankscope.wrappers.labels import (
     IGNORED_LABEL,
     count_label_tokens,
@@ -166,27 +167,28 @@ class LossMeter:
         """Add the loss of a micro-batch: a scalar, or one value per sample ``[B]``.
 
         ``weight``: number of label tokens, like ``value``; None: that of which ``value`` is the
-        mean, if autograd shows it. ``factor``: multiplier that ``value`` contains already; the
-        recorded loss is without it, and the recorded multiplier includes it. ``constant``: see
-        :class:`MicroBatchLoss`. ``summed``: number of label tokens that ``value`` sums over, and
-        the sum's divisor. ``spare``: whether it only counts if backward did not pass through the
-        losses in the model's outputs.
+        mean, or a multiple of it, if autograd shows that. ``factor``: multiplier that ``value``
+        contains already; the recorded loss is without it, and the recorded multiplier includes it.
+        ``constant``: see :class:`MicroBatchLoss`. ``summed``: number of label tokens that ``value``
+        sums over, and the sum's divisor. ``spare``: whether it only counts if backward did not pass
+        through the losses in the model's outputs.
 
         What is no loss was declined before, see :func:`rankscope.wrappers.labels.problem_of`.
         """
         if any(map(is_spread, (value, weight, factor))):
             self._decline()
             return
+        alone = weight is None and factor is None and summed is None
+        if alone and isinstance(value, Tensor) and value.dim() == 0:
+            found = unscaled(value, {})
+            weight = found.tokens
+            factor = None if weight is None else found.factor
         unit = None if factor is None else _in_double(factor)
         multiplier = _multiplier(value, unit)
         values = _in_double(value).reshape(-1)
         if unit is not None:
             values = _over_unit(unit, values)
-        weights = None
-        if weight is None and summed is None and isinstance(value, Tensor):
-            weight = _averaged(value) if value.dim() == 0 else None
-        if weight is not None:
-            weights = _in_double(weight).reshape(-1)
+        weights = None if weight is None else _in_double(weight).reshape(-1)
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
         part = None if constant is None else _copy(_in_double(constant))

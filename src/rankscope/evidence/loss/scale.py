@@ -14,7 +14,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import LEAST_SCALER, Step
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, how_far
 from rankscope.stats.state import Stateful
 from rankscope.stats.tokens import TokenSums, are_alike, follow_tokens
 
@@ -446,19 +446,23 @@ class _DifferingWorkers(Stateful):
     def _evidence(self, num_workers: int) -> FaultEvidence:
         differing = sorted(self._ranks)
         ranks = tuple(differing) if num_workers > 2 else (0, 1)
-        ratios = sorted({round(self._seen[rank][0], 6) for rank in differing})
-        listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
+        ratios = {rank: self._seen[rank][0] for rank in differing}
+        farthest = max(ratios, key=lambda rank: how_far(ratios[rank]))
+        alike = all(
+            math.isclose(each, ratios[farthest], rel_tol=_CLOSE) for each in ratios.values()
+        )
+        which = "" if alike else f" on rank {farthest}, the farthest of {len(ratios)} workers"
         return self._span.evidence(
             "loss.scale",
             Severity.WARNING,
             ranks,
             {
                 "who": name_ranks(differing),
-                "others": "the others'" if num_workers > 2 else "rank 0's",
-                "ratio": listed,
+                "others": ("the others'" if num_workers > 2 else "rank 0's") + which,
+                "ratio": f"{ratios[farthest]:.4g}",
             },
             {
-                "ratios": {str(rank): self._seen[rank][0] for rank in differing[:16]},
+                "ratios": {str(rank): ratio for rank, ratio in list(ratios.items())[:16]},
                 "steps": self._span.count,
             },
             key=ONE_WORKER,

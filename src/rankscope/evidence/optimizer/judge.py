@@ -29,7 +29,7 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Floats, Ints, how_far
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"
@@ -488,7 +488,7 @@ class _Moment:
         beyond = {name: by for name, by in changes.items() if abs(by - 1) > _ROUNDING}
         if not beyond:
             return ""
-        name = max(beyond, key=lambda one: abs(beyond[one] - 1))
+        name = max(beyond, key=lambda one: how_far(beyond[one]))
         others = count(len(beyond) - 1, "other parameter")
         more = f", and in {others} it is another one, too" if len(beyond) > 1 else ""
         return f"in {name} its norm is {beyond[name]:.3g} times what it was{more}"
@@ -505,7 +505,7 @@ def _change(now_W: Floats, saved_W: Floats) -> float:
     known_W = np.isfinite(now_W) & np.isfinite(saved_W) & ((now_W > 0) | (saved_W > 0))
     with np.errstate(divide="ignore"):
         ratios = (now_W[known_W] / saved_W[known_W]).tolist()
-    return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0)
+    return max(ratios, key=how_far, default=1.0)
 
 
 def _misplaced(now: _Holdings, saved: _Holdings, changed: Iterable[str]) -> str:

@@ -29,6 +29,7 @@ from rankscope.gradients.digest import word_of
 from rankscope.gradients.host import HostCopy, number_of
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.fsdp2_model import is_fsdp2, managed_places
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.ranks import local_of
 
@@ -48,6 +49,7 @@ class OptimizedParameter(NamedTuple):
     state: dict[str, Any]  # what the optimizer keeps for it; local parts likewise. Empty without.
     group: Mapping[str, Any]
     whole: Tensor  # the parameter as the optimizer has it
+    place: str  # in the optimizer, in words
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -70,14 +72,13 @@ def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
     for each in all_of(optimizer):
         inner = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: this worker's share
         states = getattr(inner, "state", {})
-        for group in getattr(inner, "param_groups", ()):
-            for whole in group["params"]:
+        for number, group in enumerate(getattr(inner, "param_groups", ())):
+            for place, whole in enumerate(group["params"]):
                 local = local_of(whole)
                 if local.numel():
-                    state = states.get(whole, {})
-                    yield OptimizedParameter(
-                        local, {k: local_of(v) for k, v in state.items()}, group, whole
-                    )
+                    state = {key: local_of(each) for key, each in states.get(whole, {}).items()}
+                    words = f"parameter {place} of group {number}"
+                    yield OptimizedParameter(local, state, group, whole, words)
 
 
 class PendingHoldings:
@@ -91,7 +92,7 @@ class PendingHoldings:
         counters: list[Tensor] = []
         groups: dict[int, Mapping[str, Any]] = {}
         all_held = list(held_by(optimizer))
-        self._names = [names.get(id(held.whole), "a parameter") for held in all_held]
+        self._names = [names.get(id(held.whole), held.place) for held in all_held]
         self._norms = Norms()
         measured = _chosen(self._names)
         for number, held in enumerate(all_held):
@@ -223,14 +224,17 @@ class Place(NamedTuple):
 
 
 def places_of(module: nn.Module) -> dict[int, Place]:
-    """Return the places of a model's parameters by id."""
+    """Return the places of a model's parameters by id; under FSDP2 those of their shards."""
+    managed = managed_places(module) if is_fsdp2(module) else ()
+    shards = {place: each.tensor for place, each in managed}
     places: dict[int, Place] = {}
     for prefix, holder in module.named_modules():
         for key, parameter in holder._parameters.items():
-            if parameter is not None:
+            held = shards.get((holder, key), parameter)
+            if held is not None:
                 name = f"{prefix}.{key}" if prefix else key
                 kind = f"{type(holder).__name__.removeprefix('FSDP')}.{key}"
-                places.setdefault(id(parameter), Place(name, kind))
+                places.setdefault(id(held), Place(name, kind))
     return places
 
 

@@ -43,7 +43,7 @@ from rankscope.bus.step import GatheredStep, reduced_norm
 from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.reduction.audit import ReductionAudit
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, how_far
 from rankscope.stats.state import Stateful
 
 CAUSE = "sync.accumulation"
@@ -209,7 +209,8 @@ class ChangedLater(Detector):
         by_value_W = (factors_W < 1) & np.isfinite(step.gathered.workers["clip_value"])
         ranks = np.flatnonzero(known_W & (factors_W != 1) & ~by_value_W).tolist()
         if ranks:
-            self._factors = [*self._factors, float(factors_W[ranks[0]])][-ERROR_FROM:]
+            farthest = max(factors_W[ranks].tolist(), key=how_far)
+            self._factors = [*self._factors, farthest][-ERROR_FROM:]
             found = [d.name for d in step.gathered.differences if d.kind is StateKind.CHANGED]
             self._names |= dict.fromkeys(found, True)
         return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
@@ -222,11 +223,12 @@ class ChangedLater(Detector):
         above = last > 1 + _SAME_FACTOR and not self._other_axes
         serious = (steady and last != 0) or above
         names = list(self._names)
+        of = f" (the farthest of {len(names)} gradients)" if len(names) > 1 else ""
         return seen.evidence(
             CHANGED_LATER,
             Severity.WARNING if serious else Severity.NOTE,
             seen.ranks,
-            {"names": shortened(names, _NAMED), "factor": f"{last:.4g}"},
+            {"names": shortened(names, _NAMED), "factor": f"{last:.4g}", "of": of},
             {"steps": seen.count, **named(names), "factor": last},
         )
 

@@ -26,6 +26,7 @@ COLUMNS = (
         ("num_samples", DType.INT, "samples", Source.LOCAL, Tail.NONE, "samples in the local batch", Compared("number of samples", observed=False, by=Compares.AMOUNTS)),
         ("sequence_length", DType.FLOAT, "tokens", Source.LOCAL, Tail.NONE, "tokens per sample that enter the model, padding included: the mean over samples; null unless token ids do", Compared("sequence length", observed=False, by=Compares.AMOUNTS)),
         ("padding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of these tokens that the attention mask leaves out; null without a mask", Compared("share of padding", relative=False, observed=False, by=Compares.AMOUNTS)),
+        ("padded_left", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "share of the padded samples that are padded on the left and not on the right; null where none is padded on one side alone"),
         ("micro_batches", DType.INT, "micro-batches", Source.LOCAL, Tail.NONE, "forward passes behind the local gradient"),
         ("idle_passes", DType.INT, "forward passes", Source.LOCAL, Tail.NONE, "forward passes in training that have no part in the gradient: one whose loss is NaN and is left out, or the first of sharpness-aware minimisation"),
         ("samples_named", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training names its samples, or their rows in the data set are known and the workers have the same; else digests of their content stand for them"),

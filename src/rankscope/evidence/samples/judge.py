@@ -19,7 +19,7 @@ from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages
 from rankscope.bus.replicas import minority_ranks, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.samples.epochs import EpochsCutShort
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.evidence.samples.repeats import (
@@ -99,6 +99,42 @@ class UnequalMicroBatches(Detector):
             {"what": name_values(self._reported)},
             {"steps": self._span.count, "micro_batches": list(self._reported[:64])},
         )
+
+
+PADDING = "data.padding_side"
+_STEPS_OF_PADDING = 24
+
+
+class PaddingSides(Detector):
+    """Workers whose samples are all padded on the other side than all of the others'.
+
+    In 24 steps in a row, of those in which each worker pads a sample.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._span = PersistentFault(_STEPS_OF_PADDING, in_a_row=True)
+        self._left: list[int] = []
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers that pad on the other side, and their end."""
+        left_W = step.gathered.workers["padded_left"]
+        if not np.isfinite(left_W).all():
+            return ()
+        apart = np.isin(left_W, (0.0, 1.0)).all() and np.ptp(left_W) > 0
+        if apart:
+            self._left = np.flatnonzero(left_W).tolist()
+        odd = minority_ranks(left_W.tolist()) if apart else ()
+        if not self._span.observe(step.gathered.step, odd):
+            return ()
+        span = self._span
+        few = 2 * len(span.ranks) < self._num_workers
+        over = "" if span.open else " They are alike again."
+        fields = {"left": name_ranks(self._left), "over": over}
+        severity = Severity.WARNING if few else Severity.NOTE
+        return [span.evidence(PADDING, severity, span.ranks, fields, {"steps": span.count})]
 
 
 SPLIT_TWICE = "data-split-twice"
@@ -210,6 +246,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         EpochCoverage(run.data_length, replaces=drawn_again),
         SplitTwice(run.data_splits, run.world_size, other_rows=run.other_rows),
         UnequalMicroBatches(num_workers),
+        PaddingSides(num_workers),
     )
 
 

@@ -24,7 +24,11 @@ _BY_CONTENT = (
     " Samples are told here by the content of the batch's tensors: with scope.batch(ids), equal "
     "content of several samples, or one sample in several pieces, counts for no overlap."
 )
-_AGAIN = "Sampling with replacement, or data that hold the same content several times, explains"
+_AGAIN = (
+    "It is not known whether the workers draw with replacement; that, or data that hold the same "
+    "content several times, would explain"
+)
+_MEANT = "Draws that repeat, as declared or as the data loaders say, explain"
 _MADE_ANEW = (
     "The workers drew more different samples than the data set has rows: rows become other samples "
     "in each epoch, as by padding or augmentation, which explains"
@@ -233,7 +237,8 @@ class OverlappingShards(Detector):
         made_anew = self._made_anew and not self._named
         severity = Severity.NOTE if self._repeats or made_anew else severity
         counted = self._counted.all
-        innocent = _AGAIN if counted.cross + counted.own else _FILLED
+        again = _MEANT if self._repeats else _AGAIN
+        innocent = again if counted.cross + counted.own else _FILLED
         innocent = _MADE_ANEW if made_anew else innocent
         ranks = counted.ranks()
         overlaps = counted.cross + counted.shared

@@ -38,23 +38,28 @@ class _Seen(NamedTuple):
     forward: int
     samples: int
     tokens: int
-    present: Numbers | int | None  # tokens that the mask keeps; None without a mask
+    # tokens that the mask keeps, and the rows that it pads on the left alone and on the right
+    # alone; None without a mask
+    kept: Numbers | Ints | None
 
 
 def _lengths(seen: Sequence[_Seen]) -> MessagePart:
-    """Wait for the device; return ``sequence_length`` and ``padding``, as far as known."""
+    """Wait for the device; return lengths, padding, and the side of it, as far as known."""
     samples = sum(one.samples for one in seen)
     tokens = sum(one.tokens for one in seen)
     if not samples or not tokens:
         return MessagePart()
     values = {"sequence_length": tokens / samples}
-    present = [
-        one.present if isinstance(one.present, int) else float(one.present.numpy())
+    kept = [
+        one.kept if isinstance(one.kept, np.ndarray) else one.kept.numpy()
         for one in seen
-        if one.present is not None
+        if one.kept is not None
     ]
-    if len(present) == len(seen):
-        values["padding"] = 1 - sum(present) / tokens
+    if len(kept) == len(seen):
+        present, left, right = np.sum(kept, axis=0).tolist()
+        values["padding"] = 1 - present / tokens
+        if left + right:
+            values["padded_left"] = left / (left + right)
     return MessagePart(values)
 
 
@@ -75,16 +80,17 @@ class LengthMeter(Probe):
             return
         if ids.dtype not in (torch.int64, torch.int32):
             return
-        fits = isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape
-        present = _count(mask) if fits else None
-        self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
+        kept = None
+        if isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape:
+            kept = _kept(mask)
+        self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), kept))
 
     def collect(self, end: StepEnd) -> Pending:
         """Return the lengths since the last call, of forward passes that the loss can come from."""
         apart = end.idle | end.graphless
         seen = [one for one in self._seen if one.forward not in apart]
         self._seen = []
-        counts = [one.present for one in seen if not isinstance(one.present, int)]
+        counts = [one.kept for one in seen if not isinstance(one.kept, np.ndarray)]
         return Awaited(counts, partial(_lengths, seen))
 
     def abort(self) -> None:
@@ -92,9 +98,16 @@ class LengthMeter(Probe):
         self._seen = []
 
 
-def _count(mask: Any) -> Numbers | int:
+def _kept(mask: Tensor) -> Numbers | Ints:
+    """Return the tokens that a mask keeps, and the rows that it pads on one side alone: ``[3]``."""
     count = count_labels(mask, 0, first=0)
-    return copy_numbers((mask != 0).sum(), torch.int64, own=True) if count is None else count
+    if count == mask.numel():
+        return np.array([count, 0, 0])
+    first_B, last_B = (mask[:, place] != 0 for place in (0, -1))
+    rows = [(last_B & ~first_B).sum(), (first_B & ~last_B).sum()]
+    if count is not None:
+        return np.array([count, *map(int, rows)])
+    return copy_numbers(torch.stack([(mask != 0).sum(), *rows]), torch.int64, own=True)
 
 
 class _BeforeChanges:

@@ -21,6 +21,7 @@ from rankscope.evidence.state.plan import Item, Slice
 from rankscope.evidence.state.readings import CachedReading, PendingReading
 from rankscope.evidence.state.roles import Roles
 from rankscope.gradients.digest import word_of
+from rankscope.stats.arrays import how_far
 
 _COLUMNS = {
     StateKind.PARAMETER: "param_digest",
@@ -388,7 +389,7 @@ def odd_factors(
     ratios = [factors[number] / common for number in odd]
     if 0.0 in ratios:  # taken away, which says nothing of the others
         return 0.0, tuple(number for number in odd if factors[number] == 0)
-    return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
+    return max(ratios, key=how_far, default=1.0), tuple(odd)
 
 
 NO_SLOT = DigestSlot(())

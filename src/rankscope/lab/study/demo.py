@@ -43,9 +43,8 @@ class CharacterModel(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), characters[:, 1:].flatten())}
 
 
-def train_both(output: Path, num_workers: int, num_steps: int) -> None:
+def train_both(output: Path, num_workers: int, num_steps: int, error_log: Path) -> None:
     """Train on this machine, first with a sampler and then without; each records its run."""
-    error_log = output / "error.log"
     try:
         output.mkdir(parents=True, exist_ok=True)
         error_log.unlink(missing_ok=True)
