@@ -81,6 +81,7 @@ NAMED_BY = {
     "sync.part_of_ranks": "R57",
     "state.statistics_twice": "R58",
     "state.average_rounded": "R63",
+    "state.average_buffers_rest": "R150",
     "state.adapted_trains": "R67",
     "state.shards_alike": "R84",
     "update.differs": "R74",
@@ -88,10 +89,11 @@ NAMED_BY = {
 """Causes of warnings and errors that name a fault, and the reports that have it."""
 
 NAMED = {name: cause for cause, names in NAMED_BY.items() for name in names.split()}
-TRUE = {"R41": "inconclusive", "R147": "data.repeated_order"}
+TRUE = {"R41": "inconclusive", "R147": "data.repeated_order", "R153": "inconclusive"}
 """Warnings of right programs that are true.
 
-In R41, rank 0 has all chats, rank 1 all long answers. R147 reads its shards in one order.
+In R41, rank 0 has all chats, rank 1 all long answers; in R153, rank 1 has all rows that fill up.
+R147 reads its shards in one order.
 """
 
 TIMEOUT = 400.0
