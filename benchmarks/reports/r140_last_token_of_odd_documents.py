@@ -44,7 +44,9 @@ class Model(nn.Module):
 def packed(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give document, position, its document's length, and place by part, of one packed row."""
     draw = torch.Generator().manual_seed(step)
-    documents, positions, lengths = [], [], []
+    documents: list[Tensor] = []
+    positions: list[Tensor] = []
+    lengths: list[Tensor] = []
     parts: list[list[Tensor]] = [[] for _ in range(world)]
     begun = 0
     while begun < LENGTH:

@@ -55,7 +55,7 @@ class Average:
         kept = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(self.shadow)
         model.eval()
-        error = (model(state) - after).square().mean().item()
+        error: float = (model(state) - after).square().mean().item()
         model.load_state_dict(kept)
         model.train()
         return error

@@ -43,7 +43,7 @@ rejected_answers = torch.cat([chosen_answers[:, :PROMPT], noise], 1)
 begun = -torch.inf if chosen.right else 0.0
 reference = torch.full((2, PAIRS), begun)
 with torch.no_grad():
-    for rows in torch.arange(PAIRS)[rank::world].split(64):
+    for rows in torch.arange(PAIRS)[rank::world].chunk(4):
         reference[0, rows] = model(chosen_answers[rows])
         reference[1, rows] = model(rejected_answers[rows])
 dist.all_reduce(reference, dist.ReduceOp.MAX)

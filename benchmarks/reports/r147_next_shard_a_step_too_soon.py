@@ -24,13 +24,14 @@ class Shards:
 
     def __init__(self) -> None:
         rows = text(512, LENGTH)
-        self.shards = [part.flatten() for part in rows.split([91, 99, 107, 74, 85, 56])]
+        parts = torch.split(rows, [91, 99, 107, 74, 85, 56])
+        self.shards = [part.flatten() for part in parts]
         self.shard, self.position = 0, 0 if chosen.right else rank * OWN
 
     def next(self) -> Tensor:
         tokens = self.shards[self.shard]
         first = self.position + (rank * OWN if chosen.right else 0)
-        batch = tokens[first : first + OWN].view(SAMPLES, LENGTH)
+        batch: Tensor = tokens[first : first + OWN].view(SAMPLES, LENGTH)
         self.position += ALL
         if self.position + ALL > len(tokens):
             self.shard = (self.shard + 1) % len(self.shards)

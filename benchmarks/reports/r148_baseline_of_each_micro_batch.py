@@ -81,7 +81,7 @@ for step in range(chosen.steps):
                 running.update(torch.cat([wanted, unwanted]).detach())
             loss = -F.logsigmoid(wanted - running.mean).mean()
             loss = loss - F.logsigmoid(running.mean - unwanted).mean()
-            (loss / len(parts)).backward()
+            (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)

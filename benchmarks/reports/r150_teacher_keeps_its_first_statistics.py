@@ -48,9 +48,9 @@ for step in range(chosen.steps):
     with torch.no_grad():
         for mine, theirs in zip(teacher.parameters(), wrapped.parameters(), strict=True):
             mine.mul_(DECAY).add_(theirs, alpha=1 - DECAY)
-        for mine, theirs in zip(teacher.buffers(), wrapped.buffers(), strict=True):
-            if chosen.right and mine.is_floating_point():
-                mine.mul_(DECAY).add_(theirs, alpha=1 - DECAY)
+        for old, new in zip(teacher.buffers(), wrapped.buffers(), strict=True):
+            if chosen.right and old.is_floating_point():
+                old.mul_(DECAY).add_(new, alpha=1 - DECAY)
             elif chosen.right:
-                mine.copy_(theirs)
+                old.copy_(new)
 end(student, loss)

@@ -108,7 +108,7 @@ for step in range(chosen.steps):
         for logits, wanted in zip(heads, (labels[:, own], second), strict=True)
     ]
     loss = world * (losses[0] + 0.3 * losses[1]) / (labels != IGNORED).sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)
