@@ -52,13 +52,13 @@ LAUNCHED_TWICE = frozenset(_LAUNCHED_TWICE.split())
 
 NAMED_BY = {
     "loss.scale": "R02 R11 R14 R17 R32 R39 R40 R64",
-    "data.duplicate_batches": "R03",
+    "data.duplicate_batches": "R03 R151",
     "data.resume_mismatch": "R04 R54 R102 R103",
     "compute.modes_differ": "R05",
     "rng.identical": "R06",
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",
-    "state.parameters_differ": "R09 R35 R50 R62 R70",
+    "state.parameters_differ": "R09 R35 R50 R62 R70 R141",
     "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97 R105 R106",
     "verify.loss": "R78 R86",
     "loss.no_gradient": "R12",
@@ -81,6 +81,7 @@ NAMED_BY = {
     "sync.part_of_ranks": "R57",
     "state.statistics_twice": "R58",
     "state.average_rounded": "R63",
+    "state.average_buffers_rest": "R150",
     "state.adapted_trains": "R67",
     "state.shards_alike": "R84",
     "update.differs": "R74",
@@ -88,8 +89,12 @@ NAMED_BY = {
 """Causes of warnings and errors that name a fault, and the reports that have it."""
 
 NAMED = {name: cause for cause, names in NAMED_BY.items() for name in names.split()}
-TRUE = {"R41": "inconclusive"}
-"""Warnings of right programs that are true: rank 0 has all chats, rank 1 all long answers."""
+TRUE = {"R41": "inconclusive", "R147": "data.repeated_order", "R153": "inconclusive"}
+"""Warnings of right programs that are true.
+
+In R41, rank 0 has all chats, rank 1 all long answers; in R153, rank 1 has all rows that fill up.
+R147 reads its shards in one order.
+"""
 
 TIMEOUT = 400.0
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -39,9 +40,9 @@ class Average(nn.Module):
 
 
 class Task(nn.Module):
-    def __init__(self):
+    def __init__(self, *norms):
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.model = nn.Sequential(nn.Linear(6, 6), *norms, nn.Tanh(), nn.Linear(6, 6))
         self.average = Average(self.model)
 
     def forward(self, x):
@@ -63,6 +64,21 @@ def follow(copies, source, share=1.0):
     return after_update
 
 
+def with_buffers(task, *, follow_too, training=False):
+    """Return what moves an average's parameters, and perhaps its buffers."""
+    teacher = frozen(task.model).train(training)
+    moves = follow(teacher, task.model, 0.1)
+
+    @torch.no_grad()
+    def after_update():
+        moves()
+        for own, new in zip(teacher.buffers(), task.model.buffers(), strict=True):
+            if follow_too:
+                own.copy_(new)
+
+    return after_update
+
+
 def averaged(task):
     """Update torch's own average, whose parameters are not frozen."""
     average = AveragedModel(task.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -76,13 +92,16 @@ KINDS = {
     "narrow": lambda task: follow(frozen(task.model).bfloat16(), task.model, 0.01),
     "narrow copy": lambda task: follow(frozen(task.model).bfloat16(), task.model),
     "averaged": averaged,
+    "buffers rest": partial(with_buffers, follow_too=False),
+    "buffers follow": partial(with_buffers, follow_too=True),
+    "buffers of training": partial(with_buffers, follow_too=False, training=True),
 }
 
 
 def train(rank, run_dir, kind, steps=2 * STEPS, earlier=None, *, counts=True):
     """Train, perhaps with what an earlier training has saved: with its count of updates or not."""
     torch.manual_seed(0)
-    task = Task()
+    task = Task(*[nn.BatchNorm1d(6)] * kind.startswith("buffers"))
     wrapped = DistributedDataParallel(task)
     holder = nn.ModuleList([wrapped])  # leads to the same modules
     optimizer = torch.optim.SGD(task.model.parameters(), lr=0.05)
@@ -117,11 +136,14 @@ def trained(folder):
 
 
 def found_in(folder, name):
-    causes = ("state.average_jumps", "state.average_rounded", "state.copy_never_changes")
-    return [one for one in Run.open(folder / name).findings() if one.cause in causes]
+    starts = "state.average_", "state.copy_"
+    return [one for one in Run.open(folder / name).findings() if one.cause.startswith(starts)]
 
 
-@pytest.mark.parametrize("name", ["grows-2", "engine", "narrow copy", "averaged"])
+HEALTHY = ("grows-2", "engine", "narrow copy", "averaged", "buffers follow", "buffers of training")
+
+
+@pytest.mark.parametrize("name", HEALTHY)
 def test_copies_that_follow_the_model_are_healthy(folder, name):
     assert found_in(folder, name) == []
 
@@ -135,6 +157,11 @@ SHARE = 1 - 0.99 * (1 - math.exp(-1 / 3))
         ("forgotten-2", "state.average_jumps", f"goes {SHARE:.3g} of its way to the model"),
         ("engine of base", "state.copy_never_changes", "ModuleList (84 elements) is written"),
         ("narrow", "state.average_rounded", "Sequential (84 elements) is kept in 16 bits"),
+        (
+            "buffers rest",
+            "state.average_buffers_rest",
+            "Sequential (96 elements) follows the model",
+        ),
     ],
 )
 def test_a_copy_that_jumps_rests_or_is_lost_in_rounding_is_named(folder, name, cause, said):

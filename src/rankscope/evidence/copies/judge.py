@@ -16,10 +16,12 @@ from rankscope.evidence.copies import KEY
 JUMPS = "state.average_jumps"
 KEPT = "state.copy_never_changes"
 ROUNDED = "state.average_rounded"
+STALE = "state.average_buffers_rest"
 
 _TIMES = 8  # the share of an average over that before a restart
 _REST = 0.25  # of the elements that rounding keeps, in a reading
 _RESTS = 3  # such readings
+_STALE = 3  # readings in which an average's buffers rested, and the model's did not
 _READINGS = 4  # in a row, in which a copy was written and has kept its bits
 
 
@@ -30,6 +32,7 @@ class CopiesOfModel(RestartDetector):
       many times what it was: its warm-up begins anew, and the model overwrites the average.
     - An average of 16 bits, many of whose elements stay where they are while others move: a small
       share of the way is less than half of the distance to the next value.
+    - An average in evaluation mode that moves, and whose buffers never do, as the model's do.
     - A module that is written from step to step and keeps its bits, while the model is trained.
     """
 
@@ -37,6 +40,8 @@ class CopiesOfModel(RestartDetector):
         super().__init__()
         self._shares: dict[str, float] = {}  # the last one of each average
         self._rests: dict[str, int] = {}  # readings in which rounding kept many elements
+        self._stale: dict[str, int] = {}  # readings in which buffers rested
+        self._moving: set[str] = set()  # averages whose buffers have changed
         self._awaited: set[str] = set()  # averages that a session has taken up
         self._writes: dict[str, tuple[int, int]] = {}  # at the last reading, with its bits
         self._kept: dict[str, int] = {}  # readings in a row
@@ -57,6 +62,7 @@ class CopiesOfModel(RestartDetector):
         for label, values in by_label.items():
             yield from self._follow_share(label, values, number, begins=begins)
             yield from self._follow_rest(label, values, number)
+            yield from self._follow_buffers(label, values, number)
             yield from self._follow_writes(label, values, number, begins=begins)
 
     def _follow_share(
@@ -64,10 +70,8 @@ class CopiesOfModel(RestartDetector):
     ) -> Iterator[FaultEvidence]:
         if begins and values.get("equal") == 0 and label in self._shares:
             self._awaited.add(label)
-        if "share" not in values:
-            return
-        share = float(np.int64(values["share"]).view(np.float64))
-        if not (math.isfinite(share) and share > 0):
+        share = _share(values)
+        if not share > 0:
             return
         before = self._shares.get(label, math.nan)
         self._shares[label] = share
@@ -94,6 +98,23 @@ class CopiesOfModel(RestartDetector):
             given = first, step, count, fields, numbers, key
             yield FaultEvidence(ROUNDED, Severity.WARNING, (), *given)
 
+    def _follow_buffers(
+        self, label: str, values: dict[str, int], step: int
+    ) -> Iterator[FaultEvidence]:
+        if "stale" not in values or not _share(values) > 0:
+            return
+        if not values["stale"]:
+            self._moving.add(label)
+        if label in self._moving:
+            return
+        key = f"{STALE}:{label}"
+        first = self._first.setdefault(key, step - 1)
+        count = self._stale[label] = self._stale.get(label, 0) + 1
+        if count >= _STALE:
+            numbers = {"name": label, "readings": count}
+            given = first, step, count, {"name": label}, numbers, key
+            yield FaultEvidence(STALE, Severity.WARNING, (), *given)
+
     def _follow_writes(
         self, label: str, values: dict[str, int], step: int, *, begins: bool
     ) -> Iterator[FaultEvidence]:
@@ -111,6 +132,12 @@ class CopiesOfModel(RestartDetector):
             kept = self._kept[label]
             given = self._first[label], step, kept, fields, {"name": label, "readings": kept}
             yield FaultEvidence(KEPT, Severity.WARNING, (), *given, key=f"{KEPT}:{label}")
+
+
+def _share(values: dict[str, int]) -> float:
+    """Return the share of an average's way in a reading; NaN if it did not move to the model."""
+    share = float(np.int64(values["share"]).view(np.float64)) if "share" in values else math.nan
+    return share if math.isfinite(share) else math.nan
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

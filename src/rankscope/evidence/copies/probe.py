@@ -65,6 +65,12 @@ class _Reading:
     writes: int  # of its tensors, so far
     narrow: torch.dtype | None  # its type, where that has 16 bits
     shapes: Sequence[torch.Size]  # of what this rank holds of its tensors
+    buffers: tuple[HostCopy, HostCopy] | None  # its own and the model's, in evaluation mode
+
+    @property
+    def awaited(self) -> Iterator[HostCopy | None]:
+        """All that is on its way from the device."""
+        yield from (self.elements, self.source, *(self.buffers or ()))
 
 
 def _read_all(now: Mapping[str, _Reading], last: Mapping[str, _Reading]) -> MessagePart:
@@ -72,7 +78,8 @@ def _read_all(now: Mapping[str, _Reading], last: Mapping[str, _Reading]) -> Mess
 
     The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
     writes, ``equal`` whether it is the model's present value, ``share`` as above, ``rest`` the
-    share of elements that rounding may have kept, see :func:`rest_of`.
+    share of elements that rounding may have kept, see :func:`rest_of`, ``stale`` whether its
+    buffers rest while the model's change, 0 where they change.
     """
     held: dict[str, int] = {}
     for label, one in now.items():
@@ -89,6 +96,11 @@ def _read_all(now: Mapping[str, _Reading], last: Mapping[str, _Reading]) -> Mess
                 if one.narrow is not None:
                     rest = rest_of(before_E, elements_E, source_E, one.narrow)
                     values["rest"] = int(np.float64(rest).view(np.int64))
+                if one.buffers is not None and before.buffers is not None:
+                    pairs = zip(before.buffers, one.buffers, strict=True)
+                    kept, still = (np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)
+                    if not (kept and still):
+                        values["stale"] = int(kept)
         held |= {f"{label}|{what}": value for what, value in values.items()}
     return MessagePart(names={KEY: {str(StateKind.FOLLOWS): held}})
 
@@ -176,13 +188,14 @@ class CopiesProbe(RareProbe):
                 sum(tensor._version for tensor in tensors),
                 types.pop() if len(types) == 1 and types <= _NARROW else None,
                 shapes,
+                None if source is None else _buffers(module, source),
             )
         before_age, before = self._last
         self._last = age, now
         if now:
             before = before if before_age == age - 1 else {}
             readings = (*now.values(), *before.values())
-            copies = [copy for one in readings for copy in (one.elements, one.source)]
+            copies = [copy for one in readings for copy in one.awaited]
             self.pending = Awaited(copies, partial(_read_all, now, before))
 
     def abort(self) -> None:
@@ -242,6 +255,25 @@ def _readable(module: nn.Module) -> list[Tensor]:
     local = [own(p.detach()) for p in module.parameters() if not p.is_meta]
     kept = [p for p in local if p.is_floating_point() and p.is_contiguous() and p.numel()]
     return kept[:: max(math.ceil(len(kept) / _MOST_PARAMETERS), 1)]
+
+
+def _buffers(average: nn.Module, model: nn.Module) -> tuple[HostCopy, HostCopy] | None:
+    """Begin to read the buffers that both have; None where the average does not evaluate by its."""
+    trains = {name for name, part in average.named_modules() if part.training}
+    others = dict(model.named_buffers())
+    pairs = [
+        (own(buffer), own(others[name]))
+        for name, buffer in average.named_buffers()
+        if name in others
+        and buffer.is_floating_point()
+        and name.rpartition(".")[0] not in trains
+        and buffer.shape == others[name].shape
+    ]
+    both = [pair for pair in pairs if all(one.is_contiguous() and one.numel() for one in pair)]
+    if not both:
+        return None
+    theirs, models = zip(*both[:_MOST_PARAMETERS], strict=True)
+    return _elements(theirs), _elements(models)
 
 
 def _elements(tensors: Sequence[Tensor]) -> HostCopy:

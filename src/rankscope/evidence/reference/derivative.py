@@ -49,6 +49,10 @@ _FARTHEST = 0.02  # of the norm of the parameters, by the same
 _MOVED = 0.01  # of an element's usual size, by the shorter move along random signs
 _COARSER = 5.0  # times as far in 16-bit types
 _MOST_SINGLE = 24  # parameters that are also moved one by one
+_ATTACHED = (
+    "{} adds the gradient of another loss on the way back, as of the balance of experts, and what "
+    "backward is called on does not have that loss in it"
+)
 _SAME_LOSS = 1e-4  # relative: the ranks of a worker compute one loss
 
 
@@ -93,6 +97,8 @@ class DirectionalDerivative:
                 raise CanaryDeclined(
                     "the loss takes parameters by itself, past the model's outputs"
                 )
+            if micro.attached is not None and micro.attached.name:
+                raise CanaryDeclined(_ATTACHED.format(micro.attached.name))
         if self._copy is not None:
             self._copy.check()
             return

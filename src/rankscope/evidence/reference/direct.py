@@ -19,7 +19,7 @@ Edge = tuple[Any, int]
 """A node of an autograd graph, and the number of one of its outputs."""
 
 
-_LEAF = "torch::autograd::AccumulateGrad"
+LEAF = "torch::autograd::AccumulateGrad"
 
 
 class DirectGradients:
@@ -47,7 +47,7 @@ class DirectGradients:
         self._watch([*((root.grad_fn, root.output_nr) for root in roots), *inputs])
 
     def _watch(self, edges: Sequence[Edge]) -> None:
-        inside = _nodes_between(self._inputs, self._outputs)
+        inside = nodes_between(self._inputs, self._outputs)
         waiting = [node for node, number in edges if (node, number) not in self._outputs]
         seen: set[Any] = set()
         while waiting:
@@ -59,7 +59,7 @@ class DirectGradients:
             for place, (following, number) in enumerate(node.next_functions):
                 if following is None or (following, number) in self._outputs:
                     continue
-                if following.name() != _LEAF:
+                if following.name() != LEAF:
                     waiting.append(following)
                 elif (name := self._names.get(id(following.variable))) is not None:
                     leaves[name].append(place)
@@ -98,7 +98,7 @@ class DirectGradients:
         self._handles.clear()
 
 
-def _nodes_between(inputs: Collection[Edge], outputs: Iterable[Edge]) -> set[Any]:
+def nodes_between(inputs: Collection[Edge], outputs: Iterable[Edge]) -> set[Any]:
     """Return the nodes from which outputs were computed, theirs among them, up to inputs."""
     waiting = list(outputs)
     seen: set[Any] = set()

@@ -19,6 +19,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, resto
 from rankscope.evidence.canary.layout import Layout, layout_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
+from rankscope.evidence.reference.attached import AttachedLosses
 from rankscope.evidence.reference.direct import Edge
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
@@ -107,6 +108,8 @@ class MicroBatch:
         """The first of the same backward pass, where both are calls of parts; None of others."""
         self.direct: Mapping[str, Tensor] = {}
         """Gradients of its backward pass past the model's outputs, by the parameter's name."""
+        self.attached: AttachedLosses | None = None
+        """Losses that its forward pass attached; None before it."""
 
     @property
     def edges(self) -> list[Edge]:
@@ -228,6 +231,7 @@ class MicroBatch:
             one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
             hook_gradient(tensor, one.receive)
+        self.attached = AttachedLosses(self.edges, self.entries)
         is_loss = any(above) or all(tensor.numel() == 1 for tensor in tensors)
         return [] if is_loss else tensors
 
