@@ -99,7 +99,7 @@ class Assembly:
             if (make := each.at_root("make_combiner")) is not None:
                 self._combiners.append(make(layout))
             if each.held:
-                self._combiners.append(HeldValues(each.held))
+                self._combiners.append(HeldValues(layout, each.held))
 
     @property
     def delivered(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
-from rankscope.agent.host_summary import HostSteps
+from rankscope.agent.host_summary import HostAssembly
 from rankscope.agent.rank_processes import RankProcesses, lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
@@ -58,7 +58,7 @@ class Forwarder:
         layout = Layout.from_json(setup["layout"])
         self._steps = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
-            self._steps = HostSteps(self._num_local, layout)
+            self._steps = HostAssembly(self._num_local, layout)
         self._send_local = send
         self._ranks = ranks
         self._link = HostLink(int(setup["host"]))
@@ -257,7 +257,7 @@ class Agent:
             if self._remote is not None:
                 self._receive_from_hosts()
             if isinstance(root, Root):
-                root.note_newest(self._server.newest)
+                root.arrived = self._server.newest
                 if not self._is_time(root):
                     return
             while root.work() and not root.finished:

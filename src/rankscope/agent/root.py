@@ -17,9 +17,9 @@ from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
 from rankscope.agent.host_summary import (
-    HostsStep,
-    HostSteps,
+    HostAssembly,
     HostSummary,
+    JoinedSummaries,
     as_columns,
     summary_layout,
     with_directions,
@@ -67,9 +67,9 @@ class Root:
         self._run_dir = Path(setup["run_dir"])
         self._workers = Workers(layout.num_workers)
         self._layout = layout
-        self._host_steps: HostSteps | None = None
+        self._host_steps: HostAssembly | None = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
-            self._host_steps = HostSteps(setup["num_local"], layout)
+            self._host_steps = HostAssembly(setup["num_local"], layout)
         lean = summary_layout(layout) if self._host_steps is not None else layout
         self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
@@ -88,7 +88,7 @@ class Root:
             if (make := each.at_root("make_director")) is not None
         }
         self._directors: dict[str, Director] = {n: d for n, d in made.items() if d is not None}
-        self._arrived = -1
+        self.arrived = -1  # the newest step that has come here, though it may not be taken yet
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
@@ -244,7 +244,7 @@ class Root:
         interval = self._governor.interval_at(sent[0].step)
         if self._host_steps is None:
             return self._assembly.step_of(as_columns(sent), interval)
-        hosts = HostsStep(sent)
+        hosts = JoinedSummaries(sent)
         gathered = self._assembly.step_of(hosts.messages, interval)
         return with_directions(gathered, hosts, self._layout)
 
@@ -300,11 +300,7 @@ class Root:
     @property
     def newest(self) -> int:
         """The newest step that some rank has delivered."""
-        return max(self._assembly.newest, self._arrived)
-
-    def note_newest(self, step: int) -> None:
-        """Record the newest step that has arrived, before it is taken."""
-        self._arrived = max(self._arrived, step)
+        return max(self._assembly.newest, self.arrived)
 
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]

@@ -339,7 +339,7 @@ def render_answer(answer: Answer, console: Console) -> None:
 GRACE_SECONDS = 10.0  # how long processes may take to end after a signal
 
 FIRST_LINE_SECONDS = 15.0
-"""Seconds until a line says how far a training is; each further one comes after twice as many."""
+"""Seconds until a line reports the progress; each further one comes after twice as many."""
 
 _LOG = "output.txt"
 _MOST_WORDS = 200

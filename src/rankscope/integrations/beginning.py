@@ -249,7 +249,7 @@ def _held_by(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def _content(model: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a model from others, the same on all ranks as DDP has made them equal."""
+    """Return a fingerprint of a model, the same on all ranks as DDP has made them equal."""
     kind = type(getattr(model, "module", model)).__name__
     parameters = list(model.parameters())
     first = first_of(parameters[0]).tolist()

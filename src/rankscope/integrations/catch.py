@@ -390,7 +390,7 @@ class Ending:
                 watching.close(error)
 
     def notice_exit_codes(self) -> None:
-        """Remember the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
+        """Store the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
 
         def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
             def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has

@@ -122,7 +122,7 @@ class Inbox:
         self._fed = -1
         self.findings: dict[str, Finding] = {}  # all findings by id, each in its latest state
         self.done = False  # whether the agent has sent its last frame
-        self.recorded = False  # whether it could write all of the run, as that frame says
+        self.recorded = False  # whether it could write all of the run, by that frame
         self._handlers: dict[int, Callable[[Frame], None]] = {
             FrameKind.WELCOME: lambda frame: permit_inspection(int(frame.payload)),
             FrameKind.INTERVAL: lambda f: collector.intervals.add(f.step, int(f.payload)),

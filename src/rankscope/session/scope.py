@@ -424,7 +424,7 @@ class Scope:
     def _agent_computed(self, seconds: float) -> bool:
         """Return whether the agent that this rank has started took so much CPU since the last call.
 
-        On a busy machine it may still start: it gives way to all others.
+        On a busy machine it may still start: it has the lowest priority.
         """
         agent = self._handle.agent
         before = self._agent_seconds

@@ -202,7 +202,7 @@ def _split_url(kind: str, url: str) -> SplitResult:
 
 
 def _severity(kind: str, given: Sequence[str], *, alerts: bool) -> Severity:
-    """Return the severity that the last of the given names says, else that of the kind."""
+    """Return the severity of the last of the given names that has one, else that of the kind."""
     if not given:
         return Severity.WARNING if alerts else Severity.NOTE
     try:

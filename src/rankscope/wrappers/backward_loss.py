@@ -3,7 +3,7 @@
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
 constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
 this number again. Other factors stay: they may make a mean of a sum, or undo the mean over workers.
-The latter is so where a loss compares the rows of several ranks, and autograd knows those of this
+The latter is so where a loss compares the rows of several ranks, and autograd has those of this
 rank alone. For a sum over label tokens the scope gets their number, and the sum's divisor; for a
 mean over label tokens their number.
 """
@@ -42,7 +42,7 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 
 
 class TrainingPasses(Protocol):
-    """What knows of the forward passes: a scope."""
+    """The forward passes of a training: a scope."""
 
     @property
     def training(self) -> bool:

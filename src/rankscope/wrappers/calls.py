@@ -289,7 +289,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 def _patch_torch() -> None:
-    """Hear of modules that are compiled in place, and of calls of modules that are compiled."""
+    """Follow modules that are compiled in place, and of calls of modules that are compiled."""
     if not _patches:
         _patches.append(Patch(nn.Module, "compile", _hearing))
         if _OptimizedModule is not None:

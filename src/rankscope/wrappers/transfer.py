@@ -70,20 +70,17 @@ class GradientTransfer:
 
     def read(self) -> MessagePart:
         """Wait for the copy; return the arrays of a step's message that hold the gradient."""
-        numbers, sketches = self._read()
-        arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
-        return MessagePart(arrays=arrays)
-
-    def _read(self) -> tuple[Content, Content]:
         form = self._form
-        if self._content is not None:
-            whole = memoryview(self._content)
+        numbers: Content
+        sketches: Content
+        if len(self._copies) == 2:
+            numbers, sketches = (copy.numpy().tobytes() for copy in self._copies)
         else:
-            first, *more = (copy.numpy().tobytes() for copy in self._copies)
-            if more:
-                return first, more[0]
-            whole = memoryview(first)
-        return whole[: form.num_bytes], whole[form.num_bytes : form.end]
+            content = self._content
+            whole = memoryview(self._copies[0].numpy().tobytes() if content is None else content)
+            numbers = whole[: form.num_bytes]
+            sketches = whole[form.num_bytes : form.end]
+        return MessagePart(arrays={"numbers": numbers, "sizes": form.sizes, "sketches": sketches})
 
 
 class _Form:

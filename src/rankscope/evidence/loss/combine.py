@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
+from rankscope.bus.messages import Columns, Combiner, Derived, Messages, fill
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import common_scale
 from rankscope.stats.arrays import Bools, Floats, Ints, Ragged
@@ -54,9 +54,7 @@ class Losses(Combiner):
         }
 
 
-def make_combiner(layout: Layout) -> Losses:
-    """Return the combiner of losses."""
-    return Losses()
+make_combiner = Losses
 
 
 def derive(gathered: GatheredStep) -> Derived:

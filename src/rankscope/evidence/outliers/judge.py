@@ -40,7 +40,6 @@ from rankscope.evidence.outliers.parts import (
     compared_groups,
     group_signals,
     groups_of,
-    log_sizes,
     of_usual_size,
     total_signals,
     totals_of,
@@ -262,7 +261,8 @@ class WorkerOutliers(_OfWholeSamples):
             return
         usable_TW = _usable(steps)
         usable_TW[[self._visits.observe(step.gathered.samples) for step in steps]] = False
-        sizes_TW = log_sizes(steps.columns.column("loss_weight"))
+        tokens_TW = steps.columns.column("loss_weight")
+        sizes_TW = np.log(np.where(tokens_TW > 0, tokens_TW, np.nan))
         at = 0
         while at < len(steps):
             piece = self._next_piece(steps, at)

@@ -221,11 +221,6 @@ def groups_of(step: Step, num_signals: int) -> Floats:
     return values_SW
 
 
-def log_sizes(weights: Floats) -> Floats:
-    """Return the logarithm of workers' label tokens, NaN where they are unknown."""
-    return np.log(np.where(weights > 0, weights, np.nan))
-
-
 def of_usual_size(sizes_W: Ints) -> Bools:
     """Return which workers have the batch size of the majority; all without a majority."""
     if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):

@@ -242,7 +242,7 @@ class ParityRecorder(Probe):
         )
 
     def fail(self, error: Exception) -> None:
-        """End the record, and say so in its files."""
+        """End the record, and mark its files as ended."""
         self._failed = f"{type(error).__name__}: {error}"
         self._now = _Step()
         _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)

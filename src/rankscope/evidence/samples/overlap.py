@@ -14,7 +14,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import RankGroups, Step, StepBatch
 from rankscope.bus.words import count
-from rankscope.evidence.samples.repeats import Padding
+from rankscope.evidence.samples.epochs import Padding
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DrawnSamples, count_common
 from rankscope.stats.samples import LIKELY, SURE, Followed, SampleCounts, ThinningLedger

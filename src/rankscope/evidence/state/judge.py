@@ -323,7 +323,8 @@ _Named = tuple[_Kinds, tuple[str, ...]]
 class ComparedState(Combiner):
     """Compares the digests of all workers; the first worker sends their names once."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._names: dict[int, _Named] = {}
         self._unchanged = UnchangedParameters()
         self._recorded: set[tuple[StateKind, str, bool]] = set()
@@ -409,9 +410,7 @@ class ComparedState(Combiner):
         return (*changed, *moved, *role_differences(roles_W), *replaced)
 
 
-def make_combiner(layout: Layout) -> ComparedState:
-    """Return the combiner of digests."""
-    return ComparedState()
+make_combiner = ComparedState
 
 
 def _trace(messages: Messages) -> TensorTrace | None:

@@ -90,7 +90,7 @@ _NEAR = 0.05
 """Of a difference: what explains all but so much of it describes it."""
 
 _RESTING = 0.5
-"""Of the elements with a gradient: where so many stay as they are, the result says so."""
+"""Of the elements with a gradient: where so many stay as they are, the result has their share."""
 
 
 class UpdateMismatch(StrEnum):
