@@ -235,7 +235,8 @@ def _rules_of(given: Sequence[str], *, recorded: bool) -> tuple[Rules, Rules]:
 
     The side with several names for a parameter takes the name of the other one; else B does.
     """
-    of_a, of_b = [], []
+    of_a = []
+    of_b = []
     for line in _lines_of(given):
         own, others = ([n.strip() for n in side.split(",")] for side in line.partition("=")[::2])
         if not all(own) or not all(others) or min(len(own), len(others)) > 1:

@@ -195,11 +195,13 @@ class Catch:
         """Watch a model from now on."""
         try:
             self._done = True
-            self._bare, self._called = [], None
+            self._bare = []
+            self._called = None
             self._imports.remove()
             for hook in (*self._waiting, *self._hooks):
                 hook.remove()
-            self._waiting, self._hooks = [], []
+            self._waiting = []
+            self._hooks = []
             self._begin(model)
         except Exception as error:
             self._fail(error)

@@ -259,7 +259,8 @@ class _Training:
         self._count = 0
         give = partial(self._recorder.loss, spare=True)
         self._losses = BackwardLoss(self._recorder, list(models), give)
-        before, after = self.before_forward, self.after_forward
+        before = self.before_forward
+        after = self.after_forward
         passes = (
             ()
             if by_method
@@ -498,7 +499,8 @@ def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
 
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, [0]
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     try:
         return rank, world, ranks_of(find_wrapper(model).group)
     except RankscopeError:

@@ -557,7 +557,8 @@ class Scope:
         if self._parts is not None:
             self._parts.end_step()
             return
-        guard, collector = self._guard, self._collector
+        guard = self._guard
+        collector = self._collector
         self._parts = PartCalls(
             self._inner,
             lambda: self._forward is _Forward.NONE and not (collector.repeating or in_backward()),

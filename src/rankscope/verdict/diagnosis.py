@@ -121,7 +121,8 @@ class Diagnosis:
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
         """Diagnose consecutive steps, however many; return the findings of each to record."""
         recorded = [as_recorded(report) for report in reports]
-        first, rest = recorded[: self._first_steps], recorded[self._first_steps :]
+        first = recorded[: self._first_steps]
+        rest = recorded[self._first_steps :]
         self._first_steps -= len(first)
         found = []
         for one in first:

@@ -178,7 +178,8 @@ class _Calls:
     def __init__(self, module: nn.Module) -> None:
         self.pairs: list[ModuleHook] = []
         self.module = weakref.ref(module)
-        self._begins, self._ends = ForeignHook(self._begin), ForeignHook(self._end)
+        self._begins = ForeignHook(self._begin)
+        self._ends = ForeignHook(self._end)
         self._hooks: list[Any] = []
         self._in_place: Patch | None = None
         _CALLS[id(module)] = self

@@ -210,7 +210,8 @@ class CanaryDirector(Director):
                 return
             self._announced = True
             later = "; those that follow on schedule are not announced"
-        suspect, peer = name_ranks([planned.suspect]), name_ranks([planned.peer])
+        suspect = name_ranks([planned.suspect])
+        peer = name_ranks([planned.peer])
         self._log(
             logging.INFO,
             f"before step {planned.run_at} every worker replayed a batch of {suspect} "

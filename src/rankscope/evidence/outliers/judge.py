@@ -81,7 +81,8 @@ class ZeroGroups(Stateful):
     def observe(self, names: list[str], norms_WG: Floats) -> None:
         """Process the norms of a step; other groups start anew."""
         if names != self._names:
-            self._names, self.steps = names, 0
+            self._names = names
+            self.steps = 0
             self._zero_WG = np.zeros(norms_WG.shape, np.int64)
             self._other_WG = np.zeros(norms_WG.shape, np.int64)
         self.steps += 1

@@ -549,7 +549,8 @@ class ParityProbe(ParityRecorder):
 
     def __init__(self, job: Job) -> None:
         ranks = ranks_of(job.wrapped.group)
-        wrapped, optimizers = job.wrapped, all_of(job.optimizer)
+        wrapped = job.wrapped
+        optimizers = all_of(job.optimizer)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )

@@ -151,7 +151,8 @@ class SameResults(DuplicateBatches):
         gathered = step.gathered
         if not gathered.observed or any(map(len, gathered.samples)):
             return ()
-        losses_W, norms_W = gathered.workers["loss"], gathered.workers["grad_norm"]
+        losses_W = gathered.workers["loss"]
+        norms_W = gathered.workers["grad_norm"]
         known_W = np.isfinite(losses_W) & np.isfinite(norms_W) & (norms_W > 0)
         results = zip(losses_W.tolist(), norms_W.tolist(), known_W.tolist(), strict=True)
         groups = ranks_by((loss, norm) if known else None for loss, norm, known in results)

@@ -25,7 +25,8 @@ from rankscope.stats.state import Stateful
 KEY = "epochs-cut-short"
 
 _LEAST_DRAWS = 3  # of each sample, on average
-_EVEN, _UNEVEN = 1, 3
+_EVEN = 1
+_UNEVEN = 3
 _LEFT_OUT = 0.25  # of an epoch, at random
 _OTHERS = 0.02  # of all draws
 _CHECKS = 4  # in an epoch

@@ -262,7 +262,8 @@ class CountedTwice(Detector):
 class AdaptedTrains(Detector):
     """Matrices that are trained beside the adapters that are added to them."""
 
-    KIND, CAUSE = StateKind.ADAPTED, "state.adapted_trains"
+    KIND = StateKind.ADAPTED
+    CAUSE = "state.adapted_trains"
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report such matrices."""
@@ -276,7 +277,8 @@ class AdaptedTrains(Detector):
 class ShardsAlike(AdaptedTrains):
     """Matrices that consist of copies of one shard when the training begins."""
 
-    KIND, CAUSE = StateKind.SHARDS, "state.shards_alike"
+    KIND = StateKind.SHARDS
+    CAUSE = "state.shards_alike"
 
 
 FROZEN_DIFFER = "state.frozen_differ"
