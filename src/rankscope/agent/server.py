@@ -84,7 +84,7 @@ class LocalServer:
         self._lives = lives
         self._lock = threading.Lock()
         self._arrived: deque[Arrived] = deque()
-        self._news = threading.Event()
+        self._has_arrived = threading.Event()
         self._connections: dict[int, _Connection] = {}
         self._unidentified: list[_Connection] = []
         self._held = 0
@@ -109,8 +109,8 @@ class LocalServer:
 
     def take(self, seconds: float) -> list[Arrived]:
         """Wait for new frames up to so many seconds, and return them."""
-        self._news.wait(seconds)
-        self._news.clear()
+        self._has_arrived.wait(seconds)
+        self._has_arrived.clear()
         if not self._thread.is_alive():
             raise RuntimeError("the agent's thread that reads has ended")
         with self._lock:
@@ -303,4 +303,4 @@ class LocalServer:
         with self._lock:
             self._arrived.append(arrived)
             self._held += 0 if arrived.frame is None else len(arrived.frame.payload)
-        self._news.set()
+        self._has_arrived.set()

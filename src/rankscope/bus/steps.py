@@ -132,7 +132,7 @@ _SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
 """Summaries over the workers, from ``[S, C, W]`` to ``[S, C]``."""
 
 RankGroups = Sequence[tuple[int, ...]]
-"""RankGroups of ranks whose batches are identical."""
+"""Groups of ranks whose batches are identical."""
 
 
 class WorkerColumns:
@@ -207,7 +207,7 @@ class Step:
 
     @cached_property
     def identical(self) -> RankGroups:
-        """RankGroups of workers whose batches hold the same samples."""
+        """Groups of workers whose batches hold the same samples."""
         if self.columns.samples.all_differ(self.index):
             return ()
         return identical_groups(self.gathered.samples)

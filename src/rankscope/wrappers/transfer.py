@@ -52,7 +52,7 @@ def begin_transfer(
         accumulator_changes=0 if changes is None else len(changes),
     )
     if measured.totals.memory.is_cpu and _is_compiled():
-        return Ready(form.part_in(form.gather(measured)))
+        return Ready(form.part(form.gather(measured)))
     copies = _copies(measured, form.folding)
     return Awaited(copies, functools.partial(form.read, copies))
 
@@ -79,15 +79,17 @@ class _Form:
 
     def read(self, copies: Sequence[HostCopy | Share]) -> MessagePart:
         """Wait for the copies of numbers and sketches, or of both together."""
-        numbers, *more = (copy.numpy().tobytes() for copy in copies)
-        return self._part(numbers, more[0]) if more else self.part_in(numbers)
+        return self.part(*(copy.numpy().tobytes() for copy in copies))
 
-    def part_in(self, content: Content) -> MessagePart:
-        """Return the arrays of a step's message that hold the gradient."""
-        whole = memoryview(content)
-        return self._part(whole[: self.num_bytes], whole[self.num_bytes : self.end])
+    def part(self, numbers: Content, sketches: Content | None = None) -> MessagePart:
+        """Return the arrays of a step's message that hold the gradient.
 
-    def _part(self, numbers: Content, sketches: Content) -> MessagePart:
+        Sketches that are not given lie behind the numbers.
+        """
+        if sketches is None:
+            whole = memoryview(numbers)
+            numbers = whole[: self.num_bytes]
+            sketches = whole[self.num_bytes : self.end]
         return MessagePart(arrays={"numbers": numbers, "sizes": self.sizes, "sketches": sketches})
 
     def gather(self, measured: LocalGradient) -> bytearray:
