@@ -253,7 +253,7 @@ class OverlappingShards(Detector):
                 "own": count(counted.own, "draw"),
                 "Where": _GIVE_IDS if made_anew else self._where,
                 "innocent": innocent,
-                "told": "" if self._named else _BY_CONTENT,
+                "by_content": "" if self._named else _BY_CONTENT,
             },
             numbers={
                 "drawn_from_others": counted.cross,
