@@ -41,7 +41,7 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
         return _digests(batch, mask)
     if isinstance(batch[0], Tensor):
         return _digests_of_items(batch)
-    return torch.tensor([_digest(_content(text)) for text in batch], dtype=torch.int64)
+    return torch.from_numpy(np.array([_digest(_content(text)) for text in batch], np.int64))
 
 
 def _digests_of_ids(ids: Any, mask: Any) -> NDArray[np.int64] | None:
