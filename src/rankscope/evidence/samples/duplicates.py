@@ -13,13 +13,14 @@ from rankscope.bus.words import count, name_ranks, shortened
 from rankscope.stats.draws import in_order
 
 SAME_RESULTS = "data-same-results"
+"""Key of batches that are known to be the same by their results."""
 PARTS = "data-parts-of-one-model"
-"""Key of batches that are known to be the same by what came of them."""
+"""Key of batches that are the same since workers hold parts of one model."""
 
 _RARE = 0.1
+"""Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
 _STEPS_OF_PARTS = 3
 _MOST_NAMED = 4
-"""Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
 
 
 class DuplicateBatches(Detector):
