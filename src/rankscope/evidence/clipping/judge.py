@@ -314,7 +314,7 @@ class _Clipped:
     ``limit`` is the norm that is meant, NaN if unknown; ``called`` whether a call of torch has it;
     ``certain`` whether it is one of the L2 norm; ``factor`` that of the call, NaN if unknown or if
     its norm counts other gradients, too. ``after`` is the norm after clipping, ``bound`` its
-    relative error. ``acts``: whether the gradient was made shorter, ``guess``: what the call
+    relative error. ``acts`` whether the gradient was made shorter, ``guess`` what the call
     shows of the cause. ``norms`` are those after and before clipping, and combinations of the
     ranks' after it.
     """
