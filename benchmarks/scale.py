@@ -18,8 +18,8 @@ import numpy as np
 from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.host_summary import (
-    HostsStep,
     HostSummary,
+    JoinedSummaries,
     as_columns,
     host_summary,
     summary_layout,
@@ -171,7 +171,7 @@ def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep
     for one in summaries:
         assembly.add(one.ranks_w, one)
     [sent] = assembly.take(1)
-    hosts = HostsStep(sent)
+    hosts = JoinedSummaries(sent)
     return with_directions(assembly.step_of(hosts.messages, 1), hosts, layout)
 
 

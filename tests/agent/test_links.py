@@ -127,7 +127,7 @@ def test_what_was_sent_before_a_connection_anew_is_read_first(agent):
 
 
 def test_who_does_not_know_the_secret_is_turned_away(agent, monkeypatch):
-    monkeypatch.setattr(server, "STRANGER_SECONDS", 0.1)
+    monkeypatch.setattr(server, "HELLO_SECONDS", 0.1)
     agent.server.start()
     wrong = json.dumps({"rank": 0, "secret": "guessed"}).encode()
     said = [

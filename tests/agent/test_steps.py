@@ -8,8 +8,8 @@ import pytest
 
 from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.host_summary import (
-    HostsStep,
     HostSummary,
+    JoinedSummaries,
     as_columns,
     host_summary,
     summary_layout,
@@ -179,7 +179,7 @@ def by_hosts(messages, layout=LAYOUT):
     """Return the step as the root has it; hosts of 7 workers, the ranks dealt out in turn."""
     num_hosts = -(-len(messages) // 7)
     hosts = [{r: m for r, m in messages.items() if r % num_hosts == h} for h in range(num_hosts)]
-    sent = HostsStep([HostSummary.unpack(host_summary(own, layout)) for own in hosts])
+    sent = JoinedSummaries([HostSummary.unpack(host_summary(own, layout)) for own in hosts])
     gathered = Assembly(summary_layout(layout), 0).step_of(sent.messages, 1)
     return with_directions(gathered, sent, layout)
 

@@ -144,7 +144,7 @@ def train_many(number, rank, run_dir, *, zeroed):
 
 def count_calls(rank, folder):
     calls = {"prepared": 0, "read": 0}
-    prepare, read = MultiTensorReader.__init__, Sketcher._measure
+    prepare, read = MultiTensorReader.__init__, Sketcher.measure_tensors
 
     def prepared(*args, **options):
         calls["prepared"] += 1
@@ -154,7 +154,7 @@ def count_calls(rank, folder):
         calls["read"] += 1
         read(*args, **options)
 
-    MultiTensorReader.__init__, Sketcher._measure = prepared, counted
+    MultiTensorReader.__init__, Sketcher.measure_tensors = prepared, counted
     found = {way: {"counts": [], "same": []} for way in (False, True)}
     for zeroed, number in itertools.product(found, (FEW, MANY)):
         calls.update(prepared=0, read=0)

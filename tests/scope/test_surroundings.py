@@ -95,13 +95,13 @@ class Root:
         now = self._scope._collector.step
         planned = Planned(ASKED_FOR, 0, 1, now, now)
         if step == KEEP:
-            self._canary.plan(planned)
+            self._canary.store_plan(planned)
         if step == RUN:
             answers = [None] * 2
             dist.all_gather_object(answers, self._answers)
             kept = [CanaryAnswer.unpack(one).batch for several in answers for one in several]
             if len(kept) == len(answers) and all(kept):
-                self._canary.ready(planned, tuple(map(unpack_batch, kept)))
+                self._canary.store_batches(planned, tuple(map(unpack_batch, kept)))
 
 
 def left():

@@ -16,7 +16,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import fold
 from rankscope.wrappers import transfer
 from rankscope.wrappers.tap import LocalGradient
-from rankscope.wrappers.transfer import GradientTransfer
+from rankscope.wrappers.transfer import begin_transfer
 from support.interpreted import interpreter, launch_interpreted
 from support.kernel_checks import needs_compiler
 
@@ -42,7 +42,7 @@ def measure(gradient):
 
 
 def hand_over(measured):
-    handover = GradientTransfer(measured, sketch_width=WIDTH, group_width=NARROW)
+    handover = begin_transfer(measured, sketch_width=WIDTH, group_width=NARROW)
     assert handover.ready
     return read(handover)
 
@@ -118,8 +118,8 @@ def test_norms_largest_and_sketches():
 def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     local, reduced = (measure(make_gradient(seed)) for seed in (0, 1))
     widths = {"sketch_width": WIDTH, "group_width": NARROW, "section_counts": (1,) * len(GROUPS)}
-    apart = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
-    whole = GradientTransfer(LocalGradient(local, reduced), **widths, audit_width=NARROW)
+    apart = begin_transfer(LocalGradient(local, reduced), **widths, audit_width=NARROW - 2)
+    whole = begin_transfer(LocalGradient(local, reduced), **widths, audit_width=NARROW)
     lengths = [len(handover.read().arrays["sketches"]) // 4 for handover in (apart, whole)]
     assert lengths == [
         WIDTH + len(GROUPS) * (NARROW + 2 * (NARROW - 2)),

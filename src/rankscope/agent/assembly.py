@@ -93,13 +93,13 @@ class Assembly:
         self.lost_of: Counter[int] = Counter()  # number of lost messages by rank
         self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
-        self._num_unheard = layout.num_workers
+        self._num_silent = layout.num_workers
         self._combiners: list[Combiner] = []
         for each in EVIDENCE:
             if (make := each.at_root("make_combiner")) is not None:
                 self._combiners.append(make(layout))
             if each.held:
-                self._combiners.append(HeldValues(each.held))
+                self._combiners.append(HeldValues(layout, each.held))
 
     @property
     def delivered(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class Assembly:
     @property
     def num_whole(self) -> int:
         """Number of complete steps that wait to be taken."""
-        return 0 if self._num_unheard else min(map(len, self._queues.values()))
+        return 0 if self._num_silent else min(map(len, self._queues.values()))
 
     def learn(self, rank: int, message: StepMessage) -> None:
         """Process a message on arrival, before its step is complete."""
@@ -121,7 +121,7 @@ class Assembly:
         first = int(ranks[0])
         if first not in self._queues:
             self._queues[first] = deque()
-            self._num_unheard -= len(ranks)
+            self._num_silent -= len(ranks)
         gap = sent.step - int(self._delivered_W[first]) - 1
         if gap < 0:
             return

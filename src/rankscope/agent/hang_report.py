@@ -37,7 +37,7 @@ class Group(TypedDict):
     """The collectives of a process group on one rank."""
 
     title: str  # its description, or else its name
-    ranks: list[int]  # its global ranks; empty if the recorder does not know them
+    ranks: list[int]  # its global ranks; empty if the recorder does not have them
     entries: list[Entry]  # its last collectives, in order
 
 
@@ -115,7 +115,7 @@ class RecorderThread:
             return b"null"
 
     def _owns(self, descriptor: int) -> bool:
-        """Return whether it is still ours: a script may close all files that it does not know."""
+        """Return whether it is still ours: a script may close files that are not its own."""
         return os.fstat(descriptor).st_ino == self._identities[descriptor]
 
 
@@ -192,7 +192,7 @@ def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
 
 
 def _entry(one: dict[str, object]) -> Entry:
-    """Return an entry of torch's, whose operation is ``nccl:all_reduce``, say."""
+    """Return an entry of torch's, whose operation is for example ``nccl:all_reduce``."""
     operation = str(one["profiling_name"]).partition(":")[2]
     scatters = operation == "scatter"
     sizes: Any = one["output_sizes" if scatters else "input_sizes"]

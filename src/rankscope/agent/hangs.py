@@ -1,6 +1,6 @@
 """Detects that a training hangs, and makes a finding of the ranks that the others wait for.
 
-The root knows the last step of each rank. Places inside a step, process states and stacks come from
+The root has the last step of each rank. Places inside a step, process states and stacks come from
 the agents of the hosts.
 """
 

@@ -226,8 +226,8 @@ class HostSummary:
         return cls(step, ranks_w, content)
 
 
-class HostsStep:
-    """A step from the summaries of all hosts."""
+class JoinedSummaries:
+    """One step of all hosts, from their summaries."""
 
     def __init__(self, summaries: Sequence[HostSummary]) -> None:
         self._contents = [one.content for one in summaries]
@@ -282,7 +282,7 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
     return b"".join([_HEADER.pack(schema_hash(), step, *map(len, packed)), *packed])
 
 
-class HostSteps:
+class HostAssembly:
     """Collects the messages of a host's ranks until a step is complete."""
 
     def __init__(self, num_local: int, layout: Layout) -> None:
@@ -299,7 +299,7 @@ class HostSteps:
         return host_summary(self._steps.pop(message.step), self._layout)
 
 
-def with_directions(gathered: GatheredStep, hosts: HostsStep, layout: Layout) -> GatheredStep:
+def with_directions(gathered: GatheredStep, hosts: JoinedSummaries, layout: Layout) -> GatheredStep:
     """Add directions and residuals from the summaries of all hosts to a step."""
     if not gathered.observed:
         return gathered
@@ -373,7 +373,7 @@ def _narrowed(messages: Sequence[StepMessage], layout: Layout) -> dict[str, Any]
     return arrays
 
 
-def _rows(hosts: HostsStep, name: str, exponents: str, order_W: Ints) -> Floats:
+def _rows(hosts: JoinedSummaries, name: str, exponents: str, order_W: Ints) -> Floats:
     """Return narrow sketches of all workers ``[sets, W, K]``."""
     powers_sW = hosts.joined(exponents).reshape(len(order_W), -1).T[:, order_W]
     shape = len(order_W), len(powers_sW), -1
@@ -381,7 +381,7 @@ def _rows(hosts: HostsStep, name: str, exponents: str, order_W: Ints) -> Floats:
     return Halves(numbers_sWK, powers_sW).widened()
 
 
-def _residuals(hosts: HostsStep, layout: Layout, num_rows: int) -> Floats:
+def _residuals(hosts: JoinedSummaries, layout: Layout, num_rows: int) -> Floats:
     """Return residuals of the rows ``[W, r]``, in the order of the hosts."""
     width = layout.num_workers
     copies = layout.reduced_copies

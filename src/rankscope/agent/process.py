@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
-from rankscope.agent.host_summary import HostSteps
+from rankscope.agent.host_summary import HostAssembly
 from rankscope.agent.rank_processes import RankProcesses, lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
@@ -58,7 +58,7 @@ class Forwarder:
         layout = Layout.from_json(setup["layout"])
         self._steps = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
-            self._steps = HostSteps(self._num_local, layout)
+            self._steps = HostAssembly(self._num_local, layout)
         self._send_local = send
         self._ranks = ranks
         self._link = HostLink(int(setup["host"]))
@@ -74,28 +74,28 @@ class Forwarder:
         """Forward a frame of a local rank; None: its connection has ended."""
         if rank >= GUESTS:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
-                self._hand_on(FrameKind.EVIDENCE, frame.payload, rank, frame.step)
+                self._send_to_root(FrameKind.EVIDENCE, frame.payload, rank, frame.step)
         elif frame is None:
             self._left.add(rank)
             self._gone.add(rank)
             why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
-            self._hand_on(FrameKind.GONE, why, rank)
+            self._send_to_root(FrameKind.GONE, why, rank)
         elif frame.kind == FrameKind.INVITATION:
             self._link.open(frame.payload)
         elif frame.kind == FrameKind.HELLO:
-            self._hand_on(FrameKind.HELLO, b"{}", rank)
+            self._send_to_root(FrameKind.HELLO, b"{}", rank)
         elif frame.kind == FrameKind.STEP:
             self._handle_step(rank, frame)
         else:
             if frame.kind == FrameKind.BYE:
                 self._left.add(rank)
-            self._hand_on(FrameKind(frame.kind), frame.payload, rank, frame.step)
+            self._send_to_root(FrameKind(frame.kind), frame.payload, rank, frame.step)
 
     def work(self) -> bool:
         """Exchange frames with the root; return whether more may be waiting."""
         frames = [frame for each in self._link.poll() for frame in FrameReader().feed(each)]
         for frame in frames:
-            self._give_back(frame)
+            self._handle_from_root(frame)
         return bool(frames)
 
     def idle(self) -> None:
@@ -105,7 +105,7 @@ class Forwarder:
             if stacks is not None:
                 self._stacks_wanted = False
                 by_rank = {str(rank): stack for rank, stack in stacks.items()}
-                self._hand_on(FrameKind.STATES, json.dumps({"stacks": by_rank}).encode())
+                self._send_to_root(FrameKind.STATES, json.dumps({"stacks": by_rank}).encode())
         if len(self._left) < self._num_local:
             return
         self._left_at = min(self._left_at, time.monotonic())
@@ -122,19 +122,19 @@ class Forwarder:
     def _handle_step(self, rank: int, frame: Frame) -> None:
         tight = self._link.backlog_bytes > TIGHT_BYTES
         if self._steps is None and not tight:
-            self._hand_on(FrameKind.STEP, frame.payload, rank, frame.step)
+            self._send_to_root(FrameKind.STEP, frame.payload, rank, frame.step)
             return
         message = StepMessage.unpack(frame.payload)
         if tight:
             message.without_bulk()
         if self._steps is None:
-            self._hand_on(FrameKind.STEP, message.pack(), rank, frame.step)
+            self._send_to_root(FrameKind.STEP, message.pack(), rank, frame.step)
             return
         summary = self._steps.add(rank, message)
         if summary is not None:
-            self._hand_on(FrameKind.SUMMARY, summary, step=frame.step)
+            self._send_to_root(FrameKind.SUMMARY, summary, step=frame.step)
 
-    def _hand_on(
+    def _send_to_root(
         self, kind: FrameKind, payload: bytes, rank: int = ALL_RANKS, step: int = -1
     ) -> None:
         content = pack(kind, payload, rank=rank, step=step)
@@ -142,12 +142,12 @@ class Forwarder:
             self._standing[rank, kind] = content
         self._link.send(content, lasting=kind in _LASTING)
 
-    def _give_back(self, frame: Frame) -> None:
+    def _handle_from_root(self, frame: Frame) -> None:
         if frame.kind == FrameKind.LOOK:
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
             content = json.dumps({"states": states, "places": places}).encode()
-            self._hand_on(FrameKind.STATES, content)
+            self._send_to_root(FrameKind.STATES, content)
         elif frame.kind == FrameKind.INTRODUCE:
             for content in self._standing.values():
                 self._link.send(content, lasting=True)
@@ -216,7 +216,7 @@ class Agent:
             while self.root is None or not self.root.finished:
                 self._turn()
                 if self.root is None and self._is_orphaned(time.monotonic() - began):
-                    self._turn_away("the rank that has started the monitor's agent never came")
+                    self._reject_ranks("the rank that has started the monitor's agent never came")
                     return
         except Exception as error:
             if self.root is not None:
@@ -241,7 +241,7 @@ class Agent:
             self._alone_since = seconds
         return seconds - self._alone_since > ORPHAN_SECONDS or seconds > FIRST_SECONDS
 
-    def _turn_away(self, why: str) -> None:
+    def _reject_ranks(self, why: str) -> None:
         for rank in self._server.ranks:
             self._server.send(rank, pack(FrameKind.OFF, why.encode(), rank=rank))
 
@@ -257,7 +257,7 @@ class Agent:
             if self._remote is not None:
                 self._receive_from_hosts()
             if isinstance(root, Root):
-                root.note_newest(self._server.newest)
+                root.arrived = self._server.newest
                 if not self._is_time(root):
                     return
             while root.work() and not root.finished:
@@ -283,10 +283,10 @@ class Agent:
             self._early.append((rank, frame, at))
             return
         while self._early:
-            self._give(*self._early.popleft())
-        self._give(rank, frame, at)
+            self._pass_on(*self._early.popleft())
+        self._pass_on(rank, frame, at)
 
-    def _give(self, rank: int, frame: Frame | None, at: float) -> None:
+    def _pass_on(self, rank: int, frame: Frame | None, at: float) -> None:
         assert self.root is not None
         if self.root.finished:
             return
@@ -308,7 +308,7 @@ class Agent:
             why = str(error) if isinstance(error, RankscopeError) else repr(error)
             if isinstance(error, MemoryError):
                 why = "there is not enough memory for the monitor's agent"
-            self._turn_away(why)
+            self._reject_ranks(why)
             raise
 
     def _begin_as_root(self, setup: dict[str, Any]) -> None:
@@ -329,9 +329,9 @@ class Agent:
             if frame is not None and frame.kind == FrameKind.GONE:
                 ending = json.loads(frame.payload)
                 self._ranks.endings[rank] = ending["how"]
-                self._give(rank, None, ending["time"])
+                self._pass_on(rank, None, ending["time"])
             else:
-                self._give(rank, frame, at)
+                self._pass_on(rank, frame, at)
         for ranks in self._remote.newly_silent():
             _log.warning(
                 "the agent of %s is out of reach; the data of those ranks waits there, up to a "
@@ -341,7 +341,7 @@ class Agent:
         assert isinstance(self.root, Root)
         for rank in self._remote.given_up(at_end=self.root.has_closed_here):
             self._ranks.endings[rank] = "its host is out of reach"
-            self._give(rank, None, time.time())
+            self._pass_on(rank, None, time.time())
 
     def _send(self, rank: int, content: bytes) -> None:
         self._send_lines()  # lines go before a frame that ends the connection

@@ -166,7 +166,7 @@ def _waited_for_cpu(thread: Path) -> float:
 
 
 def lower_priority() -> None:
-    """Let this thread of the agent, and those that it starts, give way to the training."""
+    """Lower the priority of this thread of the agent, and of those that it starts."""
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with suppress(OSError, AttributeError):
@@ -242,7 +242,7 @@ class ProgressMark:
         """Close the descriptor; the agent's stays valid."""
         file = self._file
         self._file = -1
-        with contextlib.suppress(OSError):  # a script may close all files that it does not know
+        with contextlib.suppress(OSError):  # a script may close files that are not its own
             if file >= 0 and os.fstat(file).st_ino == self._identity:
                 os.close(file)
 

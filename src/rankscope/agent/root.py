@@ -17,9 +17,9 @@ from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
 from rankscope.agent.host_summary import (
-    HostsStep,
-    HostSteps,
+    HostAssembly,
     HostSummary,
+    JoinedSummaries,
     as_columns,
     summary_layout,
     with_directions,
@@ -67,9 +67,9 @@ class Root:
         self._run_dir = Path(setup["run_dir"])
         self._workers = Workers(layout.num_workers)
         self._layout = layout
-        self._host_steps: HostSteps | None = None
+        self._host_steps: HostAssembly | None = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
-            self._host_steps = HostSteps(setup["num_local"], layout)
+            self._host_steps = HostAssembly(setup["num_local"], layout)
         lean = summary_layout(layout) if self._host_steps is not None else layout
         self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
@@ -80,7 +80,7 @@ class Root:
             run_dir=self._run_dir,
             options=options,
             by_loop=layout.by_loop,
-            report=self._report_external,
+            report=self._report_directed,
         )
         made = {
             each.name: make(directed)
@@ -88,7 +88,7 @@ class Root:
             if (make := each.at_root("make_director")) is not None
         }
         self._directors: dict[str, Director] = {n: d for n, d in made.items() if d is not None}
-        self._arrived = -1
+        self.arrived = -1  # the newest step that has come here, though it may not be taken yet
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
@@ -130,7 +130,7 @@ class Root:
         """Handle a frame of a rank; None: its connection has ended."""
         if rank >= GUESTS:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
-                self._direct(None, frame)
+                self._pass_to_director(None, frame)
         elif frame is None:
             self._workers.leave(rank, self._ranks.ending(rank), at)
         elif frame.kind == FrameKind.SUMMARY:
@@ -152,7 +152,7 @@ class Root:
         if frame.kind == FrameKind.STEP:
             self._handle_step(rank, StepMessage.unpack(frame.payload))
         elif frame.kind == FrameKind.EVIDENCE:
-            self._direct(rank, frame)
+            self._pass_to_director(rank, frame)
         elif frame.kind == FrameKind.SUBSCRIBE:
             worker.wants_reports = True
             if self._latest is not None:
@@ -164,7 +164,7 @@ class Root:
             self._hangs.leave(rank)
             self._workers.leave(rank, bye["why"], at)
 
-    def _direct(self, rank: int | None, frame: Frame) -> None:
+    def _pass_to_director(self, rank: int | None, frame: Frame) -> None:
         """Pass evidence to the director of its kind."""
         name, content = untag(frame.payload)
         if name in self._directors:
@@ -221,7 +221,7 @@ class Root:
         self._sinks.findings(with_causes([finding], self._findings))
         self._notify([finding], announced=False)  # the local agent has written it
 
-    def _report_external(self, finding: Finding) -> None:
+    def _report_directed(self, finding: Finding) -> None:
         """Report a finding of a director; log it even if it is a note."""
         self._record.add_findings([finding])
         self._sinks.findings(with_causes([finding], self._findings))
@@ -238,17 +238,17 @@ class Root:
             if self._coverage.add(report):
                 self._record.describe(joined=self._coverage.joined)
             self._record.add_findings(findings)
-            self._conclude(report, findings)
+            self._publish(report, findings)
 
     def _gathered(self, sent: Sequence[Any]) -> GatheredStep:
         interval = self._governor.interval_at(sent[0].step)
         if self._host_steps is None:
             return self._assembly.step_of(as_columns(sent), interval)
-        hosts = HostsStep(sent)
+        hosts = JoinedSummaries(sent)
         gathered = self._assembly.step_of(hosts.messages, interval)
         return with_directions(gathered, hosts, self._layout)
 
-    def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
+    def _publish(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Send a step to sinks and ranks, and derive intervals and requests from it."""
         gathered = report.gathered
         self._sinks.step(report, with_causes(findings, self._findings))
@@ -300,11 +300,7 @@ class Root:
     @property
     def newest(self) -> int:
         """The newest step that some rank has delivered."""
-        return max(self._assembly.newest, self._arrived)
-
-    def note_newest(self, step: int) -> None:
-        """Record the newest step that has arrived, before it is taken."""
-        self._arrived = max(self._arrived, step)
+        return max(self._assembly.newest, self.arrived)
 
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]

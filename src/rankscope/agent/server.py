@@ -37,9 +37,9 @@ MOST_HELD_BYTES = 128 << 20
 Ranks then find no room, and leave gradients out.
 """
 
-STRANGER_SECONDS = 10.0  # how long a connection may take to send its hello frame
+HELLO_SECONDS = 10.0  # how long a connection may take to send its hello frame
 
-_STRANGER_BYTES = 8 << 20  # that it may send before that
+_HELLO_BYTES = 8 << 20  # that it may send before that
 _LOOK_SECONDS = 0.25
 _CHUNK = 1 << 20
 
@@ -84,9 +84,9 @@ class LocalServer:
         self._lives = lives
         self._lock = threading.Lock()
         self._arrived: deque[Arrived] = deque()
-        self._news = threading.Event()
+        self._has_arrived = threading.Event()
         self._connections: dict[int, _Connection] = {}
-        self._strangers: list[_Connection] = []
+        self._unidentified: list[_Connection] = []
         self._held = 0
         self._looked = 0.0
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
@@ -109,8 +109,8 @@ class LocalServer:
 
     def take(self, seconds: float) -> list[Arrived]:
         """Wait for new frames up to so many seconds, and return them."""
-        self._news.wait(seconds)
-        self._news.clear()
+        self._has_arrived.wait(seconds)
+        self._has_arrived.clear()
         if not self._thread.is_alive():
             raise RuntimeError("the agent's thread that reads has ended")
         with self._lock:
@@ -156,7 +156,7 @@ class LocalServer:
         self._closing = True
         self._wake()
         self._thread.join(max(until - time.monotonic(), 0.2))
-        for connection in (*self._connections.values(), *self._strangers):
+        for connection in (*self._connections.values(), *self._unidentified):
             connection.socket.close()
         for each in (self._listening, self._wake_in, self._wake_out):
             each.close()
@@ -187,7 +187,7 @@ class LocalServer:
                 return
             accepted.setblocking(False)
             connection = _Connection(accepted)
-            self._strangers.append(connection)
+            self._unidentified.append(connection)
             self._selector.register(
                 accepted, selectors.EVENT_READ, lambda _, e: self._serve(connection, e)
             )
@@ -228,7 +228,7 @@ class LocalServer:
             self.newest = max(self.newest, frame.step if frame.kind == FrameKind.STEP else -1)
             self._note(Arrived(connection.rank, frame, now))
         connection.received += len(data)
-        if connection.rank < 0 and connection.received > _STRANGER_BYTES:
+        if connection.rank < 0 and connection.received > _HELLO_BYTES:
             self._drop(connection)
         return True
 
@@ -244,7 +244,7 @@ class LocalServer:
             connection.rank = rank
             self._connections[rank] = connection
             self._lost.pop(rank, None)
-        self._strangers.remove(connection)
+        self._unidentified.remove(connection)
         if previous is not None:
             self._drop(previous)
         self._introduced(rank, frame, connection.socket)
@@ -278,8 +278,8 @@ class LocalServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(connection.socket)
         connection.socket.close()
-        if connection in self._strangers:
-            self._strangers.remove(connection)
+        if connection in self._unidentified:
+            self._unidentified.remove(connection)
         with self._lock:
             if self._connections.get(connection.rank) is connection:
                 del self._connections[connection.rank]
@@ -287,9 +287,9 @@ class LocalServer:
 
     def _give_up_lost(self, now: float) -> None:
         """Give up ranks that have ended, also where a forked process holds the socket."""
-        for stranger in tuple(self._strangers):
-            if now - stranger.since > STRANGER_SECONDS:
-                self._drop(stranger)
+        for connection in tuple(self._unidentified):
+            if now - connection.since > HELLO_SECONDS:
+                self._drop(connection)
         for connection in list(self._connections.values()):
             if self._lives(connection.rank) is False and not has_incoming(connection.socket):
                 self._drop(connection)
@@ -303,4 +303,4 @@ class LocalServer:
         with self._lock:
             self._arrived.append(arrived)
             self._held += 0 if arrived.frame is None else len(arrived.frame.payload)
-        self._news.set()
+        self._has_arrived.set()

@@ -1,1 +1,1 @@
-"""What every part of the monitor knows: evidence, columns, steps, messages, findings."""
+"""Types that all parts share: evidence, columns, steps, messages, findings."""

@@ -299,7 +299,7 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError for arrays larger than a batch: NumPy reserves what their headers say."""
+    """Raise ValueError for arrays larger than a batch: NumPy allocates what their headers state."""
     with zipfile.ZipFile(BytesIO(content)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > MAX_BYTES:

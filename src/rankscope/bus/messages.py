@@ -87,6 +87,9 @@ Columns = Mapping[str, NDArray[Any]]
 class Combiner:
     """Turns the messages of all workers into their common step."""
 
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
     def learn(self, rank: int, message: Any) -> None:
         """Process a message on arrival, before its step is complete; arrays are its attributes."""
 
@@ -103,7 +106,8 @@ class HeldValues(Combiner):
     ``key`` is their name there, and the beginning of their names in the record.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, layout: Layout, key: str) -> None:
+        super().__init__(layout)
         self._key = key
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:

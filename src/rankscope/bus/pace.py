@@ -1,7 +1,7 @@
 """When in a run scheduled work is due, and how often gradients are measured.
 
 ``RANKSCOPE_EAGER=1`` moves all of it into the first thirty steps, and canaries and reference steps
-into the first four, so that tests meet late failures before users do. Numbers of steps that a
+into the first four, so that tests reach late failures before users do. Numbers of steps that a
 statistic needs, and timeouts, stay as they are.
 """
 

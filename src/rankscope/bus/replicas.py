@@ -129,7 +129,7 @@ class StateDifference:
 
     @property
     def follows_places(self) -> bool:
-        """Whether ranks hold what their place in groups of one size says."""
+        """Whether what ranks hold depends on their place in groups of one size."""
         return follow_places(self.digests_W.tolist())
 
     def minority_ranks(self, replicas_W: Ints) -> tuple[int, ...]:

@@ -116,7 +116,8 @@ def _typed(kind: Any, value: Any, arrays: Sequence[NDArray[Any]]) -> Any:
     """Reverse :func:`_plain` for a value that was declared to be of this type."""
     if kind in (int, float, str, bool):
         return kind(value)
-    own, args = get_origin(kind) or kind, get_args(kind)
+    own = get_origin(kind) or kind
+    args = get_args(kind)
     if own is UnionType:
         return None if value is None else _typed(args[0], value, arrays)
     if own is np.ndarray:

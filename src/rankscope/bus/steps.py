@@ -1,6 +1,6 @@
 """Consecutive steps as detectors receive them, with summaries that are computed once for all.
 
-Legend of shapes: S or T steps, C columns of one type, W workers, N remembered steps.
+Legend of shapes: S or T steps, C columns of one type, W workers, N stored steps.
 """
 
 import math
@@ -43,7 +43,7 @@ def common_scale(gathered: GatheredStep) -> float:
 
 
 REMEMBERED = 64
-"""Remembered batches of every worker."""
+"""Stored batches of every worker."""
 
 _GENERATION = 1 << 19
 
@@ -64,10 +64,10 @@ class Recurrence:
 
 
 class RecentBatches(Stateful):
-    """Remembers the last batches of every worker, and in which steps all of them came together.
+    """Stores the last batches of every worker, and in which steps all of them came together.
 
-    A step without any known batch is passed over. Of the steps, 12 bytes each are remembered in two
-    generations: when the younger one is full, the older one is forgotten.
+    A step without any known batch is passed over. Of the steps, 12 bytes each are stored in two
+    generations: when the younger one is full, the older one is dropped.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -95,7 +95,7 @@ class RecentBatches(Stateful):
         return found
 
     def _latest(self, digest: int, step: int) -> int:
-        """Return the latest step with this digest, and remember this one in its place."""
+        """Return the latest step with this digest, and store this one in its place."""
         latest = self._young.get(digest), self._old.get(digest)
         if len(self._young) >= _GENERATION:
             self._young, self._old = self._old, self._young
@@ -132,7 +132,7 @@ _SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
 """Summaries over the workers, from ``[S, C, W]`` to ``[S, C]``."""
 
 RankGroups = Sequence[tuple[int, ...]]
-"""RankGroups of ranks whose batches are identical."""
+"""Groups of ranks whose batches are identical."""
 
 
 class WorkerColumns:
@@ -207,7 +207,7 @@ class Step:
 
     @cached_property
     def identical(self) -> RankGroups:
-        """RankGroups of workers whose batches hold the same samples."""
+        """Groups of workers whose batches hold the same samples."""
         if self.columns.samples.all_differ(self.index):
             return ()
         return identical_groups(self.gathered.samples)

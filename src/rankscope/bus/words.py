@@ -129,7 +129,8 @@ def make_printable(record: logging.LogRecord) -> bool:
     Names and paths that came from a script or a file then move no cursor, ring no bell, and begin
     no line of their own.
     """
-    record.msg, record.args = printable(record.getMessage()), ()
+    record.msg = printable(record.getMessage())
+    record.args = ()
     trace = getattr(record, TRACE, "")
     if record.exc_info is not None and record.exc_info[1] is not None:
         trace = "".join(traceback.format_exception(record.exc_info[1]))

@@ -235,7 +235,8 @@ def _rules_of(given: Sequence[str], *, recorded: bool) -> tuple[Rules, Rules]:
 
     The side with several names for a parameter takes the name of the other one; else B does.
     """
-    of_a, of_b = [], []
+    of_a = []
+    of_b = []
     for line in _lines_of(given):
         own, others = ([n.strip() for n in side.split(",")] for side in line.partition("=")[::2])
         if not all(own) or not all(others) or min(len(own), len(others)) > 1:
@@ -339,7 +340,7 @@ def render_answer(answer: Answer, console: Console) -> None:
 GRACE_SECONDS = 10.0  # how long processes may take to end after a signal
 
 FIRST_LINE_SECONDS = 15.0
-"""Seconds until a line says how far a training is; each further one comes after twice as many."""
+"""Seconds until a line reports the progress; each further one comes after twice as many."""
 
 _LOG = "output.txt"
 _MOST_WORDS = 200

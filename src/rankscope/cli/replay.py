@@ -253,7 +253,8 @@ def _show_verdict(
     sign, word, colour = _LOOK[agrees]
     cause = f"  {verdict.verdict}"
     if agrees and len(results.losses_W) == 1:  # which shows nothing of the others
-        word, cause = "REPEATS", ""
+        word = "REPEATS"
+        cause = ""
     show(console, Text.assemble((f"{sign} {word}", f"bold {colour}"), (cause, "dim")))
     show(console, plain(verdict_in_words(verdict, results, here=here)))
 

@@ -1,4 +1,4 @@
-"""``rankscope run``: watches a training script that knows nothing of rankscope."""
+"""``rankscope run``: watches an unmodified training script."""
 
 import sys
 import tomllib

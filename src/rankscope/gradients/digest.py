@@ -33,7 +33,7 @@ _COMPRESSED = {
 
 @dataclass(slots=True)
 class PendingDigest:
-    """A digest modulo 2^64: the part that the host knows, and tensors that a device still computes.
+    """A digest modulo 2^64: the part that is on the host, and tensors that a device still computes.
 
     Those are int64 ``[]``; the products with their factors are to be added.
     """

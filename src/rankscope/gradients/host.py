@@ -3,6 +3,7 @@
 import math
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -51,17 +52,16 @@ class HostCopy:
         return array
 
 
+@dataclass(slots=True, eq=False)
 class OnHost:
     """Numbers that are on the host already, to stand where a :class:`HostCopy` may."""
 
-    ready = True
-
-    def __init__(self, array: NDArray[np.generic]) -> None:
-        self._array = array
+    array: NDArray[np.generic]
+    ready: bool = True
 
     def numpy(self) -> NDArray[np.generic]:
         """Return them."""
-        return self._array
+        return self.array
 
 
 class Share:

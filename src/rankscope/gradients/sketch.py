@@ -252,23 +252,7 @@ class Sketcher:
         """
         if gradients:
             names, tensors, starts = zip(*gradients, strict=True)
-            self._measure(names, tensors, starts, into, sketching=self.sketches)
-
-    def measure_whole(
-        self,
-        names: tuple[str, ...],
-        gradients: Sequence[Tensor],
-        into: GradientTotals,
-        *,
-        again: bool = False,
-    ) -> None:
-        """Add the whole gradients of some parameters; see :meth:`measure_many`.
-
-        ``again`` says that these are the very tensors of the last call with these names, of which
-        nothing but the content can have changed.
-        """
-        if names:
-            self._measure(names, gradients, None, into, sketching=self.sketches, again=again)
+            self.measure_tensors(names, tensors, into, starts=starts)
 
     def measure_norms(self, gradients: Iterable[tuple[str, Tensor]], into: GradientTotals) -> None:
         """Add squared norms, largest magnitudes and non-finite counts; no sketch.
@@ -278,13 +262,13 @@ class Sketcher:
         named = tuple(gradients)
         if named:
             names, tensors = zip(*named, strict=True)
-            self._measure(names, tensors, None, into, sketching=False)
+            self.measure_tensors(names, tensors, into, sketching=False)
 
     def holds_any(self, gradients: Sequence[Tensor], *, whole: bool = False) -> Tensor | None:
         """Return whether any gradient holds something, going by its first elements.
 
         It is a boolean scalar, None without gradients. ``whole`` goes by all elements: the first
-        rows of an embedding, say, may belong to tokens that are rare.
+        rows of an embedding, for example, may belong to rare tokens.
         """
         if not gradients:
             return None
@@ -294,21 +278,29 @@ class Sketcher:
                 g if g.is_contiguous() and not g.is_sparse else _head(g) for g in gradients
             ]
         names = (_WHOLE if whole else _HEAD,) * len(gradients)
-        self._measure(names, gradients, None, totals, sketching=False)
+        self.measure_tensors(names, gradients, totals, sketching=False)
         return totals.largest[0] != 0
 
-    def _measure(
+    def measure_tensors(
         self,
-        names: Sequence[str],
+        names: tuple[str, ...],
         gradients: Sequence[Tensor],
-        starts: Sequence[int] | None,  # None for whole gradients
         into: GradientTotals,
         *,
-        sketching: bool,
+        starts: Sequence[int] = (),  # where each part of a gradient begins; empty: all are whole
+        sketching: bool = True,  # False for norms alone
         again: bool = False,
     ) -> None:
+        """Add gradients of some parameters, or parts of them; see :meth:`measure_many`.
+
+        ``again``: these are the very tensors of the last call with these names, of which nothing
+        but the content can have changed.
+        """
+        if not names:
+            return
         begun = time.perf_counter()
         starts = starts or (0,) * len(names)
+        sketching = sketching and self.sketches
         key = (names, starts, sketching)
         reader = self._readers.get(key)
         if reader is None or not (again or reader.fits(gradients)):

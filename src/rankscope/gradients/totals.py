@@ -50,7 +50,7 @@ class GradientTotals:
     @classmethod
     def zeros(cls, num_rows: int, width: int, device: torch.device) -> "GradientTotals":
         """Return the totals of nothing."""
-        words = totals_words(num_rows, width)
+        words = 2 * num_rows + _words(num_rows) + _words(num_rows * width)
         totals = cls(torch.empty(words, device=device, dtype=torch.float64), num_rows, width)
         totals.reset()
         return totals
@@ -121,11 +121,6 @@ class GradientTotals:
     def clone(self) -> "GradientTotals":
         """Return a copy that later measurements leave alone."""
         return GradientTotals(self.memory.clone(), *self.tensors_to_fill[0].shape)
-
-
-def totals_words(num_rows: int, width: int) -> int:
-    """Return how many float64 numbers take as much memory as totals do."""
-    return 2 * num_rows + _words(num_rows) + _words(num_rows * width)
 
 
 def _words(floats: int) -> int:

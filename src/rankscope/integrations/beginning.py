@@ -249,7 +249,7 @@ def _held_by(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def _content(model: nn.Module) -> tuple[Any, ...]:
-    """Return what tells a model from others, the same on all ranks as DDP has made them equal."""
+    """Return a fingerprint of a model, the same on all ranks as DDP has made them equal."""
     kind = type(getattr(model, "module", model)).__name__
     parameters = list(model.parameters())
     first = first_of(parameters[0]).tolist()
@@ -329,7 +329,8 @@ def find_worker_group(model: nn.Module) -> Any:
 
     Every rank of the job calls it at the same point of the program; it makes no collective call.
     """
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore("rankscope-run/workers", default_store())
     store.set(str(rank), parameters_digest(model))

@@ -194,11 +194,13 @@ class Catch:
         """Watch a model from now on."""
         try:
             self._done = True
-            self._bare, self._called = [], None
+            self._bare = []
+            self._called = None
             self._imports.remove()
             for hook in (*self._waiting, *self._hooks):
                 hook.remove()
-            self._waiting, self._hooks = [], []
+            self._waiting = []
+            self._hooks = []
             self._begin(model)
         except Exception as error:
             self._fail(error)
@@ -390,7 +392,7 @@ class Ending:
                 watching.close(error)
 
     def notice_exit_codes(self) -> None:
-        """Remember the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
+        """Store the code of ``sys.exit``, ``exit`` and ``quit``: a failed run is incomplete."""
 
         def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
             def exit(status: Any = None, /) -> None:  # noqa: A001 the name that it has

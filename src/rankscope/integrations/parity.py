@@ -119,7 +119,7 @@ class ParityCatch:
         Patch(vars(module)["Strategy"], "training_step", recorded)
 
     def _notice(self, optimizer: Any) -> None:
-        """Remember an optimizer; from the first one on, watch the calls of modules."""
+        """Store an optimizer; from the first one on, watch the calls of modules."""
         self._optimizers.append(weakref.ref(optimizer))
         if self._calls or self._training is not None:
             return
@@ -132,7 +132,7 @@ class ParityCatch:
         self._calls = [CallHook(holder, self._before_call) for holder in own]
 
     def _await_closure(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Tell a training that begins inside a closure that its first update begins."""
+        """Begin the first update of a training that begins inside a closure."""
 
         def after() -> None:
             if self._training is not None:
@@ -199,8 +199,8 @@ class _Training:
     """A training that is recorded, until it has had its steps.
 
     ``models`` are its model, or the stages of a pipeline on this rank: the forward pass of the
-    first one begins a micro-batch. With ``by_method``, the caller tells when a method of the model
-    in place of its forward pass begins and ends.
+    first one begins a micro-batch. With ``by_method``, the caller reports when a method of the
+    model in place of its forward pass begins and ends.
     """
 
     def __init__(
@@ -259,7 +259,8 @@ class _Training:
         self._count = 0
         give = partial(self._recorder.loss, spare=True)
         self._losses = BackwardLoss(self._recorder, list(models), give)
-        before, after = self.before_forward, self.after_forward
+        before = self.before_forward
+        after = self.after_forward
         passes = (
             ()
             if by_method
@@ -498,7 +499,8 @@ def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
 
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1, [0]
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     try:
         return rank, world, ranks_of(find_wrapper(model).group)
     except RankscopeError:
@@ -554,7 +556,7 @@ def _waits_for_others() -> bool:
 
 
 def _fail(job: ScriptJob, error: Exception) -> None:
-    """Leave a record that says why there is none."""
+    """Write a record that holds only the reason why there is none."""
     with contextlib.suppress(Exception):
         from rankscope.bus.parity import RankStep, file_of_step, folder_of_rank
         from rankscope.files import replace

@@ -59,7 +59,7 @@ class TrainerRollouts:
         return observed
 
     def _is_new(self, rollout: Any) -> bool:
-        """Return whether a batch of rollouts is trained on for the first time, and remember it."""
+        """Return whether a batch of rollouts is trained on for the first time, and note it."""
         if not isinstance(rollout, Tensor):
             return False
         self._seen = [each for each in self._seen if each() is not None]

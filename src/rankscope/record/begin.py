@@ -52,7 +52,7 @@ def begin_run(
 
     It is created with its parents, and may exist if it is empty but for the leftovers of a failed
     start. ``start`` is the packed initial state of the detectors, if the run continues another;
-    ``share`` says who may read the run, see :data:`SHARES`.
+    ``share``: who may read the run, see :data:`SHARES`.
     """
     path = Path(path)
     info = {

@@ -3,7 +3,7 @@
 ``rollups/64`` has a row per worker for every 64 steps, ``rollups/512`` one for every 512: mean and
 extremes of each quantity, and the number of steps that have it. Only complete bins are written, in
 the flush that completes them; later steps are in the workers table alone. A reader goes from wide
-bins to narrow ones to single steps, and meets each step once.
+bins to narrow ones to single steps, and reads each step once.
 
 Functions that read raise a RunError where a file cannot be read.
 

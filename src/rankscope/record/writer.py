@@ -64,7 +64,7 @@ class GrowingPart:
     """The versions of one Parquet file that grows under its readers; ``grown`` returns the next.
 
     Some readers open a file more than once: Polars asks for its size, then reads the footer, then
-    the data. When the file is replaced in between, they meet parts of two versions. So every
+    the data. When the file is replaced in between, they read parts of two versions. So every
     version begins with all bytes of the version before it::
 
         version 1    PAR1 rows-a footer(a)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.pace import Intervals
-from rankscope.bus.probe import EVENTS, Channel, Evaluated, Probe, StepEnd, overriding
+from rankscope.bus.probe import EVENTS, Channel, Evaluated, Pending, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
@@ -35,7 +35,7 @@ from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
-from rankscope.wrappers.transfer import GradientTransfer
+from rankscope.wrappers.transfer import begin_transfer
 from rankscope.wrappers.untraced import untraced
 
 _log = logging.getLogger("rankscope")
@@ -325,7 +325,7 @@ class StepCollector:
         adds = self._find_old()
         thrown_away = self._accumulation is not None and self._accumulation.thrown_away
         if thrown_away:
-            self._tap.begin_anew()
+            self._tap.drop_gradient()
         self._tap.notice_backward(partial(self._see_trained, trained, adds))
         if thrown_away or self._tap.begins_anew:
             self._passes.set_aside()
@@ -550,7 +550,7 @@ class StepCollector:
 
     def _end_of_step(
         self,
-        gradient: GradientTransfer | None,
+        gradient: Pending | None,
         now: float,
         busy: float,
         *,
@@ -585,11 +585,11 @@ class StepCollector:
             leave_out=self._leave_out_later,
         )
 
-    def _collect_gradient(self) -> GradientTransfer | None:
+    def _collect_gradient(self) -> Pending | None:
         measured = self._tap.collect()
         if measured is None:
             return None
-        return GradientTransfer(
+        return begin_transfer(
             measured,
             sketch_width=self._layout.sketch_width,
             group_width=self._layout.group_width,

@@ -118,11 +118,11 @@ class Inbox:
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
         self._due: list[tuple[int, Finding]] = []  # with the step from which on_finding gets each
-        self._news: list[Finding] = []  # for the sinks of this process
-        self._fed = -1
+        self._for_sinks: list[Finding] = []  # for the sinks of this process
+        self._last_fed = -1
         self.findings: dict[str, Finding] = {}  # all findings by id, each in its latest state
         self.done = False  # whether the agent has sent its last frame
-        self.recorded = False  # whether it could write all of the run, as that frame says
+        self.recorded = False  # whether it could write all of the run, by that frame
         self._handlers: dict[int, Callable[[Frame], None]] = {
             FrameKind.WELCOME: lambda frame: permit_inspection(int(frame.payload)),
             FrameKind.INTERVAL: lambda f: collector.intervals.add(f.step, int(f.payload)),
@@ -195,7 +195,7 @@ class Inbox:
     def close_sinks(self) -> None:
         """Pass the last findings to the sinks of this process, and close them."""
         if self._sinks is not None:
-            self._sinks.findings(self._take_news())
+            self._sinks.findings(self._take_for_sinks())
             self._sinks.close()
 
     def _call_on_finding(self, finding: Finding) -> None:
@@ -236,24 +236,24 @@ class Inbox:
             if event is not None:
                 self._due.append((frame.step, finding))
             if content["news"] and self._sinks is not None:
-                self._news.append(finding)
+                self._for_sinks.append(finding)
 
     def _handle_report(self, frame: Frame) -> None:
         self._packed = frame.payload
         if self._sinks is not None:
             report = unpack_report(frame.payload)
-            if report.step > self._fed:
-                self._fed = report.step
-                self._sinks.step(report, self._take_news())
+            if report.step > self._last_fed:
+                self._last_fed = report.step
+                self._sinks.step(report, self._take_for_sinks())
 
-    def _take_news(self) -> list[Finding]:
+    def _take_for_sinks(self) -> list[Finding]:
         """Return the findings for sinks since the last call."""
-        news, self._news = self._news, []
-        if not news:
+        found, self._for_sinks = self._for_sinks, []
+        if not found:
             return []
         from rankscope.verdict.news import with_causes  # which trainings without sinks do without
 
-        return with_causes(news, self.findings.values())
+        return with_causes(found, self.findings.values())
 
     def _handle_line(self, frame: Frame) -> None:
         level, line, trace = json.loads(frame.payload)

@@ -266,7 +266,7 @@ def _most(ties: Sequence[Tie], places: Sequence[int]) -> frozenset[int]:
 def _labelled(
     tie: Tie, stages: Sequence[Sequence[ManagedParameter]], first: int
 ) -> ManagedParameter:
-    """Return this rank's copy of a weight, by the label that all ranks know."""
+    """Return this rank's copy of a weight, by the label that all ranks share."""
     number, name = next(
         (n, tie.names[n]) for n in range(first, first + len(stages)) if n in tie.names
     )

@@ -485,7 +485,7 @@ def start_recorder_thread() -> RecorderThread | None:
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, and of NCCL
     dumps = [dump for name in names if (dump := getattr(module, name, None)) is not None]
     try:
-        # some releases have one on without being requested: it knows the process groups then
+        # some releases turn one on by default: it has the process groups then
         known = (json.loads(dump(includeCollectives=False)) for dump in dumps)
         size = next((os.environ[name] for name in _SIZES if name in os.environ), "")
         is_on = size.isdecimal() and int(size) > 0

@@ -151,7 +151,7 @@ class WatchOptions:
         return replace(options or cls(), **named)
 
     def reads(self, tier: Tier) -> ReadReduced:
-        """Return how a tier reads the reduced gradient; UsageError if not as the option says."""
+        """Return how a tier reads the reduced gradient; UsageError if the option forbids it."""
         scalars = tier is Tier.SCALARS
         usual = ReadReduced.NORM if scalars else ReadReduced.SKETCH
         reduced = usual if self.reduced is None else ReadReduced(self.reduced)

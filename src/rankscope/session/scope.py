@@ -19,8 +19,8 @@ from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -152,7 +152,8 @@ class Scope:
             self._hooks.append(each.register_step_post_hook(after))
             with contextlib.suppress(AttributeError):  # torchtitan's container has no such hooks
                 self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
-        self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
+        stops = self._collector.listen(self._before_engine_step)
+        self._hooks += [SimpleNamespace(remove=stop) for stop in stops]
         self._losses = BackwardLoss(self, models, self._take_seen_loss)
         self._hooks.append(self._losses)
         self._losses.install()
@@ -565,7 +566,8 @@ class Scope:
         if self._parts is not None:
             self._parts.end_step()
             return
-        guard, collector = self._guard, self._collector
+        guard = self._guard
+        collector = self._collector
         self._parts = PartCalls(
             self._inner,
             lambda: self._forward is _Forward.NONE and not (collector.repeating or in_backward()),
@@ -621,12 +623,6 @@ class Scope:
         if not self._closed:
             self._monitor = _Monitor.OFF
         self._guard.open = False
-
-
-class _Hook(NamedTuple):
-    """A function, as a hook handle of torch."""
-
-    remove: Callable[[], object]
 
 
 def _new_mark() -> ProgressMark | None:

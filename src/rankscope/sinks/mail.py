@@ -63,7 +63,8 @@ class MailSink(DeliverySink):
         return ""
 
     def _deliver(self, message: EmailMessage) -> None:
-        user, password = os.environ.get(USER), os.environ.get(PASSWORD, "")
+        user = os.environ.get(USER)
+        password = os.environ.get(PASSWORD, "")
         context = ssl.create_default_context()
         if user is None:  # as mail servers do among themselves: better than no encryption
             context.check_hostname = False

@@ -22,19 +22,6 @@ from rankscope.sinks.delivery import PASSWORD, USER
 
 SinkOption = str | Sink | Iterable[str | Sink]
 
-FORMS = (
-    "tensorboard[:LOGDIR]",
-    "wandb[:PROJECT]",
-    "mlflow[:EXPERIMENT]",
-    "trackio[:PROJECT]",
-    "prometheus:[HOST:]PORT",
-    "jsonl[:PATH]",
-    "webhook:URL",
-    "slack:URL",
-    "mailto:ADDRESS[?smtp=HOST:PORT]",
-    "command:COMMAND",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedSink:
@@ -48,7 +35,6 @@ class PlannedSink:
 
 
 _ALERTS = ("webhook", "slack", "mailto")
-ALERT_FORMS = tuple(form for form in FORMS if form.partition(":")[0] in _ALERTS)
 
 _ADDRESS = re.compile(r"[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+")
 _PORT = re.compile(r":[0-9]+$")
@@ -202,7 +188,7 @@ def _split_url(kind: str, url: str) -> SplitResult:
 
 
 def _severity(kind: str, given: Sequence[str], *, alerts: bool) -> Severity:
-    """Return the severity that the last of the given names says, else that of the kind."""
+    """Return the severity of the last of the given names that has one, else that of the kind."""
     if not given:
         return Severity.WARNING if alerts else Severity.NOTE
     try:
@@ -227,15 +213,19 @@ _PACKAGES = {
     "prometheus": "prometheus_client",
 }
 """The package that a sink needs."""
-_KINDS: dict[str, Callable[..., PlannedSink]] = {
-    "tensorboard": _plan_optional("tensorboard", "TensorBoardSink"),
-    "wandb": _plan_optional("wandb", "WandbSink"),
-    "mlflow": _plan_optional("mlflow", "MlflowSink"),
-    "trackio": _plan_optional("trackio", "TrackioSink"),
-    "prometheus": _plan_prometheus,
-    "jsonl": _plan_optional("jsonl", "JsonLinesSink"),
-    "webhook": _plan_webhook,
-    "slack": partial(_plan_webhook, slack=True),
-    "mailto": _plan_mail,
-    "command": _plan_command,
+_PLANS: dict[str, Callable[..., PlannedSink]] = {
+    "tensorboard[:LOGDIR]": _plan_optional("tensorboard", "TensorBoardSink"),
+    "wandb[:PROJECT]": _plan_optional("wandb", "WandbSink"),
+    "mlflow[:EXPERIMENT]": _plan_optional("mlflow", "MlflowSink"),
+    "trackio[:PROJECT]": _plan_optional("trackio", "TrackioSink"),
+    "prometheus:[HOST:]PORT": _plan_prometheus,
+    "jsonl[:PATH]": _plan_optional("jsonl", "JsonLinesSink"),
+    "webhook:URL": _plan_webhook,
+    "slack:URL": partial(_plan_webhook, slack=True),
+    "mailto:ADDRESS[?smtp=HOST:PORT]": _plan_mail,
+    "command:COMMAND": _plan_command,
 }
+"""What plans a sink, by its form."""
+_KINDS = {re.split(r"[\[:]", form)[0]: plan for form, plan in _PLANS.items()}
+FORMS = tuple(_PLANS)
+ALERT_FORMS = tuple(form for form in FORMS if form.partition(":")[0] in _ALERTS)

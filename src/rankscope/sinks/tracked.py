@@ -42,7 +42,8 @@ def _mlflow(module: Any) -> dict[str, Any] | None:
     run = module.active_run()
     if run is None:
         return None
-    info, given = run.info, run.data.tags
+    info = run.info
+    given = run.data.tags
     server = str(module.get_tracking_uri()).rstrip("/")
     path = f"/#/experiments/{info.experiment_id}/runs/{info.run_id}"
     tags = [f"{key}={value}" for key, value in given.items() if not key.startswith("mlflow.")]

@@ -370,7 +370,7 @@ def in_turn(step: int, count: int, per_step: int) -> Ints:
     """Return whose turn it is among ``count`` in a step, by index ``[min(per_step, count)]``.
 
     Multiples of the golden ratio spread evenly whatever the interval between observed steps, so
-    that no host has to know it.
+    that no host needs it.
 
     Example:
         >>> [in_turn(step, 40, 4).tolist() for step in (0, 10, 20)]

@@ -46,7 +46,7 @@ class SampleCounts:
     """
 
     drawn: int  # samples in the global batch
-    new: int  # different samples that no earlier step drew, as far as the ledger remembers
+    new: int  # different samples that no earlier step drew, as far as the ledger holds them
     repeated_own: int  # draws of a sample that the same worker drew in an earlier step
     repeated_cross: int  # draws of a sample that only other workers drew in earlier steps
     # for each worker, how many samples crossed from one worker to a second in this step with it as
@@ -68,13 +68,13 @@ class SampleCounts:
 
 
 class SampleLedger(Stateful):
-    """Remembers which samples were drawn, and by which workers.
+    """Stores which samples were drawn, and by which workers.
 
     Costs 12 bytes per different sample, and 9 for each further worker that draws it. Further
     workers are identified by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
 
-    ``capacity``: different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
-    times as many further workers are remembered; beyond that, a repeat whose owners are unknown
+    ``capacity``: different samples to store. Beyond it, ``distinct`` is a lower bound. Three
+    times as many further workers are stored; beyond that, a repeat whose owners are unknown
     counts as the worker's own: the reading that accuses nobody.
     """
 
@@ -85,7 +85,7 @@ class SampleLedger(Stateful):
         self._first_owners = SortedMap(np.int32)
         self._pairs = SortedMap(np.int8)  # of a sample and a further owner
         self._pairs_complete = True
-        self.exact = True  # it remembers every sample that was drawn
+        self.exact = True  # it holds every sample that was drawn
 
     @property
     def distinct(self) -> int:
@@ -93,7 +93,7 @@ class SampleLedger(Stateful):
         return len(self._first_owners)
 
     def observe(self, draws: Draws) -> list[SampleCounts]:
-        """Count the draws of consecutive steps that share no sample, then remember them.
+        """Count the draws of consecutive steps that share no sample, then store them.
 
         Several steps are possible at once as long as there is room for them, see :meth:`has_room`.
         """
@@ -124,7 +124,7 @@ class SampleLedger(Stateful):
         return count <= min(self.capacity - len(self._first_owners), self._room_for_pairs)
 
     def count_new(self, draws: Draws) -> int:
-        """Return how many different samples among the draws the ledger does not remember."""
+        """Return how many different samples among the draws the ledger does not hold."""
         samples_U = draws.samples[differs_from_previous(draws.samples)]
         return int(np.count_nonzero(~self._first_owners.find(samples_U)[0]))
 
@@ -296,11 +296,11 @@ class Followed:
     counts: SampleCounts  # counts of the followed samples
     samples: Ints  # the followed samples, worker by worker
     drawn: int  # samples drawn up to this step, by all workers together
-    remembered: int  # different samples that were remembered after it
+    remembered: int  # different samples that were stored after it
 
 
 class ThinningLedger(Stateful):
-    """Remembers the samples of each worker, in bounded memory.
+    """Stores the samples of each worker, in bounded memory.
 
     Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
     them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
@@ -319,7 +319,7 @@ class ThinningLedger(Stateful):
 
     @property
     def complete(self) -> bool:
-        """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
+        """Whether every sample of the share was stored; false only beyond 10^12 samples."""
         return self._ledger.exact
 
     def forget(self) -> None:
@@ -328,7 +328,7 @@ class ThinningLedger(Stateful):
         self._drawn = 0
 
     def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
-        """Count and remember the draws of consecutive steps, one with each iteration."""
+        """Count and store the draws of consecutive steps, one with each iteration."""
 
         def fits(samples: Ints) -> bool:
             return self._ledger.has_room(int(np.count_nonzero(self._share.admits(samples))))

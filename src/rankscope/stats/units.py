@@ -25,7 +25,7 @@ from rankscope.stats.bets import (
 from rankscope.stats.state import Stateful
 
 RECENT = 64
-"""Remembered steps of every signal."""
+"""Stored steps of every signal."""
 
 
 class RecentSteps(Stateful):
@@ -89,7 +89,7 @@ class RecentSteps(Stateful):
     def step_of(self, signal: int, back: int) -> int:
         """Return the number of the step that measured a signal ``back`` times before the last one.
 
-        Beyond the remembered steps, the distance of the two oldest ones is extrapolated. The signal
+        Beyond the stored steps, the distance of the two oldest ones is extrapolated. The signal
         has been measured.
         """
         fed = int(self._fed_S[signal])

@@ -55,7 +55,7 @@ class Replayed:
 
     ``worst`` are the suspect's samples with the largest loss, where the verdict is data; those
     whose loss is NaN come first. ``peer_median`` is the median loss of the peer's samples (NaN when
-    unknown); ``note`` says why there are no samples, if so.
+    unknown); ``note``: why there are no samples, if so.
     """
 
     results: CanaryResults

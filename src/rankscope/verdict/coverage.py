@@ -1,6 +1,6 @@
 """What of a run was checked and measured, so that silence is never taken for health.
 
-Each judge declares the number of steps it needs. A verdict says no more than what was measured.
+Each judge declares the number of steps it needs. A verdict covers no more than what was measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ class MeasuredParts:
     unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
     joined_by: int | None = None  # the step by which they had joined the training; None if before
     joined_after: int = 0  # recorded steps until then
-    identified: bool = True  # the samples of some step were, or there is nothing to tell apart
+    identified: bool = True  # the samples of some step were, or they cannot differ
 
     @property
     def enough(self) -> bool:

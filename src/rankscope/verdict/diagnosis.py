@@ -18,7 +18,7 @@ from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, finding_of
 from rankscope.bus.finding import Finding, FindingEvents, Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import GatheredStep, StepReport, as_recorded
-from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
+from rankscope.bus.steps import RecentBatches, batches_of
 from rankscope.bus.words import ranks_of_job
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
@@ -121,18 +121,15 @@ class Diagnosis:
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
         """Diagnose consecutive steps, however many; return the findings of each to record."""
         recorded = [as_recorded(report) for report in reports]
-        first, rest = recorded[: self._first_steps], recorded[self._first_steps :]
+        first = recorded[: self._first_steps]
+        rest = recorded[self._first_steps :]
         self._first_steps -= len(first)
         found = []
         for one in first:
             closed = self._begin(one.gathered)
-            [events] = self._observe_all([one])
+            [events] = self._observe([one])
             found.append([*closed, *events])
-        return found + self._observe_all(rest)
-
-    def _observe_all(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
-        batches = batches_of(reports, self._batches)
-        return [events for steps in batches for events in self._observe(steps)]
+        return [*found, *self._observe(rest)]
 
     def _begin(self, first: GatheredStep) -> list[Finding]:
         """Ask whether a step begins another training; if so, end all findings and begin anew."""
@@ -151,15 +148,16 @@ class Diagnosis:
         note = self._update(anew)
         return changed if note is None else [*changed, note]
 
-    def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
+    def _observe(self, reports: Sequence[StepReport]) -> Iterator[list[Finding]]:
         """Run all detectors on each step before the next step."""
-        streams = [detector.observe(steps) for detector in self._detectors]
-        for number in steps.numbers:
-            self._step = number
-            if not self.num_steps:
-                self._begun_at = number
-            self.num_steps += 1
-            yield self._updates([next(stream) for stream in streams])
+        for steps in batches_of(reports, self._batches):
+            streams = [detector.observe(steps) for detector in self._detectors]
+            for number in steps.numbers:
+                self._step = number
+                if not self.num_steps:
+                    self._begun_at = number
+                self.num_steps += 1
+                yield self._updates([next(stream) for stream in streams])
 
     def close(self) -> list[Finding]:
         """End the run; return, once, every finding that has changed since it was last reported."""

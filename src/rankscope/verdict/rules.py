@@ -23,7 +23,10 @@ def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     for finding in in_order:
         for name in _explained(finding):
             alike = [cause for cause in causes[name] if _explained(cause) == _explained(finding)]
-            covering = sum(_covers(cause, finding) for cause in alike)
+            covering = sum(  # they explain all effects of this one
+                cause.severity >= finding.severity and cause.first_step <= finding.first_step
+                for cause in alike
+            )
             if covering < 2:  # a finding covers itself
                 causes[name].append(finding)
     found = {effect.id: _cause_of(effect, causes) for effect in findings}
@@ -47,11 +50,6 @@ def _cause_of(effect: Finding, causes: Mapping[str, Sequence[Finding]]) -> Findi
 def _explained(cause: Finding) -> Collection[str]:
     rule = RULES.get(cause.id) or RULES.get(cause.cause)
     return () if rule is None else (*rule.explains, *rule.explains_own)
-
-
-def _covers(earlier: Finding, later: Finding) -> bool:
-    """Return whether an earlier finding explains all effects of a later one of its kind."""
-    return earlier.severity >= later.severity and earlier.first_step <= later.first_step
 
 
 def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:

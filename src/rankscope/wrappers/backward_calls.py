@@ -56,7 +56,7 @@ class BackwardCalls:
 
 
 def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
-    """Return whether a backward pass from roots meets a wanted node among the first 1,000."""
+    """Return whether a backward pass from roots reaches a wanted node among the first 1,000."""
     waiting: deque[Any] = deque(root.grad_fn for root in roots)
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:

@@ -3,7 +3,7 @@
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
 constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
 this number again. Other factors stay: they may make a mean of a sum, or undo the mean over workers.
-The latter is so where a loss compares the rows of several ranks, and autograd knows those of this
+The latter is so where a loss compares the rows of several ranks, and autograd has those of this
 rank alone. For a sum over label tokens the scope gets their number, and the sum's divisor; for a
 mean over label tokens their number.
 """
@@ -34,6 +34,7 @@ from rankscope.wrappers.loss_form import (
 )
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.tap import Guarded, guarded
 
 _log = logging.getLogger("rankscope")
 
@@ -42,7 +43,7 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 
 
 class TrainingPasses(Protocol):
-    """What knows of the forward passes: a scope."""
+    """The forward passes of a training: a scope."""
 
     @property
     def training(self) -> bool:
@@ -76,14 +77,13 @@ class BackwardLoss:
         self._parameters = frozenset(id(p) for model in models for p in model.parameters())
         self._step = -1
         self._works = True
+        self._guarded: Guarded = self._safely
         self._hook: ModuleHook | None = None
         self._calls: BackwardCalls | None = None
 
+    @guarded
     def install(self) -> None:
         """See every call of ``backward`` from now on; where that fails, none."""
-        self._safely(self._install)
-
-    def _install(self) -> None:
         self._calls = BackwardCalls(torch.autograd, self._see)
         self._hook = ModuleHook(self._model, self._before_forward, self._after_forward)
 
@@ -96,10 +96,8 @@ class BackwardLoss:
         if self._calls is not None:
             self._calls.remove()
 
+    @guarded
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        self._safely(self._begin_pass)
-
-    def _begin_pass(self) -> None:
         if not self._scope.training or self._scope.repeating:  # the scope's own hook ran before
             return
         step = self._scope.present_step
@@ -107,10 +105,8 @@ class BackwardLoss:
             self._outputs.clear()  # a pipeline's schedule has several micro-batches under way
         self._step = step
 
+    @guarded
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        self._safely(self._note_outputs, output)
-
-    def _note_outputs(self, output: Any) -> None:
         if not self._scope.training or self._scope.repeating:
             return
         for tensor in tensors_in(output):

@@ -178,7 +178,8 @@ class _Calls:
     def __init__(self, module: nn.Module) -> None:
         self.pairs: list[ModuleHook] = []
         self.module = weakref.ref(module)
-        self._begins, self._ends = ForeignHook(self._begin), ForeignHook(self._end)
+        self._begins = ForeignHook(self._begin)
+        self._ends = ForeignHook(self._end)
         self._hooks: list[Any] = []
         self._in_place: Patch | None = None
         _CALLS[id(module)] = self
@@ -289,7 +290,7 @@ def _without_hooks() -> Iterator[None]:
 
 
 def _patch_torch() -> None:
-    """Hear of modules that are compiled in place, and of calls of modules that are compiled."""
+    """Follow modules that are compiled in place, and of calls of modules that are compiled."""
     if not _patches:
         _patches.append(Patch(nn.Module, "compile", _hearing))
         if _OptimizedModule is not None:

@@ -35,7 +35,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap, PassPhase
-from rankscope.wrappers.parts import StreamReader, stream_of
+from rankscope.wrappers.parts import StreamReader, streams
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
@@ -90,9 +90,9 @@ class BusyClock:
         self._seconds: float | None = None
         self._stop: Callable[[], object] = lambda: None
         if _BROADCAST.exists:
-            begin = self._begin_broadcast
-            end = self._end_broadcast
-            self._stop = _BROADCAST.subscribe(before=begin, after=end)
+            self._stop = _BROADCAST.subscribe(
+                before=self._begin_broadcast, after=self._end_broadcast
+            )
 
     @property
     def seconds(self) -> float:
@@ -200,21 +200,12 @@ class DDPTap(HookedTap):
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
-        self._due = self._unreduced = self._begins_anew = False
+        self.reduced_copies = model.process_group.size()
+        self._due = False
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
-
-    @property
-    def reduced_copies(self) -> int:
-        """Every rank holds the whole reduced gradient."""
-        return self._model.process_group.size()
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether the gradients hold something that no reduction has seen."""
-        return self._unreduced
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training. DDP decides here whether backward synchronises.
@@ -238,26 +229,19 @@ class DDPTap(HookedTap):
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Note that the running backward pass has reached the model's output."""
         left, self._left = self._left, None
-        self._begins_anew = (
-            left is not None and left[0].grad is None and left[0]._version != left[1]
-        )
-        if self._begins_anew:
+        self.begins_anew = left is not None and left[0].grad is None and left[0]._version != left[1]
+        if self.begins_anew:
             self._micro.reset()
             self._accumulator.reset()
         super().notice_backward(trained)
 
-    def begin_anew(self) -> None:
+    def drop_gradient(self) -> None:
         """Drop what was measured in the step: its gradient was thrown away."""
         step = self._step
         self._step = StepState(route=step.route, synchronises=step.synchronises)
         self._micro.reset()
         self._accumulator.reset()
         self._calls.reset()
-
-    @property
-    def begins_anew(self) -> bool:
-        """Whether the training had used the step's gradient so far for something else."""
-        return self._begins_anew
 
     @property
     def complete(self) -> bool:
@@ -301,7 +285,7 @@ class DDPTap(HookedTap):
 
     def _find_stream(self) -> None:
         """Look whether a reduction takes the gradients away one by one by now."""
-        found = stream_of(self._model)
+        found = streams.get(self._model)
         if self._stream is None and found is not None:
             self._stream = StreamReader(found, self._sketcher)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -355,7 +339,12 @@ class DDPTap(HookedTap):
         step = self._step
         if step.settled:
             self._add_to_reduced()
-        if not step.synchronises and self._is_prepared:
+        if not step.synchronises and any(
+            # DDP turns the second off in a forward pass inside ``no_sync``. A training that
+            # prepares the reduction by itself after that pass, such as nanotron's, turns both on.
+            model.require_backward_grad_sync and model.require_forward_param_sync
+            for model in self._models
+        ):
             step.synchronises = self._prepared_late = True
             step.spoiled |= not self._hooks.all
             self._measure = self._due
@@ -402,7 +391,7 @@ class DDPTap(HookedTap):
         step = self._step
         step.settled = step.synchronises
         self._left = None if step.synchronises else self._parameter_left()
-        self._unreduced = step.route is StepRoute.PAST_DDP or not step.synchronises
+        self.unreduced = step.route is StepRoute.PAST_DDP or not step.synchronises
         reduced = step.synchronises and not self._reduced_elsewhere
         if step.synchronises:
             self._busy.see_reduced()
@@ -436,18 +425,6 @@ class DDPTap(HookedTap):
     @property
     def _reduces(self) -> bool:
         return any(model.require_backward_grad_sync for model in self._models)
-
-    @property
-    def _is_prepared(self) -> bool:
-        """Whether DDP reduces in the backward pass that begins.
-
-        DDP turns the second off in a forward pass inside ``no_sync``. A training that prepares the
-        reduction by itself after that pass, such as nanotron's, turns both on.
-        """
-        return any(
-            model.require_backward_grad_sync and model.require_forward_param_sync
-            for model in self._models
-        )
 
     @property
     def _reduced_elsewhere(self) -> bool:

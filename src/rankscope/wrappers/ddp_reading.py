@@ -242,7 +242,7 @@ class LocalReading:
         elif not self._made.agree(names, gradients):
             self.spoiled = True
         else:
-            self._sketcher.measure_whole(names, gradients, self.totals)
+            self._sketcher.measure_tensors(names, gradients, self.totals)
             self._refs = names, list(map(ref, gradients))
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
@@ -392,7 +392,7 @@ def measure_reduced(
     else:
         names_before, gradients_before = refs
         again = names == names_before and all(map(is_, gradients, map(call, gradients_before)))
-        sketcher.measure_whole(names, gradients, into, again=again)
+        sketcher.measure_tensors(names, gradients, into, again=again)
     return True
 
 

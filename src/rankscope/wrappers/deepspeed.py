@@ -110,11 +110,12 @@ class DeepSpeedTap(GradientTap):
         *,
         reduced: ReadReduced,
     ) -> None:
-        self._group = deepspeed_process_group(engine)
         self._engine = engine
         self._sketcher = sketcher
         self._local = choose_reader(engine, parameters, sketcher, guarded)
         self._shards = ReducedReader(engine, parameters)
+        replicated = self._shards.replicated
+        self.reduced_copies = deepspeed_process_group(engine).size() if replicated else 1
         self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
         self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
         self._reduced = sketcher.new_totals()
@@ -129,11 +130,6 @@ class DeepSpeedTap(GradientTap):
             Relay(engine, _STEP).subscribe(before=self._before_step),
             Relay(engine, _END).subscribe(before=self._begin_end, after=self._end_backward),
         ]
-
-    @property
-    def reduced_copies(self) -> int:
-        """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
-        return self._group.size() if self._shards.replicated else 1
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""

@@ -110,6 +110,7 @@ class FSDP2Tap(GradientTap):
         self._watched = [p for p in managed if p.name in parameters]
         self._states = frozenset(fsdp2_states(model))
         self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
+        self.reduced_copies = self._groups[0].num_copies
         self._sketcher = sketcher
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
@@ -137,11 +138,6 @@ class FSDP2Tap(GradientTap):
         self._accumulated: dict[ManagedParameter, State] = {}  # not reduced
         self._pass = _Pass.NONE
         self._step = _Step()
-
-    @property
-    def reduced_copies(self) -> int:
-        """The number of replicas: 1 when parameters are sharded over all workers."""
-        return self._groups[0].num_copies
 
     @property
     def summed_workers(self) -> float:

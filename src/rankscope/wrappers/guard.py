@@ -108,7 +108,7 @@ class DeviceClock:
         """Return a step's overhead, which took so many seconds on the host, and begin the next one.
 
         Work that is under way counts to the next one, and so it was marked before. ``observed``
-        says whether gradients were measured in the step.
+        is whether gradients were measured in the step.
         """
         marks, self._marks = self._marks, []
         timed = step % _TIMED_EVERY == 0 and self._marking is _Marking.ALL

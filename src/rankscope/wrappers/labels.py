@@ -64,7 +64,8 @@ def problem_of(value: Any, weight: Any = None, **more: Any) -> str:
         if _shape_of(each) is None and (each is not None or name == "value"):
             kind = each.dtype if isinstance(each, Tensor) else type(each).__name__
             return f"loss() expected numbers or a tensor of them as {name}, got {kind}"
-    shape, weights = _shape_of(value), _shape_of(weight)
+    shape = _shape_of(value)
+    weights = _shape_of(weight)
     if shape is not None and len(shape) > 1:
         words = "a scalar or one loss per sample"
         return f"loss() expected {words}, got shape {tuple(shape)}; reduce it over tokens first"

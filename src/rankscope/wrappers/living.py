@@ -59,7 +59,8 @@ def _find(kinds: Sequence[type]) -> dict[type, list[Any]]:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    classes, pending = {kind}, [kind]
+    classes = {kind}
+    pending = [kind]
     while pending:
         new: set[type] = set(type.__subclasses__(pending.pop())) - classes
         classes |= new

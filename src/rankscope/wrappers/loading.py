@@ -72,7 +72,8 @@ class LoaderBatch(NamedTuple):
 
     def identity(self) -> Ints:
         """Return a number per sample, of its content or else of its place; nothing if unknown."""
-        content_B, places_B = self.content_B, self.places_B
+        content_B = self.content_B
+        places_B = self.places_B
         if places_B is None:
             return np.empty(0, np.int64) if content_B is None else content_B
         if content_B is not None and len(content_B) == len(places_B):

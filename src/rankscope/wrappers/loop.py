@@ -15,7 +15,7 @@ The step ends with the optimizer's call, and ``.grad`` is taken for the reduced 
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
 own since the optimizer reduces. Where each parameter is in the optimizer of one rank, the gradients
 of the rank's own are read: any other may hold what a reduction to its owner has left. A parameter
-that no known optimizer holds is left out: nobody knows when its gradient is used.
+that no known optimizer holds is left out: when its gradient is used is unknown.
 """
 
 from collections.abc import Callable, Collection
@@ -69,7 +69,8 @@ class LoopTap(HookedTap):
         super().__init__(
             parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
-        self._copies = 1 if in_shares else num_workers
+        # every rank is taken to hold the reduced gradient, or each has a share
+        self.reduced_copies = 1 if in_shares else num_workers
         self._of_copies = held is not None and not held and not in_shares
         known = held is not None and not self._of_copies
         others = frozenset(parameters.keys() - (held or ())) if known else frozenset[str]()
@@ -82,11 +83,6 @@ class LoopTap(HookedTap):
         self._step = _Step()
         self._parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
-
-    @property
-    def reduced_copies(self) -> int:
-        """W, as every rank is taken to hold the reduced gradient; 1 where each has a share."""
-        return self._copies
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""

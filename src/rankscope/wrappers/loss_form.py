@@ -214,7 +214,7 @@ def divisor_of(node: Any) -> Tensor | None:
 
 
 def gathered_from(loss: Tensor, ends: Container[Any]) -> Iterator[float]:
-    """Yield from how many ranks a loss has joined rows, where autograd knows one rank's alone.
+    """Yield from how many ranks a loss has joined rows, where autograd has one rank's alone.
 
     That is the length of each tensor that was put together over that of its part with a graph.
     ``ends`` are operators that are not passed.

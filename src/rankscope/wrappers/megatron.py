@@ -53,9 +53,9 @@ class MegatronTap(GradientTap):
         *,
         reduced: ReadReduced,
     ) -> None:
-        self._num_workers = megatron_process_group(ddp).size()
         self._factor = factor_of_mean(ddp)
-        self._sharded = is_sharded(ddp)
+        sharded = is_sharded(ddp)
+        self.reduced_copies = 1 if sharded else megatron_process_group(ddp).size()
         self._sketcher = sketcher
         self._guarded = guarded
         self._read_reduced = reduced
@@ -71,27 +71,17 @@ class MegatronTap(GradientTap):
         self._groups = [_Group(group, names, self._read_group) for group in ddp.bucket_groups]
         self._all = [part for group in self._groups for part in group.gradients]
         self._held = self._all
-        if self._sharded:
+        if sharded:
             self._held = [p for group in ddp.bucket_groups for p in own_shards(group, names)]
         self._stop = Relay(ddp, "finish_grad_sync").subscribe(after=self._finish)
-        self._measure = self._unreduced = self._complete = self._begun = False
+        self._measure = self._complete = self._begun = False
         self._carried_over: Tensor | None = None
         self._start_again()
-
-    @property
-    def reduced_copies(self) -> int:
-        """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
-        return 1 if self._sharded else self._num_workers
 
     @property
     def summed_workers(self) -> float:
         """1 for a mean, W under ``calculate_per_token_loss``."""
         return self._factor
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether a backward pass has ended since the last reduction."""
-        return self._unreduced
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one past the wrapper is seen by its hooks as well.
@@ -163,7 +153,7 @@ class MegatronTap(GradientTap):
         for trained in self._reached:
             trained()
         self._num_new += 1
-        self._unreduced = True
+        self.unreduced = True
 
     def _add_micro_batch(self, totals: GradientTotals, *, last: bool) -> None:
         self._one_each &= self._num_new == 1
@@ -184,7 +174,7 @@ class MegatronTap(GradientTap):
     def _finish(self, *args: Any, **kwargs: Any) -> None:
         """Close a step: all reductions are over, and nothing has touched the gradients since."""
         self._complete = True
-        self._unreduced = False
+        self.unreduced = False
         if not self._measure:
             return
         if self._sketcher.sketches:

@@ -136,7 +136,7 @@ def held_names(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
 def held_bits(optimizer: Any, parameters: Mapping[str, Tensor]) -> str:
     """Return a bit for each parameter that an optimizer holds, as ``0x…``; empty if it holds all.
 
-    The highest bit is always set: it tells how many parameters there are. Empty, too, where it
+    The highest bit is always set: it marks how many parameters there are. Empty, too, where it
     holds other tensors, which may be copies of any parameter.
     """
     held = set(held_names(optimizer, parameters))

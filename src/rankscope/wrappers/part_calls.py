@@ -36,7 +36,7 @@ class PartCall:
 class PartCalls:
     """Sees the outermost calls of a model's parts.
 
-    ``wanted`` says whether calls count now, and ``wants_all`` whether those do whose input others
+    ``wanted``: whether calls count now; ``wants_all``: whether those do whose input others
     have computed; ``began`` takes a call and its inputs, ``ended`` it and its output.
     """
 

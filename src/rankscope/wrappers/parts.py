@@ -175,17 +175,8 @@ class MicroBatchStream:
             see(parameter, gradient)
 
 
-_streams: "WeakKeyDictionary[nn.Module, MicroBatchStream]" = WeakKeyDictionary()
-
-
-def register_stream(model: nn.Module, stream: MicroBatchStream) -> None:
-    """Register a wrapped model whose gradients are taken away one by one from now on."""
-    _streams[model] = stream
-
-
-def stream_of(model: nn.Module) -> MicroBatchStream | None:
-    """Return the stream of a wrapped model; None if it was not registered."""
-    return _streams.get(model)
+streams: "WeakKeyDictionary[nn.Module, MicroBatchStream]" = WeakKeyDictionary()
+"""The streams of wrapped models whose gradients are taken away one by one."""
 
 
 class StreamReader:

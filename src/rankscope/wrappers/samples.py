@@ -41,7 +41,7 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
         return _digests(batch, mask)
     if isinstance(batch[0], Tensor):
         return _digests_of_items(batch)
-    return torch.from_numpy(digests_of_texts(batch))
+    return torch.from_numpy(np.array([_digest(_content(text)) for text in batch], np.int64))
 
 
 def _digests_of_ids(ids: Any, mask: Any) -> NDArray[np.int64] | None:
@@ -409,11 +409,6 @@ def ids_of(samples: object) -> NDArray[np.int64]:
         f"batch() expected ids (numbers, text, UUIDs, tuples) or the tensors of a batch, "
         f"got {type(samples).__name__}; pass one id per sample"
     )
-
-
-def digests_of_texts(texts: Sequence[str | bytes]) -> NDArray[np.int64]:
-    """Return one digest per text."""
-    return np.array([_digest(_content(text)) for text in texts], np.int64)
 
 
 def _number(sample: Any) -> int:

@@ -77,19 +77,23 @@ class GradientTap(Protocol):
     decides whether to measure the backward pass that follows.
     """
 
-    @property
-    def reduced_copies(self) -> int:
-        """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
+    reduced_copies: int
+    """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
+
+    unreduced: bool = False
+    """Whether the gradients hold something that no reduction has seen; False if unknown."""
+
+    begins_anew: bool = False
+    """Whether the training had used the step's gradient so far for something else.
+
+    As of the last call of :meth:`notice_backward`: the gradient was taken away, and parameters had
+    changed, as in sharpness-aware minimisation. Most taps cannot detect it.
+    """
 
     @property
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
         return 1.0
-
-    @property
-    def unreduced(self) -> bool:
-        """Whether the gradients hold something that no reduction has seen; False if unknown."""
-        return False
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow, to measure or not.
@@ -104,16 +108,7 @@ class GradientTap(Protocol):
         for ``torch.autograd.grad``, where that shows.
         """
 
-    @property
-    def begins_anew(self) -> bool:
-        """Whether the training had used the step's gradient so far for something else.
-
-        As of the last call of :meth:`notice_backward`: the gradient was taken away, and parameters
-        had changed, as in sharpness-aware minimisation. Most taps do not know.
-        """
-        return False
-
-    def begin_anew(self) -> None:
+    def drop_gradient(self) -> None:
         """Drop what was measured in the step: its gradient was thrown away."""
         return
 
@@ -167,14 +162,7 @@ class GradientTap(Protocol):
         """Take all hooks out of the model."""
 
 
-class SeesReduced(Protocol):
-    """An observer of the end of a reduction."""
-
-    def see_reduced(self) -> None:
-        """Called when the reduction is over, before anything else touches the gradients."""
-
-
-class GradientObserver(SeesReduced, Protocol):
+class GradientObserver(Protocol):
     """Gets gradients at two moments of a backward pass, on the training thread."""
 
     @property
@@ -193,6 +181,9 @@ class GradientObserver(SeesReduced, Protocol):
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Read local gradients of several parameters at once, by name: on a device, one launch."""
+
+    def see_reduced(self) -> None:
+        """Called when the reduction is over, before anything else touches the gradients."""
 
 
 class ObserverGroup:

@@ -3,7 +3,7 @@
 import functools
 import struct
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_char
 from itertools import accumulate
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.gradient_part import NUMBERS, sizes_of
-from rankscope.bus.probe import Content, MessagePart
+from rankscope.bus.probe import Awaited, Content, MessagePart, Pending, Ready
 from rankscope.gradients.host import HostCopy, Share
 from rankscope.gradients.kernels.launch import Launching
 from rankscope.gradients.kernels.native import NoLibraryError, compiled
@@ -23,67 +23,38 @@ _DOUBLE = struct.Struct("=d")
 _gathering = Launching("measurements are gathered")
 
 
-class GradientTransfer:
-    """Copies measurements to the host: two vectors, small whatever the model's size.
+def begin_transfer(
+    measured: LocalGradient,
+    *,
+    sketch_width: int,  # numbers to send of the total's sketch, at most its width; or 0
+    group_width: int,  # of each group's sketch
+    section_counts: tuple[int, ...] = (),  # rows of each group, in an audit; empty: one
+    audit_width: int = 0,  # numbers in each section's sketch for the audit; 0 without
+) -> Pending:
+    """Copy measurements to the host: two vectors, small whatever the model's size.
 
     On the CPU they are there at once, by one call of a compiled function. On an accelerator with a
     kernel of its own, one launch gathers them, and one more for each measurement that not all steps
     have: norms of micro-batches, the carried-over flag, the product with the reduced gradient. They
     are copied with all else that the step measures there.
     """
-
-    def __init__(
-        self,
-        measured: LocalGradient,
-        *,
-        sketch_width: int,  # numbers to send of the total's sketch, at most its width; or 0
-        group_width: int,  # of each group's sketch
-        section_counts: tuple[int, ...] = (),  # rows of each group, in an audit; empty: one
-        audit_width: int = 0,  # numbers in each section's sketch for the audit; 0 without
-    ) -> None:
-        totals = measured.totals
-        micro = measured.micro_squared_norms
-        self._form = _form(
-            totals.sketches.shape,
-            section_counts,
-            (sketch_width, group_width, audit_width),
-            0 if micro is None else len(micro),
-            reduced=measured.reduced is not None,
-            carried=measured.carried_over is not None,
-            product=measured.reduced_product is not None,
-            norm_estimated=measured.norm_estimated,
-            accumulator_changes=0
-            if measured.accumulator_changes is None
-            else len(measured.accumulator_changes),
-        )
-        self._copies: list[HostCopy | Share] = []
-        self._content: bytearray | None = None
-        if totals.memory.is_cpu and _is_compiled():
-            self._content = self._form.gather(measured)
-        else:
-            self._copies = _copies(measured, self._form.folding)
-
-    @property
-    def ready(self) -> bool:
-        """Whether everything is on the host."""
-        return all(copy.ready for copy in self._copies)
-
-    def read(self) -> MessagePart:
-        """Wait for the copy; return the arrays of a step's message that hold the gradient."""
-        numbers, sketches = self._read()
-        arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
-        return MessagePart(arrays=arrays)
-
-    def _read(self) -> tuple[Content, Content]:
-        form = self._form
-        if self._content is not None:
-            whole = memoryview(self._content)
-        else:
-            first, *more = (copy.numpy().tobytes() for copy in self._copies)
-            if more:
-                return first, more[0]
-            whole = memoryview(first)
-        return whole[: form.num_bytes], whole[form.num_bytes : form.end]
+    micro = measured.micro_squared_norms
+    changes = measured.accumulator_changes
+    form = _form(
+        measured.totals.sketches.shape,
+        section_counts,
+        (sketch_width, group_width, audit_width),
+        0 if micro is None else len(micro),
+        reduced=measured.reduced is not None,
+        carried=measured.carried_over is not None,
+        product=measured.reduced_product is not None,
+        norm_estimated=measured.norm_estimated,
+        accumulator_changes=0 if changes is None else len(changes),
+    )
+    if measured.totals.memory.is_cpu and _is_compiled():
+        return Ready(form.part(form.gather(measured)))
+    copies = _copies(measured, form.folding)
+    return Awaited(copies, functools.partial(form.read, copies))
 
 
 class _Form:
@@ -105,6 +76,21 @@ class _Form:
         self.end = self.num_bytes + 4 * sum(folding.lengths.values())
         self._native: tuple[Any, ...] | None = None
         self._micro = lengths["micro"]
+
+    def read(self, copies: Sequence[HostCopy | Share]) -> MessagePart:
+        """Wait for the copies of numbers and sketches, or of both together."""
+        return self.part(*(copy.numpy().tobytes() for copy in copies))
+
+    def part(self, numbers: Content, sketches: Content | None = None) -> MessagePart:
+        """Return the arrays of a step's message that hold the gradient.
+
+        Sketches that are not given lie behind the numbers.
+        """
+        if sketches is None:
+            whole = memoryview(numbers)
+            numbers = whole[: self.num_bytes]
+            sketches = whole[self.num_bytes : self.end]
+        return MessagePart(arrays={"numbers": numbers, "sizes": self.sizes, "sketches": sketches})
 
     def gather(self, measured: LocalGradient) -> bytearray:
         """Return numbers and sketches of totals in the host's memory, one behind the other."""

@@ -1,10 +1,12 @@
 """What the ranks along an axis of a mesh should agree on."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.probe import DirectedRun
 from rankscope.evidence.axes.director import Axes, AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
@@ -42,7 +44,7 @@ def test_labels_that_are_shifted_inside_each_part_are_counted():
 
 def reported(shares: list[AxesShare], *, first: list[AxesShare] | None = None) -> list:
     found: list = []
-    axes = Axes(0, found.append)
+    axes = Axes(DirectedRun(2, 0, Path(), report=found.append))
     for step in range(5):
         for each in first if first and not step else shares:
             axes.take(each.rank, step, each.pack())

@@ -21,8 +21,8 @@ from rankscope.evidence.environment.judge import (
     DROPOUT,
     EVALUATES,
     DifferentModes,
-    DropoutOff,
     EnvironmentMismatch,
+    EvaluationMode,
     make_combiner,
 )
 from rankscope.evidence.environment.probe import ModeMeter
@@ -262,7 +262,7 @@ def test_batch_normalisation_counts_once_the_model_was_in_training_mode():
     ],
 )
 def test_what_is_off_everywhere_is_a_note(off, key, said):
-    told = run(DropoutOff(), 3, width=4, dropout_off=off)
+    told = run(EvaluationMode(), 3, width=4, dropout_off=off)
     assert [one.key for one in told] == ([key] * 2 if key else [])
     if key:
         assert (told[0].severity, told[0].first_step, told[0].ranks) == (Severity.NOTE, 0, ())

@@ -9,7 +9,7 @@ from torch import nn
 
 from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
-from rankscope.bus.messages import HeldValues
+from rankscope.bus.messages import HeldValues, Layout
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY, judge
@@ -50,7 +50,7 @@ class Rank:
 
 def step_of(number, kind, ranks):
     messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
-    rows = HeldValues(KEY).combine(messages, {})
+    rows = HeldValues(Layout(2), KEY).combine(messages, {})
     one = gathered(number, [[]] * len(ranks), lr=[0.01] * len(ranks))
     return StepReport(replace(one, **rows), {})
 

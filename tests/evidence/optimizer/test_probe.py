@@ -9,7 +9,7 @@ from torch import nn
 
 from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
-from rankscope.bus.messages import HeldValues
+from rankscope.bus.messages import HeldValues, Layout
 from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def told(detector, number, **held):
-    rows = HeldValues(KEY).combine(as_columns([named_message(number, {KEY: held})]), {})
+    rows = HeldValues(Layout(2), KEY).combine(as_columns([named_message(number, {KEY: held})]), {})
     return evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
 
 

@@ -7,10 +7,13 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
+from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.evidence.samples.duplicates import DuplicateBatches
 from rankscope.evidence.samples.judge import Samples
-from rankscope.evidence.samples.repeats import DuplicateBatches, RepeatedOrder, StaleSamples
+from rankscope.evidence.samples.orders import RepeatedOrder
+from rankscope.evidence.samples.repeats import StaleSamples
 from rankscope.record.states import pack_state, unpack_state
 from rankscope.stats.arrays import Ragged
 from support.stepping import describe, evidence_of, findings_of
@@ -86,7 +89,9 @@ def told_of(stream, steps, width, plan=None):
     given = list(named(stream, steps, width))
     for one in given:
         none = Ragged.of([batch[:0] for batch in one.samples])
-        Samples().combine({"samples_B": Ragged.of(one.samples), "rows_B": none}, one.workers)
+        Samples(Layout(2)).combine(
+            {"samples_B": Ragged.of(one.samples), "rows_B": none}, one.workers
+        )
     return findings_of("data.repeated_batches", given, plan)
 
 

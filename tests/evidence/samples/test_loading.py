@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from rankscope import Run
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.samples.judge import Samples
 from rankscope.evidence.samples.probe import SampleProbe
@@ -384,7 +385,7 @@ def combined(combiner, samples, rows, digests):
 def test_rows_stand_for_samples_where_all_workers_have_the_same_ones():
     content, rows, none = [[101, 102], [103, 104]], [[1, 2], [2, 3]], [[], []]
     unknown = [MISSING_INT, MISSING_INT]
-    combiner = Samples()
+    combiner = Samples(Layout(2))
     assert combined(combiner, none, none, unknown) == (none, [0, 0])  # left out
     assert combined(combiner, content, none, unknown) == (content, [0, 0])
     for _ in range(2):

@@ -9,7 +9,7 @@ same in many steps and that norm is not, the training clips by the combination.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence, finding_of
-from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding import Severity
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.shares import Packable, PackedError, Waiting
 from rankscope.bus.words import MOST_RECORDED, count, name_ranks, shortened
@@ -134,9 +134,9 @@ class _Fault:
 class Axes(Director):
     """The shares along the axes of one mesh."""
 
-    def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
-        super().__init__(report)
-        self._first_step = first_step
+    def __init__(self, run: DirectedRun) -> None:
+        super().__init__(run.report)
+        self._first_step = run.first_step
         self._shares = Waiting[tuple[int, str, tuple[int, ...]], AxesShare](_MOST_WAITING)
         self._faults: dict[str, _Fault] = {}
         self._norm = NormOverMesh()
@@ -240,11 +240,6 @@ class Axes(Director):
             cause, severity, (), fault.first, step, fault.count, fields, numbers, key
         )
         self.publish(finding_of(evidence, step, name=name, begun_at=self._first_step))
-
-
-def make_director(run: DirectedRun) -> Axes:
-    """Return the director that compares what should agree along a mesh's axes."""
-    return Axes(run.first_step, run.report)
 
 
 _ALONE = "only the ranks of one data-parallel group count in the norm"
@@ -355,3 +350,6 @@ def _are_copies(there: Mapping[int, Squares]) -> bool:
 
 def _spread(values: NDArray[Any]) -> float:
     return float(np.ptp(values) / values.max())
+
+
+make_director = Axes

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rankscope.bus.canary import CanaryCause, judge, results_in
-from rankscope.bus.messages import Columns, Combiner, Layout, Messages
+from rankscope.bus.messages import Columns, Combiner, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_modules
@@ -38,9 +38,7 @@ class ComparedPrograms(Combiner):
         return {"differences": compare_programs(programs_W, verdict.ranks)}
 
 
-def make_combiner(layout: Layout) -> ComparedPrograms:
-    """Return the combiner of programs."""
-    return ComparedPrograms()
+make_combiner = ComparedPrograms
 
 
 Program = Mapping[str, Any]
@@ -207,7 +205,7 @@ _MISSING_OPERATION = _Operation("", _MISSING, "", "")
 
 
 def _call_words(row_W: Sequence[_Operation]) -> list[str]:
-    """Return each worker's operation: its name alone where that tells them apart."""
+    """Return each worker's operation: its name alone where names differ."""
     names = [one.call.partition("(")[0] for one in row_W]
     if len(set(names)) == len({one.call for one in row_W}):
         return names

@@ -151,9 +151,9 @@ class CanaryDirector(Director):
             return []
         if planned.of_finding:
             self._save()
-        return [self._run(planned)]
+        return [self._run_request(planned)]
 
-    def _run(self, planned: Planned) -> Request:
+    def _run_request(self, planned: Planned) -> Request:
         return Request(planned.run_at, CanaryRequest(planned, self._batches).pack())
 
     def _begin(self) -> None:
@@ -187,7 +187,7 @@ class CanaryDirector(Director):
         elif self._late:
             planned = self._plan.postpone(self._newest, self._late)
             self._late = 0
-            return [self._run(planned)]
+            return [self._run_request(planned)]
         return []
 
     def _conclude(
@@ -210,7 +210,8 @@ class CanaryDirector(Director):
                 return
             self._announced = True
             later = "; those that follow on schedule are not announced"
-        suspect, peer = name_ranks([planned.suspect]), name_ranks([planned.peer])
+        suspect = name_ranks([planned.suspect])
+        peer = name_ranks([planned.peer])
         self._log(
             logging.INFO,
             f"before step {planned.run_at} every worker replayed a batch of {suspect} "

@@ -49,7 +49,7 @@ class _Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _WithBatches:
     planned: Planned
     batches: tuple[PlainBatch, PlainBatch]
 
@@ -77,8 +77,8 @@ class CanaryProbe(Probe):
         self._requested = self._ended = False
         self._planned = first
         self._captured: _Captured | None = None
-        self._ready: _Ready | None = None
-        self._due: _Ready | None = None
+        self._ready: _WithBatches | None = None
+        self._due: _WithBatches | None = None
         self._waits = ""  # why the due canary has not run yet
         self._pending: PendingCanary | None = None
         self._spent = 0.0  # of the training's time, on the present canary
@@ -96,11 +96,11 @@ class CanaryProbe(Probe):
         request = CanaryRequest.unpack(content)
         if request.batches:
             suspect, peer = map(unpack_batch, request.batches)
-            self.ready(request.planned, (suspect, peer))
+            self.store_batches(request.planned, (suspect, peer))
         else:
-            self.plan(request.planned)
+            self.store_plan(request.planned)
 
-    def plan(self, planned: Planned) -> None:
+    def store_plan(self, planned: Planned) -> None:
         """Store the announcement of a canary."""
         if self._ended:
             return
@@ -110,12 +110,12 @@ class CanaryProbe(Probe):
         self._spent = 0.0
         self._memory.forget()
 
-    def ready(self, planned: Planned, batches: tuple[PlainBatch, PlainBatch]) -> None:
+    def store_batches(self, planned: Planned, batches: tuple[PlainBatch, PlainBatch]) -> None:
         """Store the batches of a canary, the suspect's and the peer's."""
         if not self._ended:
             self._planned = None
             self._captured = None
-            self._ready = _Ready(planned, batches)
+            self._ready = _WithBatches(planned, batches)
 
     def forbid(self, why: str) -> None:
         """Run no canaries from now on."""
@@ -201,7 +201,7 @@ class CanaryProbe(Probe):
 
     # --------------------------------------------------------------------------------------
 
-    def _take_due(self) -> _Ready | None:
+    def _take_due(self) -> _WithBatches | None:
         """Return the canary that is due, unless it has to wait."""
         self._waits = why_wait()
         if self._waits:
@@ -225,7 +225,7 @@ class CanaryProbe(Probe):
         name = str(autocast).removeprefix("torch.")
         self._captured = _Captured(planned, batch, step, name)
 
-    def _run(self, ready: _Ready, *, early: bool) -> float:
+    def _run(self, ready: _WithBatches, *, early: bool) -> float:
         planned = ready.planned
         suspect, peer = ready.batches
         took = Stopwatch(self._device, self._spent)

@@ -128,7 +128,8 @@ class ClippedNothing(Detector):
         )
         fault = self._fault
         if fault.observe(step.gathered.step, np.flatnonzero(idle_W).tolist()):
-            cause, key = "sync.clip_norm", "clip-of-nothing"
+            cause = "sync.clip_norm"
+            key = "clip-of-nothing"
             numbers = {"steps": fault.count}
             yield fault.evidence(cause, Severity.WARNING, fault.ranks, {}, numbers, key=key)
 
@@ -291,7 +292,8 @@ class StageNorm(Detector):
         if len(self._own_steps) == _STEADY:
             everyone = range(gathered.num_workers)
             self._fault.see(gathered.step, everyone, first=self._own_steps[0], before=_STEADY - 1)
-            cause, key = "sync.clip_norm", "clip-norm-of-stage"
+            cause = "sync.clip_norm"
+            key = "clip-norm-of-stage"
             fields = {"limit": f"{clipped.limit:.4g}"}
             numbers = {"steps": self._fault.count, "limit": clipped.limit}
             ranks = self._fault.ranks
@@ -312,7 +314,7 @@ class _Clipped:
     ``limit`` is the norm that is meant, NaN if unknown; ``called`` whether a call of torch has it;
     ``certain`` whether it is one of the L2 norm; ``factor`` that of the call, NaN if unknown or if
     its norm counts other gradients, too. ``after`` is the norm after clipping, ``bound`` its
-    relative error. ``acts`` says whether the gradient was made shorter, ``guess`` what the call
+    relative error. ``acts`` whether the gradient was made shorter, ``guess`` what the call
     shows of the cause. ``norms`` are those after and before clipping, and combinations of the
     ranks' after it.
     """

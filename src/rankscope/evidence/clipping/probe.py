@@ -135,7 +135,9 @@ class ClippingProbe(Probe):
 
     def collect(self, end: StepEnd) -> Pending:
         """Return the step's clipping."""
-        calls, orders, num_normed = self._calls, self._orders, self._num_normed
+        calls = self._calls
+        orders = self._orders
+        num_normed = self._num_normed
         value = self._value
         self._clear()
         values = {

@@ -116,7 +116,8 @@ def share_of(before_E: NDArray[Any], after_E: Floats, model_E: Floats) -> float:
         nan
     """
     start_E = before_E.astype(np.float64)
-    way_E, gone_E = model_E - start_E, after_E - start_E
+    way_E = model_E - start_E
+    gone_E = after_E - start_E
     square = float(way_E @ way_E)
     size = float(np.linalg.norm(gone_E))
     if not (0 < square < math.inf and math.isfinite(size)):

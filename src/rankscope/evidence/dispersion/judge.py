@@ -119,7 +119,8 @@ class Sampling(Detector):
                     noted = sum(proven) >= _PROVEN * len(proven)
                     self._similar = Severity.NOTE if noted else Severity.WARNING
                 what = "losses" if low is losses else "gradient norms"
-                key, cause = "sampling.too_similar", "data.duplicate_batches"
+                key = "sampling.too_similar"
+                cause = "data.duplicate_batches"
                 yield self._evidence(key, cause, self._similar, self._low, what)
         changed = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
@@ -129,7 +130,8 @@ class Sampling(Detector):
         if changed:
             of_losses, of_norms = self._high.evidence_of_sources.tolist()
             what = "losses" if of_losses >= of_norms else "gradient norms"
-            key, cause = "sampling.too_different", "inconclusive"
+            key = "sampling.too_different"
+            cause = "inconclusive"
             yield self._evidence(key, cause, Severity.NOTE, self._high, what)
 
     def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:

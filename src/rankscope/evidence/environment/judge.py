@@ -162,7 +162,7 @@ def _cut(words: Sequence[str]) -> list[str]:
     return [*words[:_MOST_LISTED], *rest]
 
 
-class DropoutOff(Detector):
+class EvaluationMode(Detector):
     """Dropout layers, or a whole model, in evaluation mode on all workers, while it trains."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         EnvironmentMismatch(run.environments),
         DifferentModes(),
-        DropoutOff(),
+        EvaluationMode(),
         DifferentSettings(run.num_workers, run.plan),
         ScheduleByPass(),
         ScheduleEnded(),
@@ -208,7 +208,8 @@ class ComparedNames(Combiner):
     step in which they begin to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._modes: dict[int, dict[str, int]] = {}
         self._settings: dict[int, dict[str, str]] = {}
         self._precisions: dict[int, dict[str, str]] = {}  # by digest
@@ -291,6 +292,4 @@ def _name_difference(kind: StateKind, words: str, values_W: Sequence[int]) -> St
     return StateDifference(kind, words, np.array(values_W, np.int64), none_W)
 
 
-def make_combiner(layout: Layout) -> ComparedNames:
-    """Return the combiner of modes and settings."""
-    return ComparedNames()
+make_combiner = ComparedNames

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.gradient_part import Found, audit_of, by_rank, measured_in
-from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
+from rankscope.bus.messages import Columns, Combiner, Messages, fill
 from rankscope.bus.replicas import follow_places
 from rankscope.bus.step import MISSING_INT
 from rankscope.stats.arrays import Bools, Floats
@@ -218,9 +218,6 @@ def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
 
 class MeasuredGradients(Combiner):
     """Gradients of all workers; a step is observed if each has measured its own."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in norms and other columns; return the values compared between workers."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
+from rankscope.bus.messages import Columns, Combiner, Derived, Messages, fill
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import common_scale
 from rankscope.stats.arrays import Bools, Floats, Ints, Ragged
@@ -54,9 +54,7 @@ class Losses(Combiner):
         }
 
 
-def make_combiner(layout: Layout) -> Losses:
-    """Return the combiner of losses."""
-    return Losses()
+make_combiner = Losses
 
 
 def derive(gathered: GatheredStep) -> Derived:
@@ -152,7 +150,8 @@ def _is_divided_by_all(count_M: Floats, divisor_M: Floats, num_workers: int) -> 
 
 def _are_own_means(counts: Ragged, divisor_M: Floats) -> bool:
     """Return whether each worker divides by numbers of its own label tokens."""
-    count_M, lengths_W = counts.flat, counts.lengths_R
+    count_M = counts.flat
+    lengths_W = counts.lengths_R
     none_M = count_M <= 0
     number_M = counts.spread(lengths_W)
     alone_M = _are_close(divisor_M, count_M) | _are_close(divisor_M, count_M * number_M)
@@ -191,7 +190,8 @@ def _losses_of(units: _Units, lengths: Ints) -> dict[str, Floats]:
 
 def _knows_multipliers(units: _Units) -> Bools:
     """Return whether the multipliers of all micro-batches are known, and some are not zero."""
-    flat, lengths_W = units.multipliers.flat, units.multipliers.lengths_R
+    flat = units.multipliers.flat
+    lengths_W = units.multipliers.lengths_R
     finite_W = Ragged(np.isfinite(flat), lengths_W).reduced(np.logical_and, True)
     some_W = Ragged(flat != 0, lengths_W).reduced(np.logical_or, False)
     return np.asarray((lengths_W == units.micro.lengths_R) & finite_W & some_W)
@@ -211,7 +211,8 @@ def _with_trained_weights(units: _Units) -> _Units:
 
 def _beside(units: _Units) -> tuple[Floats, ...]:
     """Return the multipliers beside the micro-batches; NaN where they are unknown."""
-    multipliers, micro = units.multipliers, units.micro
+    multipliers = units.multipliers
+    micro = units.micro
     known_W = multipliers.lengths_R == micro.lengths_R
     scales_M = np.full(len(micro.flat), np.nan)
     scales_M[micro.spread(known_W)] = multipliers.flat[multipliers.spread(known_W)]

@@ -391,8 +391,8 @@ _STEPS_OF_KIND = 24
 class LossKinds(Detector):
     """Workers whose label tokens are unknown while others' are known, in 24 steps in a row.
 
-    Autograd shows over how many tokens a loss is taken where it knows the operators: another option
-    of the loss on some ranks, such as label smoothing, hides it there.
+    Autograd shows over how many tokens a loss is taken where its operators are known: another
+    option of the loss on some ranks, such as label smoothing, hides it there.
     """
 
     SETTINGS = ("_num_workers",)

@@ -304,7 +304,8 @@ class LossScale(Detector):
         advice += _OF_WINDOWS if round(self._value, 2) == micro > 1 else ""
         where = _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
         if self._later:
-            advice, where = _OF_WEIGHTS, _AND_LATER
+            advice = _OF_WEIGHTS
+            where = _AND_LATER
         return self._span.evidence(
             "loss.scale",
             Severity.NOTE if meant else Severity.WARNING,

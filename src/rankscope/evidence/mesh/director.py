@@ -7,7 +7,7 @@ the others' replicas, directly from their ranks.
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -188,9 +188,9 @@ def over_axes(placements: Mapping[str, bool], axes: Sequence[str]) -> list[int]:
 class MeshAxes(Director):
     """The replicas over the axes of one mesh."""
 
-    def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
-        super().__init__(report)
-        self._first_step = first_step
+    def __init__(self, run: DirectedRun) -> None:
+        super().__init__(run.report)
+        self._first_step = run.first_step
         self._parts = Waiting[tuple[int, str, _Line], AxisPart](_MOST_WAITING)
         self._workers: dict[int, int] = {}
         self._verdicts: dict[str, AxisVerdict | TieVerdict] = {}
@@ -226,11 +226,6 @@ class MeshAxes(Director):
             )
         for finding in verdict.observe(step, found, self._workers):
             self.publish(finding)
-
-
-def make_director(run: DirectedRun) -> MeshAxes:
-    """Return the director that compares replicas over a mesh's other axes."""
-    return MeshAxes(run.first_step, run.report)
 
 
 @dataclass(slots=True)
@@ -490,3 +485,6 @@ def _why(drift: _Drift, axis: str) -> str:
         f"Their gradients were not added up over {axis}: the optimizers got gradients that lay "
         f"apart by {apart:.2g} of their norm"
     )
+
+
+make_director = MeshAxes

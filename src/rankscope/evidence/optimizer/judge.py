@@ -116,7 +116,8 @@ class _Holdings(Stateful):
 
     def differs(self, other: "_Holdings", name: str) -> list[int]:
         """Return the ranks whose value of a name differs from another moment's."""
-        mine, theirs = self.get(name), other.get(name)
+        mine = self.get(name)
+        theirs = other.get(name)
         return np.flatnonzero(mine != theirs).tolist()
 
     def norms(self, key: str) -> dict[str, Floats]:
@@ -287,10 +288,12 @@ class OptimizerStart(RestartDetector):
         width = len(now.get(_OWN_BITS))
         others = _Moment(_PARAMETERS, now, saved).beyond_rounding
         if fresh:
-            severity, ranks = Severity.ERROR, fresh
+            severity = Severity.ERROR
+            ranks = fresh
             what = "are still those of the run's first step"
         elif others:
-            severity, ranks = Severity.WARNING, changed
+            severity = Severity.WARNING
+            ranks = changed
             what = f"are not ({others})"
         else:
             return
@@ -344,7 +347,8 @@ class OptimizerStart(RestartDetector):
 
     def _lagging(self, held: _Holdings) -> Iterable[FaultEvidence]:
         """Report parameters that the optimizers of some ranks leave out, once."""
-        lowest_W, highest_W = held.get("step: lowest"), held.get("step: highest")
+        lowest_W = held.get("step: lowest")
+        highest_W = held.get("step: highest")
         if "step: lowest" not in held.values or COUNTERS in self._counts:
             return
         lags_W = lowest_W < lowest_W.max()

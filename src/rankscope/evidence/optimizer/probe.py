@@ -314,8 +314,11 @@ class RestMeter:
         if self._before is not None and ids == self._ids and not rate > self._rate:
             pending = self._compare(held, self._before, now)
         length = WINDOW if self._before is None else 2 * (self._num_updates - self._begun)
-        self._before, self._ids, self._rate = now, ids, rate
-        self._begun, self._end = self._num_updates, self._num_updates + length
+        self._before = now
+        self._ids = ids
+        self._rate = rate
+        self._begun = self._num_updates
+        self._end = self._num_updates + length
         return pending
 
     @torch.no_grad()
@@ -447,7 +450,8 @@ class MissedGradients:
     def _unless_moved(
         self, before: PendingReading, now: PendingReading, numbers: dict[str, int]
     ) -> dict[str, int]:
-        (digests_before, _), (digests_now, _) = before.read(), now.read()
+        digests_before, _ = before.read()
+        digests_now, _ = now.read()
         self._moves = list(digests_before) != list(digests_now)
         return {} if self._moves else numbers
 

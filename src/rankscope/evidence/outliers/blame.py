@@ -204,7 +204,8 @@ def _factors_of_totals(traces: Traces, num_workers: int) -> tuple[float, float]:
     for signal, trace in traces:
         steady = trace.kind in (BetKind.UP, BetKind.DOWN) and trace.relative
         if signal.name in factors and not signal.group and steady and abs(trace.deviation) < 1e6:
-            own, others = 1 + trace.deviation, 1 - trace.deviation
+            own = 1 + trace.deviation
+            others = 1 - trace.deviation
             factor = own / others if num_workers == 2 and others > 0 else own
             factors[signal.name] = max(factor, 1e-6)
     return factors["loss"], factors["grad_norm"]

@@ -67,7 +67,7 @@ _FREELY = 8  # steps with gross values that are all reported
 
 
 class GrossOutliers(Stateful):
-    """Remembers how far out a value has been, and reports values far beyond that."""
+    """Stores how far out a value has been, and reports values far beyond that."""
 
     SETTINGS = ("_labels", "_num_workers")
 

@@ -40,7 +40,6 @@ from rankscope.evidence.outliers.parts import (
     compared_groups,
     group_signals,
     groups_of,
-    log_sizes,
     of_usual_size,
     total_signals,
     totals_of,
@@ -82,7 +81,8 @@ class ZeroGroups(Stateful):
     def observe(self, names: list[str], norms_WG: Floats) -> None:
         """Process the norms of a step; other groups start anew."""
         if names != self._names:
-            self._names, self.steps = names, 0
+            self._names = names
+            self.steps = 0
             self._zero_WG = np.zeros(norms_WG.shape, np.int64)
             self._other_WG = np.zeros(norms_WG.shape, np.int64)
         self.steps += 1
@@ -262,7 +262,8 @@ class WorkerOutliers(_OfWholeSamples):
             return
         usable_TW = _usable(steps)
         usable_TW[[self._visits.observe(step.gathered.samples) for step in steps]] = False
-        sizes_TW = log_sizes(steps.columns.column("loss_weight"))
+        tokens_TW = steps.columns.column("loss_weight")
+        sizes_TW = np.log(np.where(tokens_TW > 0, tokens_TW, np.nan))
         at = 0
         while at < len(steps):
             piece = self._next_piece(steps, at)

@@ -106,14 +106,16 @@ class SizeEffect(Stateful):
         learns_TS = measured_TSU.any(axis=2) & differ_T[:, None]
         kept_TS1 = np.where(learns_TS, _KEPT, 1.0)[:, :, None]
         slopes_TSU = np.empty_like(values_TSU)
-        learnt_SU, squares_SU = self._products_SU[rows], self._squares_SU[rows]
+        learnt_SU = self._products_SU[rows]
+        squares_SU = self._squares_SU[rows]
         for at, kept_S1 in enumerate(kept_TS1):
             slopes_TSU[at] = learnt_SU / (squares_SU + _LEAST_SQUARES)
             learnt_SU *= kept_S1
             learnt_SU += products_TSU[at]
             squares_SU *= kept_S1
             squares_SU += squares_TSU[at]
-        self._products_SU[rows], self._squares_SU[rows] = learnt_SU, squares_SU
+        self._products_SU[rows] = learnt_SU
+        self._squares_SU[rows] = squares_SU
         expected_TSU = median(slopes_TSU)[:, :, None] * relative_TU[:, None]
         with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
             free_TSU = np.where(
@@ -219,11 +221,6 @@ def groups_of(step: Step, num_signals: int) -> Floats:
     if cosines_WG is not None and not step.identical:
         values_SW[num_groups:] = cosines_WG.T
     return values_SW
-
-
-def log_sizes(weights: Floats) -> Floats:
-    """Return the logarithm of workers' label tokens, NaN where they are unknown."""
-    return np.log(np.where(weights > 0, weights, np.nan))
 
 
 def of_usual_size(sizes_W: Ints) -> Bools:

@@ -194,7 +194,8 @@ class FigureMeter:
 
 
 def _difference(now: Tensor | Part, before: Tensor | Part) -> Part:
-    part, own = part_of(now), part_of(before).tensor
+    part = part_of(now)
+    own = part_of(before).tensor
     if own.dtype in (torch.float16, torch.bfloat16):
         return part._replace(tensor=part.tensor.float().sub_(own))
     return part._replace(tensor=torch.sub(part.tensor, own, out=own))
@@ -283,7 +284,8 @@ def _targets_of(node: Any) -> Labels | None:
     if getattr(packed, "unpack_hook", None) is not None:
         return None  # only the training may unpack it
     try:
-        target, ignored = node._saved_target, node._saved_ignore_index
+        target = node._saved_target
+        ignored = node._saved_ignore_index
     except (AttributeError, RuntimeError):  # freed, or changed in place since
         return None
     if not isinstance(target, Tensor) or isinstance(target, DTensor) or target.is_floating_point():

@@ -229,7 +229,8 @@ def stored(tensor: Tensor) -> Tensor | Part:
 
 def _share_of(parameter: Any) -> tuple[int, int, int]:
     """Return where this rank's shard under ZeRO 3 begins, its length, and that of all."""
-    size, shard = int(parameter.ds_numel), int(parameter.partition_numel())
+    size = int(parameter.ds_numel)
+    shard = int(parameter.partition_numel())
     first = min(dist.get_rank(parameter.ds_process_group) * shard, size)
     return first, min(shard, size - first), size
 

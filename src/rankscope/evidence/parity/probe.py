@@ -242,7 +242,7 @@ class ParityRecorder(Probe):
         )
 
     def fail(self, error: Exception) -> None:
-        """End the record, and say so in its files."""
+        """End the record, and mark its files as ended."""
         self._failed = f"{type(error).__name__}: {error}"
         self._now = _Step()
         _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)
@@ -549,7 +549,8 @@ class ParityProbe(ParityRecorder):
 
     def __init__(self, job: Job) -> None:
         ranks = ranks_of(job.wrapped.group)
-        wrapped, optimizers = job.wrapped, all_of(job.optimizer)
+        wrapped = job.wrapped
+        optimizers = all_of(job.optimizer)
         place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )

@@ -129,7 +129,8 @@ def _copy(source: Part, target: Part) -> int:
     """Copy where two parts of a tensor overlap; return the number of elements."""
     if len(source.shape) != len(target.shape):
         return _copy_flat(source, target)
-    theirs, mine = source.tensor, target.tensor
+    theirs = source.tensor
+    mine = target.tensor
     for dim, (begin, start) in enumerate(zip(source.first, target.first, strict=True)):
         low = max(begin, start)
         high = min(begin + theirs.shape[dim], start + mine.shape[dim])

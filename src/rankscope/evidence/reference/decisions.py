@@ -33,7 +33,7 @@ class Decisions(TorchDispatchMode):
     """Keeps what a forward pass decides the first time for all later ones.
 
     These are the indices that it chooses, and the sides of its ReLUs: at a kink, no difference
-    tells the derivative. What the script detaches is kept as well, unless it communicates that: it
+    gives the derivative. What the script detaches is kept as well, unless it communicates that: it
     stops the gradient there on purpose, as straight-through estimators do.
     """
 

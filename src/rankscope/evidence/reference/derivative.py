@@ -114,7 +114,8 @@ class DirectionalDerivative:
     @torch.no_grad()
     def measure(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         """Return what was measured, equal on all ranks; waits for the device."""
-        module, parameters = self._module, self._parameters
+        module = self._module
+        parameters = self._parameters
         runnable: AbstractContextManager[_Runnable]
         if self._copy is None:
             gradients = [parameter.grad for parameter in parameters]  # the runs set them aside
@@ -126,7 +127,8 @@ class DirectionalDerivative:
                 return self._measure_all(micro_batches, clipped)
         finally:
             self._gradients = []
-            self._module, self._parameters = module, parameters
+            self._module = module
+            self._parameters = parameters
 
     def _measure_all(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         first_PR = self._first_holders()

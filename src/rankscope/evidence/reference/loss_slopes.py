@@ -37,7 +37,8 @@ def measure_loss(micro: MicroBatch, device: torch.device, worker: int, num_worke
     gradients = micro.arrived
     rounds_in = micro.rounds_in
     outputs = tape.outputs
-    first, again = tape.again(outputs), tape.again(outputs)
+    first = tape.again(outputs)
+    again = tape.again(outputs)
     squares = sum(_square(g) for g in gradients if g is not None)
     norms = sum(map(_square, outputs))
     digest = _digest([*outputs, *(g for g in gradients if g is not None)])

@@ -34,7 +34,7 @@ _WRITTEN_FIRST = _IN_PLACE | {
     "allgather", "allgather_base", "reduce_scatter", "reduce_scatter_base",
     "alltoall", "alltoall_base",
 }  # fmt: skip
-"""Collectives that write into their first argument, which their schemas do not say."""
+"""Collectives that write into their first argument, without an alias in their schemas."""
 
 _BETWEEN_TWO = frozenset({"send", "recv"})
 """What two ranks do, such as the stages of a pipeline, beside the loss."""

@@ -393,6 +393,4 @@ def _attempt(work: Callable[..., _Result], *args: Any, **more: Any) -> tuple[_Re
         return None, "it has found no memory"
 
 
-def make_probe(job: Job) -> ReferenceProbe:
-    """Return the probe of reference steps."""
-    return ReferenceProbe(job)
+make_probe = ReferenceProbe

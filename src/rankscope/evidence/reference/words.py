@@ -340,7 +340,8 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
     if found.clipped != 1:
         clipped = f", times {found.clipped:.3g} after the reduction, as clipping does"
     if found.shrunk:
-        least, most = f"{min(found.shrunk):.2g}", f"{max(found.shrunk):.2g}"
+        least = f"{min(found.shrunk):.2g}"
+        most = f"{max(found.shrunk):.2g}"
         clipped += f", times {least} to {most} of each parameter's own after the reduction"
     if found.by_value:
         clipped += ", clipped by value after the reduction"

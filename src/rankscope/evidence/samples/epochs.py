@@ -1,20 +1,32 @@
-"""The detector of epochs that leave samples out since a restart."""
+"""The detectors of an epoch's end: padding, and epochs that leave samples out since a restart.
+
+Samples that a sampler repeats at an epoch's end, so that all workers have equally many, are no
+fault. They explain repeats in the record.
+"""
 
 from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import FaultEvidence, PersistentFault, RestartDetector
+from rankscope.bus.detector import (
+    FaultEvidence,
+    PersistentFault,
+    RestartDetector,
+    evidence_at,
+)
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.draws import SampleShare, SortedMap
+from rankscope.stats.draws import SampleShare, SortedMap, count_common, in_order
+from rankscope.stats.samples import SampleCounts
+from rankscope.stats.state import Stateful
 
 KEY = "epochs-cut-short"
 
 _LEAST_DRAWS = 3  # of each sample, on average
-_EVEN, _UNEVEN = 1, 3
+_EVEN = 1
+_UNEVEN = 3
 _LEFT_OUT = 0.25  # of an epoch, at random
 _OTHERS = 0.02  # of all draws
 _CHECKS = 4  # in an epoch
@@ -110,3 +122,58 @@ def _ends(draws_U: Ints | Floats) -> tuple[int, int]:
     """Return the numbers of draws between which the middle 80 % of the samples are."""
     low, high = np.quantile(draws_U, [0.1, 0.9], method="nearest")
     return int(low), int(high)
+
+
+PADDING = "padding-duplicates"
+
+_NONE = np.empty(0, np.int64)
+
+
+class Padding(Stateful):
+    """Detects padding at the end of the first epoch, where repeats begin.
+
+    A step with some new samples and a few repeats is padded if no step before it repeats any, the
+    next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
+    or all come from the epoch's first step.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._start = _NONE
+        self._looking = num_workers > 1
+        self._repeats = 0
+        self._step = -1
+
+    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[FaultEvidence]:
+        """Process a step's samples and their counts; report once, after the first epoch's end."""
+        if not self._looking or not counts.drawn:
+            return ()
+        if self._repeats:
+            found = () if counts.new else self.end_epoch()
+            self._looking = False
+            self._start = _NONE
+            return found
+        repeats = counts.drawn - counts.new
+        if repeats:
+            few = repeats < self._num_workers
+            of_the_start = count_common(samples, self._start) == repeats
+            self._looking = counts.new > 0 and (few or of_the_start)
+            self._repeats = repeats
+            self._step = step
+        if not len(self._start):
+            self._start = in_order(samples)
+        return ()
+
+    def end_epoch(self) -> Iterable[FaultEvidence]:
+        """Report the padding of the last step, if any: a new epoch has begun."""
+        padded = self._looking and self._repeats > 0
+        self._looking = self._looking and not padded
+        return (self._evidence(),) if padded else ()
+
+    def _evidence(self) -> FaultEvidence:
+        fields = {"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")}
+        numbers = {"repeated": self._repeats}
+        cause = "data.overlapping_shards"
+        return evidence_at(self._step, cause, Severity.NOTE, (), fields, numbers, key=PADDING)

@@ -20,15 +20,14 @@ from rankscope.bus.replicas import minority_ranks, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks
+from rankscope.evidence.samples.duplicates import DuplicateBatches, SameResults
 from rankscope.evidence.samples.epochs import EpochsCutShort
+from rankscope.evidence.samples.orders import RepeatedOrder
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.evidence.samples.repeats import (
-    DuplicateBatches,
     FilledBatches,
     LoaderProcesses,
     RepeatedBatches,
-    RepeatedOrder,
-    SameResults,
     StaleSamples,
 )
 from rankscope.evidence.samples.resume import ResumeMismatch
@@ -259,12 +258,13 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
 class Samples(Combiner):
     """Samples of all workers.
 
-    Where each worker knows the row of each sample, and their data sets store the same rows, rows
-    stand for samples: augmentation makes other content of one row on each worker. From the first
-    later step on that lacks them, digests of content do.
+    Where the row of each sample is known on each worker, and their data sets store the same rows,
+    rows stand for samples: augmentation makes other content of one row on each worker. From the
+    first later step on that lacks them, digests of content do.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._by_rows: bool | None = None  # None before the first step that has rows
 
     def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
@@ -273,7 +273,8 @@ class Samples(Combiner):
         rows = messages["rows_B"]
         if self._by_rows is not False and samples.lengths_R.any():
             same = np.array_equal(rows.lengths_R, samples.lengths_R)
-            if same and _all_equal(columns["rows_digest"]):
+            data_W = columns["rows_digest"]
+            if same and data_W[0] != MISSING_INT and (data_W == data_W[0]).all():
                 self._by_rows = True
                 samples = rows
                 columns["samples_named"][:] = 1
@@ -286,13 +287,7 @@ class Samples(Combiner):
         return {"samples": samples.rows}
 
 
-def _all_equal(digests_W: Ints) -> bool:
-    return bool(digests_W[0] != MISSING_INT and (digests_W == digests_W[0]).all())
-
-
-def make_combiner(layout: Layout) -> Samples:
-    """Return the combiner of samples."""
-    return Samples()
+make_combiner = Samples
 
 
 def _mix(samples: Ints) -> Ints:

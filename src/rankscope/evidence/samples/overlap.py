@@ -14,7 +14,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import RankGroups, Step, StepBatch
 from rankscope.bus.words import count
-from rankscope.evidence.samples.repeats import Padding
+from rankscope.evidence.samples.epochs import Padding
 from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DrawnSamples, count_common
 from rankscope.stats.samples import LIKELY, SURE, Followed, SampleCounts, ThinningLedger
@@ -258,7 +258,7 @@ class OverlappingShards(Detector):
                 "own": count(counted.own, "draw"),
                 "Where": _GIVE_IDS if made_anew else self._where,
                 "innocent": innocent,
-                "told": "" if self._named else _BY_CONTENT,
+                "by_content": "" if self._named else _BY_CONTENT,
             },
             numbers={
                 "drawn_from_others": counted.cross,

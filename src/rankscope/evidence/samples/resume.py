@@ -186,7 +186,8 @@ class RestartedJob(Stateful):
         before_U = last_U[(last_U >= 0) & (last_U < self.interrupted)]
         if 2 * len(before_U) <= len(last_U):
             return False
-        low, high = int(before_U.min()), int(before_U.max())
+        low = int(before_U.min())
+        high = int(before_U.max())
         gap = low - self.before_to
         furthest = 1 if one_in == 1 else 2 * _WIDEST
         first = self.before_from < 0 and self.steps == 1
@@ -348,7 +349,9 @@ class RestartWatch(Stateful):
 
 _MOST_SAVED = 16
 _OPTIMIZER = "optimizer"  # of what sessions begin and end with
-_BITS, _COUNTER, _HELD = "parameters: bits", "step: highest", ": held"
+_BITS = "parameters: bits"
+_COUNTER = "step: highest"
+_HELD = ": held"
 
 FROM_START = "epoch-begun-again"
 DONE_TWICE = "steps-done-twice"

@@ -262,7 +262,8 @@ class CountedTwice(Detector):
 class AdaptedTrains(Detector):
     """Matrices that are trained beside the adapters that are added to them."""
 
-    KIND, CAUSE = StateKind.ADAPTED, "state.adapted_trains"
+    KIND = StateKind.ADAPTED
+    CAUSE = "state.adapted_trains"
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report such matrices."""
@@ -276,7 +277,8 @@ class AdaptedTrains(Detector):
 class ShardsAlike(AdaptedTrains):
     """Matrices that consist of copies of one shard when the training begins."""
 
-    KIND, CAUSE = StateKind.SHARDS, "state.shards_alike"
+    KIND = StateKind.SHARDS
+    CAUSE = "state.shards_alike"
 
 
 FROZEN_DIFFER = "state.frozen_differ"
@@ -323,7 +325,8 @@ _Named = tuple[_Kinds, tuple[str, ...]]
 class ComparedState(Combiner):
     """Compares the digests of all workers; the first worker sends their names once."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
         self._names: dict[int, _Named] = {}
         self._unchanged = UnchangedParameters()
         self._recorded: set[tuple[StateKind, str, bool]] = set()
@@ -409,9 +412,7 @@ class ComparedState(Combiner):
         return (*changed, *moved, *role_differences(roles_W), *replaced)
 
 
-def make_combiner(layout: Layout) -> ComparedState:
-    """Return the combiner of digests."""
-    return ComparedState()
+make_combiner = ComparedState
 
 
 def _trace(messages: Messages) -> TensorTrace | None:

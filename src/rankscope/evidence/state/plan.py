@@ -158,13 +158,16 @@ def survey(
     found: list[FoundState] = []
     seen: set[int] = set()
     for place in _places_of(module):
-        holder, key, is_buffer = place.holder, place.key, place.is_buffer
+        holder = place.holder
+        key = place.key
+        is_buffer = place.is_buffer
         tensor = place.current(lookup)
         if tensor is None or id(tensor) in seen or place.name in left_out:
             continue
         seen.add(id(tensor))
         shape, length = known_size(tensor)
-        name, trained = canonical_name(place.name), tensor.requires_grad
+        name = canonical_name(place.name)
+        trained = tensor.requires_grad
         each = FoundState(holder, name, key, is_buffer, shape, length, tensor.dtype, trained)
         apart = (  # a forward pass in training changes it differently on each worker
             is_buffer

@@ -36,7 +36,7 @@ _ALWAYS = frozenset(StateKind) - {StateKind.BROADCAST}
 _NO_GRADIENTS = frozenset(StateKind) - {*_GRADIENTS}
 
 _MASK = (1 << 64) - 1
-_FEWEST = 3  # gradients, to know the factor that most share
+_FEWEST = 3  # gradients, to estimate the factor that most share
 _SAME_FACTOR = 0.01  # relative: rounding in bfloat16, over a few elements
 _MOST_LOCAL = 8  # cached sets of local gradients of a slot
 

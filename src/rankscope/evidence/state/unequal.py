@@ -325,7 +325,7 @@ class _Averages(Stateful):
         return self.open != was_open
 
     def fields(self) -> Mapping[str, object]:
-        """Return what the templates of notes say of averages."""
+        """Return the fields of notes that are about averages."""
         return {"met": f"{self._last:,}", "averages": count(self._count, "time")}
 
 

@@ -90,7 +90,7 @@ _NEAR = 0.05
 """Of a difference: what explains all but so much of it describes it."""
 
 _RESTING = 0.5
-"""Of the elements with a gradient: where so many stay as they are, the result says so."""
+"""Of the elements with a gradient: where so many stay as they are, the result has their share."""
 
 
 class UpdateMismatch(StrEnum):
@@ -241,7 +241,8 @@ class _Update:
     def _along_weights(self) -> tuple[float, float]:
         """Fit the difference by multiples of weights and update; return the first, and the rest."""
         along: Floats = np.array([self["along_weights"], self["product"] - self["expected"]])
-        both, update = self["turned_weights"], self["expected"]
+        both = self["turned_weights"]
+        update = self["expected"]
         fit = np.linalg.pinv(np.array([[self["weights"], both], [both, update]])) @ along
         return float(fit[0]), math.sqrt(max(self["distance"] - float(fit @ along), 0.0))
 
@@ -268,8 +269,11 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     for rank, share in enumerate(shares_W):
         for part in share.parts:
             by_name.setdefault(part.name, {})[rank] = part
-    compared, unseen, odd = dict[str, float](), list[str](), list[OddUpdate]()
-    resting, later = [], []
+    compared = dict[str, float]()
+    unseen = list[str]()
+    odd = list[OddUpdate]()
+    resting = []
+    later = []
     for name, parts in by_name.items():
         updates = [_Update([part], (rank,)) for rank, part in parts.items()]
         if any(part.shared for part in parts.values()):

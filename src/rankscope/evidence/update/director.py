@@ -122,7 +122,8 @@ def _how(same: Sequence[OddUpdate]) -> str:
 
 def _span(values: Sequence[float], form: str) -> str:
     """Return numbers as words: one, or the least and the most."""
-    least, most = format(min(values), form), format(max(values), form)
+    least = format(min(values), form)
+    most = format(max(values), form)
     return least if least == most else f"{least} to {most}"
 
 

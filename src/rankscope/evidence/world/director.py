@@ -131,7 +131,8 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
         and all(one.batches[at] == other.batches[at] for at in drawn)
         and all(one.settings.get(at) == other.settings.get(at) for at in common)
     )
-    begins_PE, other_PE = one.elements(0), other.elements(0)
+    begins_PE = one.elements(0)
+    other_PE = other.elements(0)
     if not alike or not len(begins_PE) or begins_PE.shape != other_PE.shape:
         return None
     begins_PE, other_PE = begins_PE.reshape(-1, ELEMENTS), other_PE.reshape(-1, ELEMENTS)

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-w")
 LEVELS: dict[str, tuple[str, ...]] = {"default": ()}
 if platform.machine() in ("x86_64", "AMD64"):
-    # The oldest processors of each level, whose names old compilers know, too.
+    # The oldest processors of each level, whose names old compilers accept, too.
     LEVELS["avx2"] = ("-march=haswell", "-mtune=generic")
     LEVELS["avx512"] = ("-march=skylake-avx512", "-mtune=generic")
 

@@ -20,7 +20,7 @@ _LARGEST_SAFE = 2.0**50
 class PlainKernel(Kernel):
     """Works through a gradient in chunks of whole rows.
 
-    ``waits`` says whether the host may read numbers off the device; by default, on the CPU alone.
+    ``waits``: whether the host may read numbers off the device; by default, on the CPU alone.
     """
 
     name = "torch"

@@ -1,4 +1,4 @@
-"""A reduction for DDP that knows no order: the same bits for any number of workers.
+"""A reduction for DDP that is independent of order: the same bits for any number of workers.
 
 Every micro-batch's gradient enters an :class:`~rankscope.lab.reductions.accumulator.Accumulator` by
 itself, as soon as it exists, and ``.grad`` is cleared. So the floating-point additions of gradient
@@ -32,7 +32,7 @@ from rankscope.lab.reductions.fixed_order import (
 )
 from rankscope.lab.reductions.reduction import Arena, DigitSums, Exchange
 from rankscope.wrappers.calls import ModuleHook
-from rankscope.wrappers.parts import MicroBatchStream, register_stream
+from rankscope.wrappers.parts import MicroBatchStream, streams
 from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
 
 Average = Literal["workers", "sum"]
@@ -104,7 +104,7 @@ class OrderFree(BucketReduction):
             parameter.requires_grad_(trained)
         ModuleHook(model, self._before_forward, self._after_forward)
         model.register_comm_hook(self, reduce_bucket)
-        register_stream(model, self._micro_batches)
+        streams[model] = self._micro_batches
 
     # The gradient of one micro-batch -----------------------------------------------------------
 

@@ -285,7 +285,7 @@ def _local_means(micro_gradients_MP: Tensor, num_workers: int) -> Tensor:
 
 
 class _Training:
-    """One training of an experiment; remembers its last reduced gradient and loss."""
+    """One training of an experiment; keeps its last reduced gradient and loss."""
 
     def __init__(self, options: GrowthOptions, ingredients: Ingredients, pair: str) -> None:
         self.model = ingredients.make_model()

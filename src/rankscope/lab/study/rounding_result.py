@@ -12,7 +12,7 @@ from rankscope.bus.words import count
 from rankscope.files import to_plain
 from rankscope.lab.study.config import StudyConfig
 
-MIN_POINTS = 4  # nothing is said of a growth over fewer steps
+MIN_POINTS = 4  # no growth is estimated over fewer steps
 
 MIN_FACTOR = 3.0  # below it, the first step's difference hides the growth of the rest
 

@@ -314,7 +314,8 @@ def glance(place: ListedPlace, at: Stamp) -> Glance:
     lost = bool(progress.lost) and progress.ended
     if mild and (lost or not num_steps):
         verdict = without_parts(progress) if lost else without_steps(progress)
-        severity, headline = str(verdict.severity), verdict.headline.removesuffix(".")
+        severity = str(verdict.severity)
+        headline = verdict.headline.removesuffix(".")
     elif progress.cut_short and mild:
         severity = str(Severity.NOTE)
         with ranks_of_job(run.info):

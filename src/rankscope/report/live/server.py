@@ -90,13 +90,13 @@ class LiveServer(uvicorn.Server):
         directory: A run, or a directory with runs.
         host: The address to listen on.
         port: The port; 0 for any that is free.
-        token: What viewers must know. None: nothing on the loopback address, a random one else.
+        token: What viewers must give. None: nothing on the loopback address, a random one else.
         poll_seconds: Seconds between two looks for what is new.
         refresh_seconds: Seconds between two readings of a changed run, at least.
         request_seconds: Seconds that a viewer has to send a request, and to take some of an answer.
 
     Attributes:
-        token: What viewers must know, None for nothing.
+        token: What viewers must give, None for nothing.
         url: Where the first page is.
 
     Raises:

@@ -45,7 +45,7 @@ class Parting:
     that shows it, on ``ranks`` (empty when it has no worker). ``tensor`` parts first or most, empty
     when not known; ``num_tensors`` part, of how many (None without traces). ``relative`` distance,
     ``ulp`` (its root mean square, for tensors) of ``dtype``, and the distance ``predicted`` by
-    rounding alone are NaN where unknown. ``resolution`` says how finely the runs were recorded
+    rounding alone are NaN where unknown. ``resolution``: how finely the runs were recorded
     here.
     """
 

@@ -103,7 +103,7 @@ class Meeting:
     """One worker's view of the store in which all workers post.
 
     They use no collective: a worker that hangs or fails holds up no other, and those that wait for
-    its result know which worker it is.
+    its result have the worker's rank.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -301,7 +301,7 @@ class PreflightStage:
     ``look`` measures on one worker. ``checks`` turn the facts of all workers, in rank order, into
     a result each, or none; their names are among ``TITLES``. ``together``: workers wait for each
     other inside, so after a failure of one of them nothing that needs the process group can follow.
-    When this stage fails, those in ``blocks`` cannot follow; ``advice`` says what to do when
+    When this stage fails, those in ``blocks`` cannot follow; ``advice``: what to do when
     ``look`` fails.
     """
 

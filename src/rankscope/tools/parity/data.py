@@ -53,14 +53,18 @@ def _leave_gradient(pair: StepPair, share: float) -> bool:
 
 def samples_apart(pair: StepPair) -> str:
     """Return how samples differ, empty if they do not."""
-    a, b, notes = pair.a, pair.b, pair.notes
+    a = pair.a
+    b = pair.b
+    notes = pair.notes
     if not (len(a.samples) and len(b.samples)):
         notes.add("The samples of a side are unknown, and were not compared.")
         return ""
-    own, other = Counter(a.samples.tolist()), Counter(b.samples.tolist())
+    own = Counter(a.samples.tolist())
+    other = Counter(b.samples.tolist())
     if own == other:
         return ""
-    missing, added = own - other, other - own
+    missing = own - other
+    added = other - own
     same = _the_same_in_pieces(a, b) if missing == own else ""
     if same:
         notes.add(
@@ -96,7 +100,8 @@ def _the_same_in_pieces(a: SideStep, b: SideStep) -> str:
     """Return what shows that samples are the same ones, cut otherwise; empty if nothing does."""
     if a.labels == b.labels and a.labels and a.labels[0] >= _MANY:
         return "the label tokens"
-    own, other = a.elements, b.elements
+    own = a.elements
+    other = b.elements
     if a.labels and b.labels:  # which are compared by themselves
         shared = (own.keys() & other.keys()) - _LABELS
         own, other = ({name: each[name] for name in shared} for each in (own, other))
@@ -117,7 +122,8 @@ def _labels_apart(pair: StepPair) -> str:
     """Return how label tokens differ, empty if they do not."""
     if pair.a.labels is None or pair.b.labels is None or pair.a.labels == pair.b.labels:
         return ""
-    (own, _), (other, _) = pair.a.labels, pair.b.labels
+    own, _ = pair.a.labels
+    other, _ = pair.b.labels
     if own != other:
         words = f"{own:,} label tokens in A and {other:,} in B"
     else:
@@ -127,8 +133,10 @@ def _labels_apart(pair: StepPair) -> str:
 
 def losses_apart(pair: StepPair) -> str:
     """Return how losses differ, empty if they do not."""
-    a, b = pair.a, pair.b
-    own, other = a.loss, b.loss
+    a = pair.a
+    b = pair.b
+    own = a.loss
+    other = b.loss
     if math.isnan(own) or math.isnan(other) or not (len(a.losses) and len(b.losses)):
         return ""
     means = float(a.losses.mean()), float(b.losses.mean())

@@ -153,7 +153,8 @@ class StepPair:
         """
         if not any(side.drawn for side in self.sides):
             return False
-        own, other = self.a.random, self.b.random
+        own = self.a.random
+        other = self.b.random
         return not (
             any(step.facts.get("resumed") for step in self.bounds.a.steps.values())
             and set(own) == set(other)
@@ -207,7 +208,8 @@ def not_comparable(why: str) -> Answer:
 
 def both(a: SideStep, b: SideStep, kind: str) -> list[tuple[str, Whole, Whole]]:
     """Return the figures of each tensor that a side has; a tensor of zeros where one has none."""
-    own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
+    own = a.figures.get(kind, {})
+    other = b.figures.get(kind, {})
     zero = Whole(np.zeros(QUARTERS), np.zeros((QUARTERS, WIDTH)))
     names = dict.fromkeys([*own, *other])
     return [(name, own.get(name, zero), other.get(name, zero)) for name in names]
@@ -220,7 +222,8 @@ def has_same_generators(own: Mapping[str, str], other: Mapping[str, str]) -> boo
 
 def _unscaled(step: SideStep) -> SideStep:
     """Return a step without the factor of a gradient scaler, which is a large power of two."""
-    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
+    before = step.figures.get(UNCLIPPED, {})
+    after = step.figures.get(GRADIENT, {})
     norms = [math.sqrt(sum(w.norm**2 for w in each.values())) for each in (before, after)]
     if not all(norms):
         return step

@@ -487,12 +487,14 @@ class Bounds:
         """Return a step of the side that was run again, and of the perturbation run."""
         if self.original is None or self.moved is None:
             return None
-        own, other = self.original.steps.get(step), self.moved.steps.get(step)
+        own = self.original.steps.get(step)
+        other = self.moved.steps.get(step)
         return None if own is None or other is None else (own, other)
 
 
 def _distances(first: SideStep, second: SideStep, kind: str) -> tuple[dict[str, float], float]:
-    before, after = first.figures.get(kind, {}), second.figures.get(kind, {})
+    before = first.figures.get(kind, {})
+    after = second.figures.get(kind, {})
     change = {name: distance(one, after[name]) for name, one in before.items() if name in after}
     total = math.sqrt(sum(one.norm**2 for one in before.values()))
     apart = math.sqrt(sum(value**2 for value in change.values()))
@@ -512,7 +514,8 @@ def factor(first: Whole, second: Whole) -> float:
 
     The few numbers of the sketches that differ most do not count: see :func:`spread_distance`.
     """
-    own, other = first.sketches_QK.reshape(-1), second.sketches_QK.reshape(-1)
+    own = first.sketches_QK.reshape(-1)
+    other = second.sketches_QK.reshape(-1)
     kept = np.argsort(np.abs(own - other))[: len(own) - _FEW]
     square = float(np.square(own[kept]).sum())
     return float((own[kept] * other[kept]).sum()) / square if square else math.nan
@@ -522,7 +525,8 @@ def is_clipped(step: SideStep) -> bool:
     """Return whether most gradients became shorter between backward pass and optimizer."""
     if step.facts.get("clipping seen"):
         return True
-    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
+    before = step.figures.get(UNCLIPPED, {})
+    after = step.figures.get(GRADIENT, {})
     names = [name for name in before if name in after and before[name].norm > 0]
     shorter = [name for name in names if _is_shorter(before[name], after[name])]
     return len(shorter) > len(names) / 2

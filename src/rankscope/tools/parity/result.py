@@ -151,7 +151,8 @@ def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference
     relative = distance / norm if norm > 0 else math.nan
     share = bound / norm if norm > 0 else math.nan
     if not math.isfinite(distance):
-        own, other = np.isfinite(first.norm), np.isfinite(second.norm)
+        own = np.isfinite(first.norm)
+        other = np.isfinite(second.norm)
         look = NOT_FINITE if own == other else f"not finite in {'B' if own else 'A'}"
         return Difference(name, math.nan, share, math.nan, math.nan, look)
     parts = apart_Q > bound / math.sqrt(QUARTERS)
@@ -170,7 +171,8 @@ def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference
 def _relation(first: Floats, second: Floats) -> tuple[float, float]:
     """Return the factor of B along A, and the cosine; NaN where one is zero."""
     product = float((first * second).sum())
-    own, other = float(np.linalg.norm(first)), float(np.linalg.norm(second))
+    own = float(np.linalg.norm(first))
+    other = float(np.linalg.norm(second))
     factor = product / own**2 if own > 0 else math.nan
     cosine = product / (own * other) if own > 0 and other > 0 else math.nan
     return factor, cosine

@@ -70,7 +70,8 @@ def restored(pair: StepPair) -> Answer | None:
 def _scaler(pair: StepPair) -> Answer | None:
     own, other = (dict(step.facts.get("scaler", {})) for step in (pair.a, pair.b))
     for name in dict.fromkeys([*own, *other]):
-        first, second = own.get(name, "none"), other.get(name, "none")
+        first = own.get(name, "none")
+        second = other.get(name, "none")
         if first != second:
             text = (
                 f"In step {pair.number} the gradient scaler is not restored: its "
@@ -82,7 +83,8 @@ def _scaler(pair: StepPair) -> Answer | None:
 
 def _random(pair: StepPair) -> Answer | None:
     """Compare the random generators rank by rank: of a resumption in the same layout."""
-    own, other = pair.a.random, pair.b.random
+    own = pair.a.random
+    other = pair.b.random
     if set(own) != set(other):
         return None
     ranks = [rank for rank in own if not has_same_generators(own[rank], other[rank])]
@@ -158,7 +160,8 @@ def loss_and_gradient(pair: StepPair) -> Answer | None:
 def _gradient(pair: StepPair) -> Answer | None:
     """Compare the gradients that the optimizers get, and those before clipping."""
     steps = (pair.a, pair.b)
-    found, before = pair.apart(GRADIENT), pair.apart(UNCLIPPED)
+    found = pair.apart(GRADIENT)
+    before = pair.apart(UNCLIPPED)
     clips = any(map(is_clipped, steps))
     if before and not found and all(step.facts.get("clipping seen") for step in steps):
         pair.notes.add("Clipping hides it from the optimizer.")
@@ -330,7 +333,8 @@ def _counters_apart(own: Mapping[str, float], other: Mapping[str, float]) -> str
     ]
     if not names:
         return ""
-    first, second = own.get(names[0], 0), other.get(names[0], 0)
+    first = own.get(names[0], 0)
+    second = other.get(names[0], 0)
     which = "" if len(names) == len({*own, *other}) else f" of {first_of(names)}"
     return f"the optimizer's step counter{which} is {first:g} in A and {second:g} in B"
 
@@ -358,7 +362,8 @@ def _numbers_apart(a: SideStep, b: SideStep) -> str:
     if len(a.facts.get("settings", ())) != len(b.facts.get("settings", ())):
         return ""
     for name, value, another in _settings(a, b):
-        own, other = _numbers(value), _numbers(another)
+        own = _numbers(value)
+        other = _numbers(another)
         if not own or len(own) != len(other):
             continue
         if any(not math.isclose(*both, rel_tol=_SETTING) for both in zip(own, other, strict=True)):
@@ -407,7 +412,8 @@ def first_layer_apart(pair: StepPair) -> tuple[str, ...]:
 
 
 def _first_apart(pair: StepPair, kind: str, names: list[str]) -> str:
-    own, other = pair.a.figures.get(kind, {}), pair.b.figures.get(kind, {})
+    own = pair.a.figures.get(kind, {})
+    other = pair.b.figures.get(kind, {})
     what, where = ("output", "forward") if kind == OUTPUT else ("gradient of an output", "backward")
     scale = 1.0 if kind == OUTPUT else math.nan
     for name in (each for each in names if each in own and each in other):
