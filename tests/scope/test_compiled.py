@@ -153,7 +153,7 @@ def test_a_model_in_torch_script_is_measured_and_not_changed(scripted, way):
     assert run.table(Table.STEPS).num_rows == STEPS
     assert run.table(Table.WORKERS)["grad_norm"].null_count == 0
     assert run.table(Table.WORKERS)["param_digest"].null_count == 0
-    assert {finding.id for finding in run.findings} == {
+    assert {finding.id for finding in run.findings()} == {
         "running-statistics",
         "verify.agrees",
         "update.agrees",
