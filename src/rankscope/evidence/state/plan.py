@@ -51,7 +51,7 @@ _GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a slot's bytes, until
 
 def held_tensor(tensors: Any, key: str) -> Tensor | None:
     """Return what a module holds by this name; a module of TorchScript does not have a ``dict``."""
-    return tensors[key] if key in tensors else None
+    return tensors[key] if key in tensors else None  # noqa: SIM401
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +174,18 @@ def survey(
         apart = (  # a forward pass in training changes it differently on each worker
             is_buffer
             and key in RUNNING_STATISTICS
-            and isinstance(holder, _NORMS)
-            and not isinstance(holder, nn.SyncBatchNorm)
+            and issubclass(kind := _kind_of(holder), _NORMS)
+            and not issubclass(kind, nn.SyncBatchNorm)
         )
         found.append(each._replace(broadcast=broadcast) if apart else each)
     return found
+
+
+def _kind_of(module: nn.Module) -> type:
+    """Return a module's class; of one in TorchScript, torch's class that it was made of, if any."""
+    name = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    found = getattr(nn, name, None)
+    return found if isinstance(found, type) else type(module)
 
 
 def _places_of(module: nn.Module) -> Iterator[TensorPlace]:
