@@ -183,7 +183,7 @@ def survey(
 
 def _kind_of(module: nn.Module) -> type:
     """Return a module's class; of one in TorchScript, torch's class that it was made of, if any."""
-    name = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    name: Any = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
     found = getattr(nn, name, None)
     return found if isinstance(found, type) else type(module)
 
