@@ -1,6 +1,7 @@
 """``torch.compile`` around and inside DDP, before and after ``watch``."""
 
 import logging
+import warnings
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import Run
+from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from support.loops import watch
 from support.ranks import alone_and_watched
@@ -114,3 +115,44 @@ def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(coun
         run = Run.open(counted[1] / way)
         assert run.table(Table.STEPS).num_rows == STEPS, way
         assert run.table(Table.WORKERS)["grad_norm"].null_count == 0, way
+
+
+def script(*layers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Sequential(*layers))
+
+
+def train_script(rank, way, run_dir):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+    net = script(*layers) if way == "whole" else nn.Sequential(script(*layers), nn.Linear(8, 1))
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    draw = torch.Generator().manual_seed(rank)
+    with watch(ddp, optimizer, run_dir=run_dir, verify_at=[2]):
+        for _ in range(STEPS):
+            for passes in range(3):
+                with ExitStack() if passes == 2 else ddp.no_sync():
+                    ddp(torch.randn(6, 4, generator=draw)).square().mean().div(3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [state.numpy().tobytes() for state in net.state_dict().values()]
+
+
+SCRIPTS = {"whole": "verify.declined", "part": "verify.agrees"}
+
+scripted = alone_and_watched(train_script, [*SCRIPTS], 2)
+
+
+@pytest.mark.parametrize("way", SCRIPTS)
+def test_a_model_in_torch_script_is_measured_and_not_changed(scripted, way):
+    for alone, watched in (results[way] for results in scripted[0]):
+        assert watched == alone
+    run = Run.open(scripted[1] / way)
+    assert run.table(Table.STEPS).num_rows == STEPS
+    assert run.table(Table.WORKERS)["grad_norm"].null_count == 0
+    assert run.table(Table.WORKERS)["param_digest"].null_count == 0
+    found = {finding.id.partition(":")[0]: finding.severity for finding in run.findings()}
+    assert found.keys() == {"running-statistics", SCRIPTS[way], "update.agrees"}
+    assert set(found.values()) == {Severity.NOTE}

@@ -27,7 +27,7 @@ from rankscope.session.instruments import Instruments
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
-from rankscope.wrappers.find import is_compiled, is_training
+from rankscope.wrappers.find import is_compiled, is_training, takes_hooks
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.living import one_walk
 from rankscope.wrappers.part_calls import PartCall
@@ -213,7 +213,7 @@ class StepCollector:
         self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
         if not any(probe.run_near for probe in self._runners):
             return
-        bare = model is self._module
+        bare = model is self._module or not takes_hooks(self._module)
         if bare or is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
             self._let_run_model(early=True)
 

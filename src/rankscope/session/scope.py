@@ -53,7 +53,14 @@ from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
-from rankscope.wrappers.find import DDP, LOOP, is_compiled, is_training, log_if_rewrapped
+from rankscope.wrappers.find import (
+    DDP,
+    LOOP,
+    is_compiled,
+    is_training,
+    log_if_rewrapped,
+    takes_hooks,
+)
 from rankscope.wrappers.guard import Guard, clock_of
 from rankscope.wrappers.labels import problem_of
 from rankscope.wrappers.optimizers import all_of, has_closure
@@ -474,7 +481,8 @@ class Scope:
     def _may_hook_inside(self, model: Any) -> bool:
         """Return whether the model that is called holds another one, of which we see the calls."""
         inner = self._inner
-        return inner is not self._model and not (is_compiled(model) or is_compiled(inner))
+        whole = is_compiled(model) or is_compiled(inner) or not takes_hooks(inner)
+        return inner is not self._model and not whole
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inbox.read()

@@ -396,7 +396,7 @@ def in_training_mode(model: nn.Module) -> bool:
 
     Its own flag counts only if it wraps nothing.
     """
-    wrapper = model._modules.get("_orig_mod") or model
+    wrapper = getattr(model, "_orig_mod", None) or model
     wraps = isinstance(wrapper, DistributedDataParallel)
     wraps = wraps or is_deepspeed(wrapper) or is_megatron(wrapper)
     inner: Any = wrapper.module if wraps else wrapper
@@ -407,6 +407,11 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether a model is compiled: hooks inside it would break its graph."""
     in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
     return in_place or "_orig_mod" in model._modules
+
+
+def takes_hooks(module: nn.Module) -> bool:
+    """Return whether a module's calls can be hooked; those of TorchScript cannot."""
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def log_if_rewrapped(module: nn.Module, wrapper: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.wrappers.calls import ModuleHook
+from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.untraced import untraced
 
 
@@ -108,5 +109,7 @@ def _parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     holders = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     holders |= {name[:at] for name in holders for at, c in enumerate(name) if c == "."}
     for name, part in model.named_modules():
-        if name in holders - {""} and type(part).forward is not nn.Module.forward:
+        if name not in holders - {""} or not takes_hooks(part):
+            continue
+        if type(part).forward is not nn.Module.forward:
             yield name, part

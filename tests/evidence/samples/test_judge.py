@@ -219,6 +219,25 @@ def test_equal_batches_are_an_error(columns):
 
 
 @pytest.mark.parametrize(
+    ("columns", "sure"),
+    [
+        ({}, False),
+        ({"loss": [2.0] * 4}, True),
+        ({"loss": [np.nan] * 4}, True),
+        ({"rows_digest": [7] * 4}, True),  # rows of the data set
+    ],
+)
+def test_numbers_that_repeat_within_a_batch_are_no_identity_where_losses_differ(columns, sure):
+    """The graph of each node is one: it is the same in all batches of as many nodes."""
+    detector = DuplicateBatches(4)
+    given = {"loss": [2.0, 2.1, 1.5, 1.6], "grad_norm": [1.0] * 4, **columns}
+    for step in range(4):
+        samples = [np.arange(16) // 4] * 4
+        evidence = evidence_of(detector, StepReport(gathered(step, samples, **given), {}))
+    assert [one.cause for one in evidence] == ["data.duplicate_batches"] * sure
+
+
+@pytest.mark.parametrize(
     ("columns", "severity"),
     [
         ({}, Severity.WARNING),

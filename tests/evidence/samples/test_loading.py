@@ -333,6 +333,19 @@ def test_batches_that_were_asked_for_before_are_left_out(processes, missed):
     assert found == [[]] * missed + later
 
 
+def test_a_step_of_which_a_batch_was_asked_for_before_has_no_samples():
+    batches = iter(DataLoader(Pictures(), 8))
+    early = next(batches)
+    probe = SampleProbe(plainly)
+    probe.on_inputs((early + 1,), {}, 0)
+    probe.on_inputs((next(batches) + 1,), {}, 1)
+    assert probe._samples.places() is None
+    assert not probe._samples.collect()
+    found = places_fed(probe, batches)
+    probe.close()
+    assert found[0] == list(range(16, 24))
+
+
 class Repeated(DistributedSampler):
     """Repeated augmentation: several ranks are to draw one row."""
 

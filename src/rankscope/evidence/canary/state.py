@@ -160,7 +160,11 @@ class _ModuleState:
         """Put back those that have changed."""
         own = vars(self._module)
         for name, register in self._registers.items():
-            _put_back_items(own[name], register)
+            if isinstance(own[name], dict):
+                _put_back_items(own[name], register)
+            else:  # that of a module in TorchScript, of which the names are fixed
+                for key in [key for key, value in register.items() if own[name][key] is not value]:
+                    own[name][key] = register[key]
         for name in [name for name in _attributes(self._module) if name not in self._attributes]:
             del own[name]
         for name, value in self._attributes.items():

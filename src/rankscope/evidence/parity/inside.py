@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT, TensorFigures
 from rankscope.evidence.parity.figures import FigureMeter
 from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.passes import tensors_in
 
 Take = Callable[[str, str, Tensor], None]
@@ -45,7 +46,7 @@ class LayerOutputs:
         self._hooks = [
             each.register_forward_hook(functools.partial(self._see, canonical_name(name_of(name))))
             for name, each in module.named_modules()
-            if name and not any(True for _ in each.children())
+            if name and takes_hooks(each) and not any(True for _ in each.children())
         ]
 
     def _see(self, name: str, module: nn.Module, args: Any, output: Any) -> None:

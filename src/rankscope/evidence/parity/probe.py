@@ -68,6 +68,7 @@ from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
 from rankscope.wrappers.optimizers import all_of, trained_copies
@@ -508,7 +509,7 @@ class ParityRecorder(Probe):
         if any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
             return
         for name, module in self._module.named_modules():
-            if any(True for _ in module.children()):
+            if any(True for _ in module.children()) or not takes_hooks(module):
                 continue
             watch = LayerHooks(self.see_layer, canonical_name(name) or type(module).__name__)
             watch.hooks += [

@@ -54,7 +54,7 @@ class DuplicateBatches(Detector):
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report identical batches once enough samples coincide."""
         samples = step.gathered.samples
-        groups = step.identical
+        groups = tuple(group for group in step.identical if _tell_apart(step, group))
         if groups and self._share_samples(step):
             groups = ()
             everyone = range(self._num_workers) if self._by_loop else ()
@@ -125,6 +125,19 @@ class DuplicateBatches(Detector):
             },
             key=self._key,
         )
+
+
+def _tell_apart(step: Step, group: tuple[int, ...]) -> bool:
+    """Return whether the samples of a batch that is the same on some workers may be its identity.
+
+    Of numbers such as the graph of each node, half of a batch and more are repeats. Other losses
+    show then that the rest of the batch differs.
+    """
+    batch = step.gathered.samples[group[0]]
+    rows_W, losses_W = (step.gathered.workers[name] for name in ("rows_digest", "loss"))
+    if 2 * len(in_order(batch)) > len(batch) or (rows_W != MISSING_INT).all():
+        return True
+    return np.unique(losses_W[list(group)]).size == 1
 
 
 def _in_doubt(step: Step, groups: Iterable[tuple[int, ...]]) -> bool:

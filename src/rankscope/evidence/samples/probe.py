@@ -173,6 +173,7 @@ class SampleMeter:
         self._batches: list[tuple[int, LoaderBatch | None]] = []  # of the same forward passes
         self._calls: deque[tuple[PartCall, Numbers | Ints]] = deque(maxlen=_MOST_CALLS)
         self._unseen: list[_Unseen] = []
+        self._missed = False  # whether the rows of one of the step's batches are unknown
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
@@ -195,7 +196,8 @@ class SampleMeter:
         if rows is not None:
             batch = self._unless_declined(lambda: rows.take(args, kwargs))
         if batch is MISSED:
-            return  # rows will stand for the samples of later ones
+            self._missed = True  # rows will stand for the samples of later steps
+            return
         seen = digests
         if rows is not None and batch is not None and batch.content_B is not None:
             seen = _BeforeChanges(digests, batch.content_B, rows)
@@ -233,6 +235,7 @@ class SampleMeter:
         unseen, self._unseen = self._unseen, []
         by_loader = any(one.batch is not None for one in unseen)
         for forward, batch, calls in unseen:
+            self._missed |= batch is MISSED
             if batch is not None and batch is not MISSED:
                 self._batches.append((forward, batch))
                 self._seen.append((forward, batch.identity()))
@@ -265,7 +268,9 @@ class SampleMeter:
     def collect(self, idle: Container[int] = ()) -> list[_Samples]:
         """Return the samples since the last call, without those of ``idle`` forward passes."""
         self._collect_unseen()
-        collected: Sequence[tuple[int, _Samples]] = self._given or self._seen
+        seen = [] if self._missed else self._seen  # a part of a step would be too few
+        collected: Sequence[tuple[int, _Samples]] = self._given or seen
+        self._missed = False
         self._given = []
         self._seen = []
         self._batches = []
@@ -279,11 +284,12 @@ class SampleMeter:
         self._collect_unseen()
         batches = [batch for forward, batch in self._batches if forward not in idle]
         digests = {None if batch is None else batch.data for batch in batches}
-        data = digests.pop() if len(digests) == 1 and not self._given else None
+        known = len(digests) == 1 and not self._given and not self._missed
+        data = digests.pop() if known else None
         if data is None:
             return None
-        known = [b.places_B for b in batches if b is not None and b.places_B is not None]
-        return np.concatenate(known), data
+        places = [b.places_B for b in batches if b is not None and b.places_B is not None]
+        return np.concatenate(places), data
 
 
 class SampleProbe(Probe):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import chain, pairwise
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,11 @@ _LEAST_BYTES = 1 << 18  # of a slot, so that small models need few of them
 _GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a slot's bytes, until the slots suffice
 
 
+def held_tensor(tensors: Any, key: str) -> Tensor | None:
+    """Return what a module holds by this name; a module of TorchScript does not have a ``dict``."""
+    return tensors[key] if key in tensors else None  # noqa: SIM401
+
+
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """The place of a tensor in a model; the tensor there may be replaced."""
@@ -61,7 +66,7 @@ class TensorPlace:
     def current(self, lookup: TensorLookup | None = None) -> Tensor | None:
         """Return the tensor in this place now, or its lasting one."""
         found = self.holder._buffers if self.is_buffer else self.holder._parameters
-        tensor = found.get(self.key)
+        tensor = held_tensor(found, self.key)
         if tensor is None or self.is_buffer or lookup is None:
             return tensor
         return lookup(self.holder, self.key)
@@ -172,18 +177,25 @@ def survey(
         apart = (  # a forward pass in training changes it differently on each worker
             is_buffer
             and key in RUNNING_STATISTICS
-            and isinstance(holder, _NORMS)
-            and not isinstance(holder, nn.SyncBatchNorm)
+            and issubclass(kind := _kind_of(holder), _NORMS)
+            and not issubclass(kind, nn.SyncBatchNorm)
         )
         found.append(each._replace(broadcast=broadcast) if apart else each)
     return found
+
+
+def _kind_of(module: nn.Module) -> type:
+    """Return a module's class; of one in TorchScript, torch's class that it was made of, if any."""
+    name: Any = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
+    found = getattr(nn, name, None)
+    return found if isinstance(found, type) else type(module)
 
 
 def _places_of(module: nn.Module) -> Iterator[TensorPlace]:
     """Yield the places of a model's parameters and buffers, module by module."""
     for prefix, holder in module.named_modules():
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
-            for key in tensors:
+            for key in tensors.keys():  # noqa: SIM118
                 yield TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
 
 

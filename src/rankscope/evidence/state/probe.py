@@ -17,6 +17,7 @@ from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, RareP
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
 from rankscope.evidence.state import FROZEN
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.plan import held_tensor
 from rankscope.evidence.state.rare import (
     make_adapter_probe,
     make_counts_probe,
@@ -140,7 +141,10 @@ class PassMeter(Probe):
         self._places = [
             (canonical_name(f"{prefix}.{name}" if prefix else name), held, name)
             for prefix, part in module.named_modules()
-            for held, names in ((part._parameters, part._parameters), (part._buffers, _own(part)))
+            for held, names in (
+                (part._parameters, part._parameters.keys()),
+                (part._buffers, _own(part)),
+            )
             for name in names
         ]
         self._turn = 0
@@ -184,7 +188,7 @@ class PassMeter(Probe):
         turn = self._turn
         self._turn = (turn + _TENSORS) % len(self._places)
         for name, held, key in (*self._places, *self._places)[turn : turn + _TENSORS]:
-            tensor = held.get(key)
+            tensor = held_tensor(held, key)
             if tensor is not None and _is_plain(_local(tensor)):
                 frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
                 self._chosen.append(_Chosen(name, held, key, tensor, frozen))
@@ -193,7 +197,7 @@ class PassMeter(Probe):
 
     def _copy(self) -> None:
         if any(
-            each.held.get(each.key) is not each.tensor or not _has_memory(each.tensor)
+            held_tensor(each.held, each.key) is not each.tensor or not _has_memory(each.tensor)
             for each in self._chosen
         ):
             self._chosen = []  # FSDP2 holds a shard in place of a parameter, or the reverse
@@ -226,7 +230,7 @@ def _own(module: nn.Module) -> list[str]:
     """Return the names of the buffers that a module's own code may move."""
     if type(module).__module__.startswith("torch.") or isinstance(module, _NormBase):
         return []
-    return [name for name in module._buffers if name not in RUNNING_STATISTICS]
+    return [name for name in module._buffers.keys() if name not in RUNNING_STATISTICS]  # noqa: SIM118
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, Probe, RareProbe, Ready, StepEnd
 from rankscope.bus.words import dtype_name
+from rankscope.evidence.state.plan import held_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
@@ -218,7 +219,10 @@ class CountsProbe(RareProbe):
         return MessagePart(names={"counts": found} if found else {})
 
     def _present(self) -> list[tuple[str, Tensor]]:
-        found = [(name, module._buffers.get(key)) for name, (module, key) in self._buffers.items()]
+        found = [
+            (name, held_tensor(module._buffers, key))
+            for name, (module, key) in self._buffers.items()
+        ]
         return [(name, b) for name, b in found if type(b) is Tensor and b.dtype in _TYPES]
 
 
