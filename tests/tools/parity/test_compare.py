@@ -14,7 +14,8 @@ from rankscope.bus.shares import PackedError
 from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
-from rankscope.tools.parity.result import Kind, times
+from rankscope.tools.parity.result import Kind
+from rankscope.tools.parity.result import times as factor_in_words
 from rankscope.tools.stages import DiffClass, Stage
 
 FLOAT = "torch.float32"
@@ -411,4 +412,4 @@ def test_a_step_comes_back_from_its_bytes_and_not_from_a_part_of_them(cut):
     ],
 )
 def test_a_factor_near_one_reads_alike_however_it_was_rounded(factor: float, words: str) -> None:
-    assert times(factor) == words
+    assert factor_in_words(factor) == words
