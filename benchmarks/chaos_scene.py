@@ -159,7 +159,7 @@ class Scene:
         time.sleep(0.02 * self.draw.random())
         self.hit = self._alive()
 
-    def wait_until(self, true: Callable[[], Any], seconds: float = 20.0) -> None:
+    def wait_until(self, true: Callable[[], Any], seconds: float = 20.0 * PATIENCE) -> None:
         """Wait until something is true, or the ranks have ended, or for so long."""
         until = time.monotonic() + seconds
         while not true() and self._alive() and time.monotonic() < until:

@@ -16,7 +16,7 @@ from rankscope.verdict.rules import ranked
 
 from .catalogue import Fault, FaultClass, Hits, UsageError
 from .injectors import INJECTORS
-from .job import Trial
+from .job import PATIENCE_SECONDS, Trial
 from .pool import Outcome, WorkerPool
 
 START = 20
@@ -25,7 +25,7 @@ START = 20
 _STEPS = {FaultClass.STATISTICAL: 250, FaultClass.HEALTHY: 300}
 _STEPS_OF_OTHERS = 120
 _FEWEST_WORKERS = 2
-_SECONDS_TO_START, _SECONDS_OF_A_STEP = 90.0, 1.0  # a trial that takes longer counts as hung
+_SECONDS_OF_A_STEP = 5.0  # a trial that takes longer counts as hung
 
 SHIFT_SIGNALS = ("loss", "grad_norm", "cosine_rest")
 _FEWEST_OTHERS = 2
@@ -168,7 +168,7 @@ class Bench:
         with self._directory(f"{fault.id}-w{num_workers}-s{seed}") as run_dir:
             trial = Trial(fault.id, num_workers, seed, steps, min(START, steps // 2), run_dir)
             outcome = self._workers(num_workers).run(
-                trial, _SECONDS_TO_START + steps * _SECONDS_OF_A_STEP
+                trial, PATIENCE_SECONDS + steps * _SECONDS_OF_A_STEP
             )
             return score(fault, trial, outcome)
 

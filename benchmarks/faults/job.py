@@ -23,6 +23,9 @@ from rankscope import watch
 
 from .model import IGNORED, LENGTH, PAD, Batch, BenchCausalLM, load_samples
 
+PATIENCE_SECONDS = 300.0
+"""With an agent to which a busy machine leaves no time: what it misses would be held against it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -280,6 +283,7 @@ class Job:
                 for step in self.steps_of(session):
                     self.step = step
                     self.train_step(batches)
+                scope.close(PATIENCE_SECONDS)
             directories += [] if scope.run_dir is None else [scope.run_dir]
         return directories
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from .job import Trial
+from .job import PATIENCE_SECONDS, Trial
 
 _PRELOAD = ["torch._dynamo", f"{__package__}.injectors"]
 _SECONDS_TO_END = 5.0
@@ -137,6 +137,9 @@ def _work(rank: int, num_workers: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from rankscope.agent import link
+
+    link.SILENT_SECONDS = PATIENCE_SECONDS
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the bench ends its workers itself
     gc.freeze()  # what all workers share needs no look after each trial, which would copy it
     torch.set_num_threads(1)

@@ -15,6 +15,7 @@ from rankscope.evidence.parity.figures import FigureMeter, Part, part_of
 from rankscope.tools.parity.compare import compare, decide
 from rankscope.tools.parity.reading import Bounds, Recording, SideStep, Whole
 from rankscope.tools.parity.result import Kind
+from rankscope.tools.parity.result import times as factor_in_words
 from rankscope.tools.stages import DiffClass, Stage
 
 FLOAT = "torch.float32"
@@ -396,3 +397,19 @@ def test_a_step_comes_back_from_its_bytes_and_not_from_a_part_of_them(cut):
     assert back.figures[GRADIENT].places == figures.places
     with pytest.raises(PackedError):
         parity.RankStep.unpack(packed[:cut])
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        *((1.01 + shift, "× 1.01") for shift in (-1e-7, 0, 1e-7)),
+        *((0.99 + shift, "× 0.99") for shift in (-1e-7, 0, 1e-7)),
+        (1.003, "× 1.003"),
+        (0.9955, "× 0.9955"),
+        (2.0001, "× 2"),
+        (0.50001, "× 1/2"),
+        (1.0001, "nearly the same"),
+    ],
+)
+def test_a_factor_near_one_reads_alike_however_it_was_rounded(factor: float, words: str) -> None:
+    assert factor_in_words(factor) == words

@@ -195,7 +195,8 @@ def times(factor: float) -> str:
         return "the opposite sign" if abs(factor + 1) < _NEAR else f"× {factor:.4g}"
     if abs(factor - 1) < _CLOSE:
         return "nearly the same"
-    return f"× {factor:.4f}" if abs(factor - 1) < _NEAR else f"× {_number(factor)}"
+    shown = f"{factor:.4f}".rstrip("0") if abs(factor - 1) < _NEAR else _number(factor)
+    return f"× {shown}"
 
 
 def ratio_of(factor: float, sides: tuple[Recording, Recording]) -> str:
@@ -220,9 +221,9 @@ def ratio_of(factor: float, sides: tuple[Recording, Recording]) -> str:
 
 
 def _number(factor: float) -> str:
-    if abs(factor - round(factor)) < _NEAR * factor and factor > 1:
+    if abs(factor - round(factor)) < _NEAR * factor and factor > 1.5:
         return str(round(factor))
     inverse = 1 / factor if factor else math.inf
-    if abs(inverse - round(inverse)) < _NEAR * inverse and inverse > 1:
+    if abs(inverse - round(inverse)) < _NEAR * inverse and inverse > 1.5:
         return f"1/{round(inverse)}"
     return f"{factor:.3g}"
