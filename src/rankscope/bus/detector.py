@@ -56,6 +56,8 @@ class RunFacts:
     world_size: int = 0  # number of processes of the job; 0 if unknown
     by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
     unheld: bool = False  # whether the optimizer is known to hold fewer tensors than are trained
+    # each rank's settings of the training that differ between ranks; empty when unknown
+    settings: Sequence[Mapping[str, Any]] = ()
     # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 

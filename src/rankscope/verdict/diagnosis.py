@@ -248,6 +248,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
     info = run.info
     plan = Plan.of(_at(info, "options", "plan"))
     environments = by_rank(info, "environment")
+    settings = by_rank(info, "settings")
     reduced_in = _at(info, "options", "reduced_in")
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
@@ -273,6 +274,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             world_size=int(info.get("world_size") or 0),
             by_loop=_at(info, "options", "parallel") == "loop",
             unheld=_holds_fewer(info),
+            settings=settings if all(isinstance(one, Mapping) for one in settings) else (),
         )
     )
 
