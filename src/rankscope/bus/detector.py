@@ -80,6 +80,8 @@ class CheckedRun:
     options: Mapping[str, Any]  # the options of ``watch``, as ``run.json`` has them
     samples: bool = True  # whether its samples were identified
     canaries: bool | None = None  # whether a canary has run; None if unknown
+    # why a kind of evidence measured nothing, by its name
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,8 +170,8 @@ def watch(
         )
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
-    measured = {each.name for each in EVIDENCE if each.measures(wrapped, options, alike=alike)}
-    canary = "canary" in measured
+    reasons = {each.name: each.why_not(wrapped, options, alike=alike) for each in EVIDENCE}
+    canary = not reasons["canary"]
     instruments = choose_instruments(
         wrapped,
         options,
@@ -200,6 +200,7 @@ def watch(
         return {
             "facts": _facts(model, wrapped, optimizer, config, options.tokenizer, loader),
             "config": dict(config or {}),
+            "unmeasured": {name: why for name, why in reasons.items() if why},
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
