@@ -290,7 +290,7 @@ def plain_settings(values: Any, name: str) -> dict[str, Setting]:
     while waiting and len(found) < _MOST_SETTINGS:
         at, value = waiting.pop()
         if isinstance(value, Mapping):
-            waiting += [(f"{at}.{key}", item) for key, item in reversed(value.items())]
+            waiting += [(f"{at}.{key}", item) for key, item in reversed([*value.items()])]
         elif isinstance(value, list | tuple):
             waiting += [(f"{at}.{number}", each) for number, each in reversed([*enumerate(value)])]
         elif _words_of(at).isdisjoint(_OWN_WORDS):
