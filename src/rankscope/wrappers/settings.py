@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss
 from torch.optim.lr_scheduler import LRScheduler
 
 from rankscope.bus.environment import OF_USER, Setting, plain_settings
@@ -26,6 +25,7 @@ _LIGHTNING = (
     *("max_epochs", "max_steps", "limit_train_batches", "use_distributed_sampler"),
     *("reload_dataloaders_every_n_epochs", "overfit_batches", "detect_anomaly"),
 )
+_LOSSES = "torch.nn.modules.loss"
 _MOVES = ("last_epoch", "total_iters_done", "best", "num_bad_epochs", "cooldown_counter")
 
 
@@ -91,10 +91,17 @@ def _of_lightning(held: set[int]) -> Iterator[tuple[str, Any]]:
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     for module in modules:
         if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
-            trainer = getattr(module, "_trainer", None)
-            if trainer is not None and _trains(module, held):
-                yield "Trainer", settings_of(trainer, _LIGHTNING)
+            if _trains(module, held):
+                yield "Trainer", settings_of(_trainer_of(module), _LIGHTNING)
                 yield f"{OF_USER}.hparams", dict(getattr(module, "hparams", {}))
+
+
+def _trainer_of(module: Any) -> Any:
+    """Return a LightningModule's Trainer; None outside of one, where its property raises."""
+    try:
+        return module.trainer
+    except RuntimeError:
+        return None
 
 
 def _of_accelerate() -> Iterator[tuple[str, Any]]:
@@ -104,8 +111,8 @@ def _of_accelerate() -> Iterator[tuple[str, Any]]:
 
 
 def _of_deepspeed(wrapper: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(wrapper, "zero_optimization_stage"):
-        yield "DeepSpeed", wrapper._config._param_dict
+    if hasattr(wrapper, "zero_optimization_stage") and isinstance(wrapper.config, Mapping):
+        yield "DeepSpeed", wrapper.config
 
 
 def _of_schedulers(optimizer: Any) -> Iterator[tuple[str, Any]]:
@@ -122,7 +129,7 @@ def _of_schedulers(optimizer: Any) -> Iterator[tuple[str, Any]]:
 def _of_losses() -> Iterator[tuple[str, Any]]:
     """Yield the settings of loss modules: those of a class that all ranks have as many of."""
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    losses = [each for each in modules if isinstance(each, _Loss)]
+    losses = [m for m in modules if _LOSSES in (kind.__module__ for kind in type(m).__mro__)]
     numbers = Counter(type(each) for each in losses)
     for kind, number in numbers.items():
         values: dict[str, set[Any]] = {}
