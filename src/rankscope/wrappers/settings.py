@@ -3,6 +3,7 @@
 They are read once, as a run begins; the gather with which it begins carries them to rank 0.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
@@ -67,6 +68,8 @@ def _without_objects(value: Any) -> Any:
         return {str(key): _without_objects(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_objects(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # NaN differs from itself
     if value is None or type(value) in (bool, int, float, str):
         return value
     return type(value).__name__
@@ -90,10 +93,10 @@ def _of_lightning(held: set[int]) -> Iterator[tuple[str, Any]]:
     """Yield the settings of the Trainer of a LightningModule, and what the module has saved."""
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     for module in modules:
-        if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
-            if _trains(module, held):
-                yield "Trainer", settings_of(_trainer_of(module), _LIGHTNING)
-                yield f"{OF_USER}.hparams", dict(getattr(module, "hparams", {}))
+        is_lightning = any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
+        if is_lightning and _trains(module, held):
+            yield "Trainer", settings_of(_trainer_of(module), _LIGHTNING)
+            yield f"{OF_USER}.hparams", dict(getattr(module, "hparams", {}))
 
 
 def _trainer_of(module: Any) -> Any:
