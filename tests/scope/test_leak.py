@@ -132,7 +132,7 @@ def test_nothing_grows_with_the_number_of_runs_in_a_process(tmp_path):
         warm = counted[WARM_RUNS - 1 :]
         early, late = warm[0], warm[-1]
         grown = [after["objects"] - before["objects"] for before, after in pairwise(warm)]
-        assert median(grown) <= 24, (late["types"] - early["types"]).most_common(20)
+        assert median(grown) <= 3, (late["types"] - early["types"]).most_common(20)  # its counts
         assert late["tensors"] <= early["tensors"] + 2
         assert late["files"] <= early["files"]
         assert late["threads"] <= early["threads"]
