@@ -167,6 +167,39 @@ def test_a_model_that_cannot_replay_is_left_alone(trained):
         assert "no canary for scheduled" in warning
         assert "this model is peculiar" in warning
         assert "[traceback]" not in warning
+    assert "this model is peculiar" in why_none(Run.open(folder / "raises"))
+    assert "unmeasured" in Run.open(folder / "static graph").info
+    assert Run.open(folder / "static graph").info["unmeasured"] == {}
+
+
+def why_none(run):
+    """Return the reason why no canary has run, as a run's report has it."""
+    [waiting] = [text for text in assess(run).statements if "no canary has run yet: " in text]
+    return waiting.partition("no canary has run yet: ")[2]
+
+
+def hold_gradients(rank, run_dir):
+    """Train with gradients of the step before in place as a forward pass begins."""
+    hasten()
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, run_dir=run_dir) as scope:
+        for step in range(5 * LEAD):
+            draw = torch.Generator().manual_seed(10 * step + rank)
+            loss = model(torch.randn(2, 4, generator=draw)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            wait_for(scope, step - 1)
+
+
+def test_why_no_canary_ran_is_on_record(tmp_path):
+    run_ranks(hold_gradients, 2, str(tmp_path / "run"))
+    run = Run.open(tmp_path / "run")
+    assert canary_steps(run) == []
+    why = why_none(run)
+    assert why.startswith("rank ")
+    assert " could not run it: gradients are held when the forward pass begins" in why
 
 
 def differ(rank, run_dir, what):

@@ -1,9 +1,12 @@
 """What a watch costs and leaves behind: no memory, no secret, few calls."""
 
+import contextlib
 import gc
 import itertools
 import logging
 import os
+import sys
+import threading
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -74,6 +77,67 @@ def test_nothing_grows_with_the_number_of_steps(tmp_path):
     run = Run.open(tmp_path / "run")
     assert run.table(Table.STEPS).num_rows == STEPS
     assert run.status == "complete"
+
+
+# Runs one after the other ------------------------------------------------------------------------
+
+RUNS, WARM_RUNS, STEPS_OF_RUN = 12, 4, 8
+
+
+def train_in_turn(rank, folder):
+    """Train models in one process, each in a run of its own; count what is left after each."""
+    warnings = collect_warnings()
+    counts = []
+    for number in range(RUNS):
+        torch.manual_seed(number)
+        ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        calls = []
+        with watch(ddp, optimizer, run_dir=f"{folder}/run", sketch_width=31) as scope:
+            for step in range(STEPS_OF_RUN):
+                seed = torch.Generator().manual_seed(10 * step + rank)
+                with called() as seen:
+                    ddp(torch.randn(2, 4, generator=seed)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                calls.append(seen["calls"])
+        del ddp, optimizer, scope
+        left = {
+            "files": len(list(Path("/proc/self/fd").iterdir())),
+            "threads": threading.active_count(),
+        }
+        counts.append({**count(), **left, "calls": min(calls)})
+    assert [one for one in warnings if "already holds a run" not in one] == []
+    return counts
+
+
+@contextlib.contextmanager
+def called():
+    """Count the calls of Python's functions in this thread."""
+    seen = Counter()
+
+    def see(frame, event, given):
+        seen["calls"] += event == "call"
+
+    sys.setprofile(see)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.timeout(600)
+def test_nothing_grows_with_the_number_of_runs_in_a_process(tmp_path):
+    for counted in run_ranks(train_in_turn, 2, str(tmp_path), timeout=580):
+        warm = counted[WARM_RUNS - 1 :]
+        early, late = warm[0], warm[-1]
+        grown = [after["objects"] - before["objects"] for before, after in pairwise(warm)]
+        assert median(grown) <= 3, (late["types"] - early["types"]).most_common(20)  # its counts
+        assert late["tensors"] <= early["tensors"] + 2
+        assert late["files"] <= early["files"]
+        assert late["threads"] <= early["threads"]
+        assert late["bytes"] <= early["bytes"] + 8 * 2**20
+        assert late["calls"] <= 1.1 * early["calls"]
 
 
 # Secrets ----------------------------------------------------------------------------------------

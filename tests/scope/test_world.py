@@ -94,8 +94,18 @@ def train(folder, case):
     }
 
 
+def train_another_model(folder):
+    """Train another model on the first pair alone, watched: what follows is its second run."""
+    group, _ = pairs()
+    model = DistributedDataParallel(nn.Linear(VOCABULARY, 1), process_group=group)
+    run_dir = folder if dist.get_rank() < 2 else None
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=run_dir, canary=False):
+        model(torch.ones(ROWS, VOCABULARY)).mean().backward()
+
+
 def train_all(rank, folder):
     warnings = collect_warnings()
+    train_another_model(f"{folder}/of another model")
     alone = train(None, {})
     pair, *_ = [train(f"{folder}/{name}", case) for name, case in CASES.items()]
     assert (pair["bits"], warnings) == (alone["bits"], [])

@@ -13,6 +13,7 @@ from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess, progress_of
+from rankscope.verdict.coverage import checks_of, describe_checks
 from rankscope.verdict.diagnosis import Diagnosis
 from rankscope.verdict.verdicts import RunProgress, judge
 from report.recorded_runs import gathered, record_run
@@ -123,6 +124,20 @@ def test_a_run_without_steps(tmp_path):
     cut = judge(found.values, (), RunProgress(status="interrupted"))
     assert "interrupted before its first step" in cut.headline
     assert "watch()" not in cut.recommendation
+
+
+def test_a_verdict_on_a_worker_says_why_no_canary_ran(tmp_path):
+    values = assess(record_run(tmp_path / "run")).values
+    words = ("Rank 1 is far.", "Look.")
+    odd = Finding("outlier-1", "data.worker_outlier", Severity.WARNING, (1,), 4, 9, *words)
+    why = "FSDP2 shards the model"
+    said = judge(values, [odd], RunProgress(no_canary=why)).recommendation
+    assert said.endswith(f" No canary has run: {why}.")
+    assert "canary" not in judge(values, [odd]).recommendation
+    known = {"canary": why}
+    for given, phrase in (({"canary": False}, "can run here"), ({}, "has run yet")):
+        checks = checks_of(2, given, canaries=False, unmeasured=known)
+        assert any(f"(no canary {phrase}: {why})" in text for text in describe_checks(checks, 99))
 
 
 @pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])

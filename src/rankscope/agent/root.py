@@ -92,6 +92,7 @@ class Root:
         self._relays = bool(setup["relays"])
         self._latest: StepReport | None = None
         self._saves_state = True
+        self._unmeasured: Mapping[str, str] = setup["info"].get("unmeasured") or {}
         self.finished = False
         run = Run.open(self._run_dir)
         self._diagnosis = diagnosis_of(run)
@@ -272,8 +273,21 @@ class Root:
             for request in director.observe(gathered, findings, known, self.newest):
                 payload = tag(name, request.content)
                 self._send(ALL_RANKS, pack(FrameKind.REQUEST, payload, step=request.step))
+            if director.unmeasured is not None:
+                self._note_unmeasured(name, director)
         if self._relays:
             self._send(0, pack(FrameKind.LATEST, pack_report(report), rank=0))
+
+    def _note_unmeasured(self, name: str, director: Director) -> None:
+        """Record why a kind of evidence measures nothing, or that it does."""
+        why, director.unmeasured = director.unmeasured, None
+        known = self._unmeasured
+        self._unmeasured = {
+            **{n: w for n, w in known.items() if n != name},
+            **({name: why} if why else {}),
+        }
+        if self._unmeasured != known:
+            self._record.describe(unmeasured=self._unmeasured)
 
     def _notify(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
         """Send changed findings to all ranks, and announce them."""

@@ -57,6 +57,8 @@ class RunFacts:
     by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
     declared_micro_batches: int = 0  # by which a framework divides each loss; 0 if unknown
     unheld: bool = False  # whether the optimizer is known to hold fewer tensors than are trained
+    # each rank's settings of the training that differ between ranks; empty when unknown
+    settings: Sequence[Mapping[str, Any]] = ()
     # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 
@@ -79,6 +81,8 @@ class CheckedRun:
     options: Mapping[str, Any]  # the options of ``watch``, as ``run.json`` has them
     samples: bool = True  # whether its samples were identified
     canaries: bool | None = None  # whether a canary has run; None if unknown
+    # why a kind of evidence measured nothing, by its name
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

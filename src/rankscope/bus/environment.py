@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import minority_ranks, name_values
@@ -244,6 +244,113 @@ def _flag(argument: Any) -> str:
 def _is_secret(name: str) -> bool:
     words = _CAMEL.sub("_", name).replace("-", "_").replace(".", "_").lower()
     return bool(_SECRET.search(words)) and not _MARKS_OF_TEXT.match(words)
+
+
+_OF_A_RANK = """
+address addr cache checkpoint cpu cuda cwd date debug device devices dir directory endpoint eval
+evaluation file files folder gpu gpus home host hostname hub id ip leader local log logger logging
+logs main memory metrics node path paths pid port predict print process progress project rank ranks
+report root run save shard started tensorboard test time timestamp tqdm trackio uri url user
+username uuid validation verbose verbosity wandb
+"""
+_OF_SPEED = """
+backend batch bucket checkpointing compile dataloader loader persistent pin prefetch threads timeout
+workers
+"""
+_THAT_DECIDE = """
+accumulation alpha beta beta1 beta2 betas bf16 clip coef decay dropout dtype epochs eps epsilon fp16
+gamma grad gradient learning loss lr momentum norm optim optimizer precision rate regularization
+schedule scheduler smoothing steps temperature warmup weight
+"""
+_OWN_WORDS = frozenset(_OF_A_RANK.split())
+"""Words in the names of settings in which ranks of a healthy job may differ."""
+
+_HARMLESS_WORDS = frozenset(_OF_SPEED.split())
+"""Words in the names of settings that decide how fast, or how much at once."""
+
+_DECISIVE_WORDS = frozenset(_THAT_DECIDE.split())
+"""Words in the names of a user's own settings that decide what a training computes."""
+
+OF_USER = "config"
+"""What the names of a user's own settings begin with."""
+
+_MOST_SETTINGS = 512
+_LONGEST_SETTING = 200
+
+Setting = bool | int | float | str
+
+
+def plain_settings(values: Any, name: str) -> dict[str, Setting]:
+    """Return nested settings that should be equal on all ranks by dotted name.
+
+    Left out are those whose name is one of a rank, and text that is a place. Secrets are hidden.
+    """
+    found: dict[str, Setting] = {}
+    waiting = [(name, without_secrets(values))]
+    while waiting and len(found) < _MOST_SETTINGS:
+        at, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{at}.{key}", item) for key, item in reversed([*value.items()])]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{at}.{number}", each) for number, each in reversed([*enumerate(value)])]
+        elif _words_of(at).isdisjoint(_OWN_WORDS):
+            text = value if isinstance(value, bool | int | float | str) else str(value)
+            is_place = isinstance(text, str) and ("/" in text or "\\" in text)
+            found |= {} if is_place else {at: text[:_LONGEST_SETTING] if _is_text(text) else text}
+    return found
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
+
+
+def _words_of(setting: str) -> set[str]:
+    """Return the words of a setting's dotted name, but for its first part."""
+    own = setting.partition(".")[2]
+    return set(re.split(r"[^a-z0-9]+", _CAMEL.sub("_", own).lower()))
+
+
+def different_settings(
+    settings_W: Sequence[Mapping[str, Setting]],
+) -> list[dict[str, Setting]]:
+    """Return each rank's settings, those alone that differ between ranks that have them.
+
+    A user's setting that is every rank's own number is none of the training's.
+    """
+    names = dict.fromkeys(name for each in settings_W for name in each)
+    different: dict[str, None] = {}
+    for name in names:
+        values = [each.get(name) for each in settings_W]
+        own = name.startswith(OF_USER) and values == [*range(len(values))]
+        if len(set(values) - {None}) > 1 and not own:
+            different[name] = None
+    return [{name: each[name] for name in different if name in each} for each in settings_W]
+
+
+def compare_settings(
+    settings_W: Sequence[Mapping[str, Setting]],
+) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
+    """Return the ranks that differ, the settings in words, serious first, and the severity."""
+    names = list(dict.fromkeys(name for each in settings_W for name in each))
+    known = {name.rpartition(".")[2] for name in names if not name.startswith(OF_USER)}
+    serious: list[str] = []
+    harmless: list[str] = []
+    ranks: set[int] = set()
+    for name in names:
+        owner, _, field = name.partition(".")
+        by_user = owner == OF_USER
+        values = [each.get(name) for each in settings_W]
+        minority = minority_ranks(values)
+        if not minority or (by_user and field.rpartition(".")[2] in known):
+            continue
+        ranks.update(minority)
+        words = [None if value is None else str(value) for value in values]
+        found = _words_of(name)
+        decides = found & _DECISIVE_WORDS if by_user else not found & _HARMLESS_WORDS
+        text = f"{field} of {owner} is {name_values(words)}"
+        (serious if decides else harmless).append(text)
+    severity = Severity.WARNING if serious else Severity.NOTE
+    return tuple(sorted(ranks)), (*serious, *harmless), severity
 
 
 _TITLES = {"revision": "source revision", "revision_changed": "source files"}

@@ -4,7 +4,7 @@ A kind of evidence is a package with up to five parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
 - ``probe.py`` measures it in the training process (torch): ``make_probe(job)`` returns one,
-  several or None; ``measures`` decides whether a training allows it, ``make_recorder`` records one
+  several or None; ``why_not`` says why a training does not allow it, ``make_recorder`` records one
   without a session;
 - ``judge.py`` works at the root, on the steps of all workers (numpy): ``make_combiner(layout)``,
   ``amend`` and ``derive`` turn messages into a step, and may stand in ``combine.py``;
@@ -210,14 +210,14 @@ class Evidence:
             return ()
         return made if isinstance(made, tuple) else (made,)
 
-    def measures(self, wrapped: Any, options: Any, *, alike: bool) -> bool:
-        """Return whether it measures in a training.
+    def why_not(self, wrapped: Any, options: Any, *, alike: bool) -> str:
+        """Return why it does not measure in a training; empty if it does.
 
         ``alike``: all workers hold the same parameters. UsageError or UnsupportedError where the
         options ask for what the training does not allow.
         """
-        check = self._find("probe", "measures")
-        return check is None or bool(check(wrapped, options, alike=alike))
+        check = self._find("probe", "why_not")
+        return "" if check is None else str(check(wrapped, options, alike=alike))
 
     def make_recorder(self, model: Any, **given: Any) -> Any:
         """Return what records a training without a session; None where it records none."""

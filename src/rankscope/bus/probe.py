@@ -352,6 +352,7 @@ class Director:
     def __init__(self, report: Callable[[Finding], None] = lambda finding: None) -> None:
         self._report = report
         self.findings: dict[str, Finding] = {}  # its findings by id, each in its latest state
+        self.unmeasured: str | None = None  # why it measures nothing so far; None if not known
 
     def publish(self, finding: Finding) -> None:
         """Report a finding that is new or has changed."""

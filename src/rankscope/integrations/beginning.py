@@ -40,7 +40,7 @@ from rankscope.wrappers.find import (
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import copies_of, first_of
 from rankscope.wrappers.ranks import ranks_of
-from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
+from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store, place_of_all
 
 _log = logging.getLogger("rankscope")
 
@@ -332,7 +332,7 @@ def find_worker_group(model: nn.Module) -> Any:
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
     c10d: Any = dist.distributed_c10d
-    store = c10d.PrefixStore("rankscope-run/workers", default_store())
+    store = place_of_all("rankscope-run/workers", num_ranks)
     store.set(str(rank), parameters_digest(model))
     if agree(c10d.PrefixStore("met", store), num_ranks):
         return None

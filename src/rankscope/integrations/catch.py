@@ -431,10 +431,10 @@ class Ending:
             from torch.distributed import GroupMember
 
             if group is None or group == GroupMember.WORLD:
-                self._watching.close(_error_of_script())
+                self.end_run(_error_of_script())
 
     def _finish(self) -> None:
-        if self._watching is not None and self._pid == os.getpid():
+        if self._pid == os.getpid():
             self.end_run(_error_of_script())
             for patch in self._patches:
                 patch.remove()

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import accumulate
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -144,11 +145,10 @@ class WatchedStage:
 
     def remove(self) -> None:
         """Note that it is watched no longer."""
-        if self in _STAGES:
-            _STAGES.remove(self)
+        _STAGES.pop(self, None)
 
 
-_STAGES: list[WatchedStage] = []
+_STAGES: "WeakKeyDictionary[WatchedStage, None]" = WeakKeyDictionary()  # in their order
 _BEGIN_APART: ContextVar[bool] = ContextVar("stages begin apart", default=False)
 
 
@@ -191,7 +191,7 @@ def meet_stages(
         found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
         if found is None:
             return None
-        _STAGES.append(stage)
+        _STAGES[stage] = None
         return _meet_along(*found, facts, patience_seconds, compares=compares)
     except LateError as error:
         _log.info("weights that pipeline stages share are not compared: %s", error)

@@ -29,7 +29,7 @@ from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.hang_report import RecorderDescriptors, RecorderThread
 from rankscope.agent.link import Link, Started, connect, listen, start_agent
 from rankscope.agent.rank_processes import ProgressMark
-from rankscope.bus.environment import without_secrets
+from rankscope.bus.environment import different_settings, without_secrets
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
 from rankscope.bus.words import first_of, listed, name_ranks
@@ -282,11 +282,15 @@ def _begin(
     if given and not planned:  # one tracker, one port, one webhook for the job
         _log.info("sinks show the data-parallel group of global rank 0; this is another")
     tracked = open_run_of([sink.name for sink in planned])
+    settings = different_settings([hello["facts"].pop("settings", {}) for hello in hellos])
     planned += plan_alerts(info.pop("alerts"))  # of every group: each has findings of its own
     info = {
         "num_workers": len(hellos),
         "world_size": dist.get_world_size(),
-        "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
+        "ranks": [
+            {"rank": rank, **hello["facts"], "settings": own}
+            for rank, (hello, own) in enumerate(zip(hellos, settings, strict=True))
+        ],
         "options": request.options,
         **info,
         **({"tracked": without_secrets(tracked)} if tracked else {}),

@@ -168,7 +168,8 @@ class Scope:
         whole = instruments.wrapped.parts is None and instruments.wrapped.replicated is None
         self._may_see_parts = whole and instruments.wrapped.kind in (DDP, LOOP)
         _scopes.add(self)
-        atexit.register(_close_at_exit, weakref.ref(self))
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     # Calls of the user ---------------------------------------------------------------------
 
@@ -369,6 +370,7 @@ class Scope:
             self._warn(error)
         finally:  # Ctrl-C ends the wait; sent frames are not lost
             self._monitor = _Monitor.CLOSED
+            atexit.unregister(self._at_exit)
             self._link.close()
             if self._mark is not None:
                 self._mark.close()

@@ -65,6 +65,7 @@ from rankscope.wrappers.optimizers import (
 )
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
+from rankscope.wrappers.settings import given_settings
 
 ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
@@ -169,8 +170,8 @@ def watch(
         )
     group = options.process_group or wrapped.group
     alike = not local_steps  # else parameters differ, and with them every result
-    measured = {each.name for each in EVIDENCE if each.measures(wrapped, options, alike=alike)}
-    canary = "canary" in measured
+    reasons = {each.name: each.why_not(wrapped, options, alike=alike) for each in EVIDENCE}
+    canary = not reasons["canary"]
     instruments = choose_instruments(
         wrapped,
         options,
@@ -197,8 +198,9 @@ def watch(
         _check_given(given, run_dir, on_finding, config)
         _check_held(optimizer, wrapped)
         return {
-            "facts": _facts(model, wrapped.device, options.tokenizer, loader),
+            "facts": _facts(model, wrapped, optimizer, config, options.tokenizer, loader),
             "config": dict(config or {}),
+            "unmeasured": {name: why for name, why in reasons.items() if why},
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
             "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
@@ -353,13 +355,20 @@ def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
 
 
 def _facts(
-    model: torch.nn.Module, device: torch.device, tokenizer: Any, loader: Any
+    model: torch.nn.Module,
+    wrapped: Wrapped,
+    optimizer: Any,
+    config: Mapping[str, Any] | None,
+    tokenizer: Any,
+    loader: Any,
 ) -> dict[str, Any]:
+    device = wrapped.device
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     with one_walk():
         splitting = splitting_loader() if loader is None else loader
         data_rows = rows_of(loader)
+        settings = given_settings(wrapped.wrapper, wrapped.module, optimizer, config)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -377,5 +386,10 @@ def _facts(
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "environment": {**environment_facts(device), "compiled": compilation(model), **vocabulary},
+        "environment": {
+            **environment_facts(device),
+            "compiled": compilation(model),
+            **vocabulary,
+        },
+        "settings": settings,
     }

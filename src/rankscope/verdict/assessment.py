@@ -190,8 +190,12 @@ def _assess(run: Run) -> Assessment:
     options = run.info.get("options")
     run_on_all_B = np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1)
     canaries = bool(run_on_all_B.any())
-    checks = checks_of(run.num_workers, options, samples=known, canaries=canaries)
-    progress = replace(progress, checks=checks, coverage=coverage_of(run))
+    unmeasured = run.info.get("unmeasured")
+    checks = checks_of(
+        run.num_workers, options, samples=known, canaries=canaries, unmeasured=unmeasured
+    )
+    why = unmeasured.get("canary", "") if isinstance(unmeasured, Mapping) and not canaries else ""
+    progress = replace(progress, checks=checks, coverage=coverage_of(run), no_canary=str(why))
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
     severities = [verdict.severity, *(finding.severity for finding in findings)]

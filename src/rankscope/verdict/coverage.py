@@ -20,13 +20,19 @@ from rankscope.record.tables import Columns
 
 
 def checks_of(
-    num_workers: int, options: object, *, samples: bool = True, canaries: bool | None = None
+    num_workers: int,
+    options: object,
+    *,
+    samples: bool = True,
+    canaries: bool | None = None,
+    unmeasured: object = None,
 ) -> tuple[Check, ...]:
     """Return the checks of a run, see :class:`rankscope.bus.detector.CheckedRun`."""
     if num_workers < 2:
         return ()
     given = options if isinstance(options, Mapping) else {}
-    run = CheckedRun(num_workers, given, samples, canaries)
+    reasons = unmeasured if isinstance(unmeasured, Mapping) else {}
+    run = CheckedRun(num_workers, given, samples, canaries, reasons)
     made = (each.at_root("make_checks") for each in EVIDENCE)
     return tuple(check for make in made if make is not None for check in make(run))
 

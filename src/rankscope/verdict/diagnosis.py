@@ -251,6 +251,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
     info = run.info
     plan = Plan.of(_at(info, "options", "plan"))
     environments = by_rank(info, "environment")
+    settings = by_rank(info, "settings")
     reduced_in = _at(info, "options", "reduced_in")
     replaced = by_rank(info, "with_replacement")
     splits = (by_rank(info, "data_splits") or [()])[0] or ()
@@ -277,6 +278,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             by_loop=_at(info, "options", "parallel") == "loop",
             declared_micro_batches=_declared_of(info),
             unheld=_holds_fewer(info),
+            settings=settings if all(isinstance(one, Mapping) for one in settings) else (),
         )
     )
 

@@ -57,6 +57,7 @@ class RunProgress:
     unwritten: str = ""  # why the last steps could not be written, if so
     lost: tuple[str, ...] = ()  # parts of the directory that are missing
     written_by: int | None = None  # the process that still writes it, after its ranks have ended
+    no_canary: str = ""  # why no canary has run; empty if one has, or where it is not known
 
     @property
     def ended(self) -> bool:
@@ -85,7 +86,7 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     if coverage is not None and not faults - {"time.straggler"}:
         verdict = _as_measured(verdict, coverage)
     if faults:
-        return verdict
+        return _without_canary(verdict, progress)
     if progress.lost and progress.ended and not progress.unwritten:
         return without_parts(progress)
     if progress.cut_short:
@@ -97,6 +98,18 @@ def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _
     if verdict.recommendation == NOTHING_TO_CHANGE and noted is not None:
         return replace(verdict, recommendation=noted.next_check)
     return verdict
+
+
+_CANARIES_EXPLAIN = ("data.worker_outlier", "compute.worker_outlier", "inconclusive")
+
+
+def _without_canary(verdict: Verdict, progress: RunProgress) -> Verdict:
+    """Return a verdict that says why no canary has tried to explain its finding."""
+    about = verdict.about
+    if not progress.no_canary or about is None or about.cause not in _CANARIES_EXPLAIN:
+        return verdict
+    why = f"No canary has run: {progress.no_canary}."
+    return replace(verdict, recommendation=f"{verdict.recommendation} {why}")
 
 
 def _steps(values: Values, progress: RunProgress) -> int:

@@ -1,6 +1,7 @@
 """Objects of the training process, found by their classes."""
 
 import gc
+import sys
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from rankscope.private import find
@@ -19,13 +21,14 @@ ITERATOR: Any = find("torch.utils.data.dataloader._BaseDataLoaderIter")
 """The class of the iterators of data loaders; None if torch has none."""
 
 _WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule}
-_SHARED: tuple[Any, ...] = (nn.Module, DataLoader, *([ITERATOR] if ITERATOR else []))
+_SHARED: tuple[Any, ...] = (nn.Module, DataLoader, LRScheduler, *([ITERATOR] if ITERATOR else []))
+_FRAMEWORKS = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
 _walk: ContextVar[dict[type, list[Any]] | None] = ContextVar("walk", default=None)
 
 
 @contextmanager
 def one_walk() -> Iterator[None]:
-    """Let calls within, for modules, data loaders or their iterators, share one walk.
+    """Let calls within, for modules, loaders, schedulers or :func:`framework`, share one walk.
 
     It goes over all objects of the process: a tenth of a second for some hundred thousand.
     """
@@ -43,11 +46,17 @@ def live_objects(*kinds: type) -> dict[type, list[Any]]:
     Only the types of objects are read: some objects act at any access.
     """
     found = _walk.get()
-    if found is None or not set(_SHARED).issuperset(kinds):
+    shared = (*_SHARED, *filter(None, map(framework, _FRAMEWORKS)))
+    if found is None or not set(shared).issuperset(kinds):
         return _find(kinds)
     if not found:
-        found.update(_find(_SHARED))
+        found.update(_find(shared))
     return {kind: found[kind] for kind in kinds}
+
+
+def framework(module: str) -> Any:
+    """Return the class of a framework's module that holds a training, None if it is not loaded."""
+    return getattr(sys.modules.get(module), _FRAMEWORKS[module], None)
 
 
 def _find(kinds: Sequence[type]) -> dict[type, list[Any]]:

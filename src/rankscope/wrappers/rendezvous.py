@@ -184,6 +184,17 @@ def default_store() -> Any:
         ) from error
 
 
+def place_of_all(name: str, num_ranks: int) -> Any:
+    """Return a part of the training's store for a question that all ranks of the job come to.
+
+    Each time that all of them have come it is another one, whatever some did without the others.
+    """
+    c10d: Any = dist.distributed_c10d
+    store = default_store()
+    times = (int(store.add(f"{name}/came", 1)) - 1) // num_ranks
+    return c10d.PrefixStore(f"{name}/{times}", store)
+
+
 def agree(
     store: Any,  # one of torch's, in a part of its own for this question
     num_ranks: int,  # that must be ready

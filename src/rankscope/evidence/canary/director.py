@@ -59,7 +59,7 @@ class CanaryDirector(Director):
         schedule = Schedule(every)
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, CanaryAnswer] = {}
-        self._sent = self._ended = self._announced = False
+        self._sent = self._ended = self._announced = self._has_run = False
         self._batches: tuple[memoryview, ...] = ()
         self._late = 0
         self._declined = ""
@@ -124,7 +124,7 @@ class CanaryDirector(Director):
         if self._sent:
             self._late = max(self._late, answer.late)
             if answer.declined:
-                self._declined = f"{name_ranks([rank])} could not run it ({answer.declined})"
+                self._declined = f"{name_ranks([rank])} could not run it: {answer.declined}"
             return
         if rank not in (planned.suspect, planned.peer):
             return
@@ -132,7 +132,7 @@ class CanaryDirector(Director):
             self._answers[rank] = answer
         else:
             why = answer.declined or f"{len(answer.batch)} bytes are too many"
-            self._give_up(planned, f"{name_ranks([rank])} could not give its batch ({why})")
+            self._give_up(planned, f"{name_ranks([rank])} could not give its batch: {why}")
 
     def _send_batches(self) -> list[Request]:
         """Send the batches to all workers once both have arrived."""
@@ -194,6 +194,8 @@ class CanaryDirector(Director):
         self, planned: Planned, step: GatheredStep, results: CanaryResults, cost: float
     ) -> None:
         self._plan.finish(cost)
+        if not self._has_run:
+            self._has_run, self.unmeasured = True, ""
         self._announce(planned, cost)
         verdict = judge_step(step, results, differing=_differing(self._findings, step.step))
         if self._bundle is not None:
@@ -221,6 +223,8 @@ class CanaryDirector(Director):
 
     def _give_up(self, planned: Planned, why: str, cost: float = 0.0) -> None:
         self._begin()
+        if not self._has_run:
+            self.unmeasured = why
         again = self._plan.give_up(cost)
         if planned.by_default:  # nobody waits for it
             return
@@ -231,6 +235,8 @@ class CanaryDirector(Director):
         """Run no canaries from now on."""
         if not self._ended:
             self._ended = True
+            if not self._has_run:
+                self.unmeasured = f"{name_ranks([rank])} runs none: {why}"
             self._log(
                 logging.INFO, f"no more canaries in this run: {name_ranks([rank])} answered {why!r}"
             )

@@ -39,9 +39,10 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
-    impossible = "" if run.options.get("canary", True) else "no canary can run here"
+    why = f": {known}" if (known := run.unmeasured.get("canary")) else ""
+    impossible = "" if run.options.get("canary", True) else f"no canary can run here{why}"
     what = "a worker that computes other results from the same batch"
-    pending = "no canary has run yet" if run.canaries is False and not impossible else ""
+    pending = f"no canary has run yet{why}" if run.canaries is False and not impossible else ""
     return (Check(what, CANARY_STEPS, impossible, pending),)
 
 

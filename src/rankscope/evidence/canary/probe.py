@@ -36,6 +36,8 @@ _MOST_BYTES = 24 * 2**20
 """Larger batches are declined: all workers would get them, in one message, see
 :data:`rankscope.agent.link.MOST_BYTES`."""
 
+_SWITCHED_OFF = "canary=False was given"
+_APART = "workers hold other parameters between two averages"
 _MOST_BYTES_BY_DEFAULT = 8 * 2**20
 """The same for canaries that nobody asked for."""
 
@@ -264,7 +266,7 @@ class CanaryProbe(Probe):
         if planned.by_default and any(parameter.grad is not None for parameter in parameters):
             raise CanaryDeclined(
                 "gradients are held when the forward pass begins, and another one beside them "
-                "would take memory (canary_every runs canaries all the same)"
+                "would take memory; with canary_every, canaries run all the same"
             )
         self._memory.check(parameters)
 
@@ -320,22 +322,24 @@ def make_probe(job: Job) -> CanaryProbe | None:
     )
 
 
-def measures(wrapped: Wrapped, options: Any, *, alike: bool) -> bool:
-    """Return whether canaries run in a training; an error where one asks for what cannot be."""
+def why_not(wrapped: Wrapped, options: Any, *, alike: bool) -> str:
+    """Return why no canaries run in a training; an error where one asks for what cannot be."""
     wanted = options.canary and alike
     every = options.canary_every
     if every is not None and (every < 1 or not wanted):
         raise UsageError(
             f"canary_every expected at least 1 step, and canary=True, got {every} and {wanted}"
         )
-    if not wanted:
-        return False
+    if not options.canary:
+        return _SWITCHED_OFF
+    if not alike:
+        return _APART
     reason = _why_not(wrapped)
     if reason and every is not None:
         raise UnsupportedError(f"canary_every cannot be kept: {reason}; leave it out")
     if reason:
         _log.info("no canaries in this run: %s", reason)
-    return not reason
+    return reason
 
 
 def _why_not(wrapped: Wrapped) -> str:

@@ -5,8 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
-from rankscope.bus.environment import compare_facts
+from rankscope.bus.detector import (
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RunFacts,
+    evidence_at,
+)
+from rankscope.bus.environment import compare_facts, compare_settings
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import (
@@ -30,6 +36,7 @@ from rankscope.evidence.environment.settings import (
 from rankscope.stats.arrays import Ints
 
 CAUSE = "env.mismatch"
+CONFIGURED = "configured-differently"
 MODES_DIFFER = "compute.modes_differ"
 DROPOUT = "dropout-off"
 EVALUATES = "evaluation-mode"
@@ -122,6 +129,30 @@ class EnvironmentMismatch(Detector):
         )
 
 
+class DifferentConfiguration(Detector):
+    """Ranks that were given other settings of the training; they are known at its start.
+
+    ``settings``: each rank's settings that differ, by name, in rank order; empty when unknown.
+    """
+
+    SETTINGS = ("_minority", "_words", "_severity", "_reported")
+
+    def __init__(self, settings: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._minority, self._words, self._severity = compare_settings(settings)
+        self._reported = False
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report with the first one after a start."""
+        if self._reported or not self._minority:
+            return ()
+        self._reported = True
+        fields = {"what": "; ".join(_cut(self._words))}
+        numbers = {"differences": list(self._words)}
+        at = step.gathered.step
+        ranks = self._minority
+        return (evidence_at(at, CAUSE, self._severity, ranks, fields, numbers, key=CONFIGURED),)
+
+
 class DifferentModes(Detector):
     """Modules in training mode on some workers, and in evaluation mode on others."""
 
@@ -186,6 +217,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
         EnvironmentMismatch(run.environments),
+        DifferentConfiguration(run.settings),
         DifferentModes(),
         EvaluationMode(),
         DifferentSettings(run.num_workers, run.plan),

@@ -6,7 +6,6 @@ workers first gather whole ones, in the training's own process group, after all 
 in its store. The root judges the numbers, see :mod:`rankscope.evidence.reference.director`.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,13 +29,11 @@ from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.part_calls import PartCall
-from rankscope.wrappers.rendezvous import agree, default_store
+from rankscope.wrappers.rendezvous import agree, place_of_all
 from rankscope.wrappers.surroundings import outside
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
-
-_sessions = itertools.count()  # of this process: each has a place of its own in the store
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
@@ -64,7 +61,6 @@ class ReferenceProbe(Probe):
         self._waiting: ReferenceShare | None = None  # computed, and not complete
         self._optimizer = job.optimizer
         self._parameters = wrapped.parameters
-        self._session = next(_sessions)
         self._module = wrapped.module
         self._device = wrapped.device
         self._group = wrapped.group
@@ -327,10 +323,9 @@ class ReferenceProbe(Probe):
 
     def _agree(self, topic: str, recording: StepRecording, problem: str) -> str:
         """Return why the ranks of the job must not do something together; empty if they may."""
-        c10d: Any = dist.distributed_c10d
-        place = f"rankscope/{topic}/{self._session}/{recording.step}"
-        store = c10d.PrefixStore(place, default_store())
-        return agree(store, dist.get_world_size(), problem, AGREE_SECONDS)
+        num_ranks = dist.get_world_size()
+        store = place_of_all(f"rankscope/{topic}/{recording.step}", num_ranks)
+        return agree(store, num_ranks, problem, AGREE_SECONDS)
 
     def collect(self, end: StepEnd) -> None:
         """End a step whose gradient was computed again, or was to be."""

@@ -4,9 +4,9 @@ The training's own store carries it. The first rank of each group writes one key
 the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be watched at all.
 """
 
-import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +37,7 @@ _MOST_PARAMETERS = 64
 _LAST_READING = 64  # steps since the run began
 _LAST_LOOK = 1 << 14
 
-_sessions = itertools.count(1)  # of this process: ranks that run one program count alike
+_sessions: Counter[int] = Counter()  # of this process by model: ranks that train one count alike
 
 
 class WorldProbe(Probe):
@@ -269,17 +269,26 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     return found
 
 
+def _place_of(wrapped: Wrapped) -> str:
+    """Return the place in the store of a model's next run, the same for all groups that train it.
+
+    Some ranks may have trained other models before, by themselves or in a smaller job.
+    """
+    lines = [f"{name} {tuple(tensor.shape)}" for name, tensor in wrapped.parameters.items()]
+    model = digest_of("\n".join([f"{dist.get_world_size()} ranks", *lines]).encode())
+    _sessions[model] += 1
+    return f"rankscope/{NAME}/{model}/{_sessions[model]}"
+
+
 def make_probe(job: Job) -> WorldProbe | None:
     """Return the probe of this rank's units; None where one group has all ranks of the job."""
-    session = next(_sessions)
-    if not job.exact or job.local_steps:
-        return None
     try:
-        units = _units_of(job)
+        place = _place_of(job.wrapped)
+        units = _units_of(job) if job.exact and not job.local_steps else []
         if not units:
             return None
         c10d: Any = dist.distributed_c10d
-        store = c10d.PrefixStore(f"rankscope/{NAME}/{session}", default_store())
+        store = c10d.PrefixStore(place, default_store())
     except Exception as error:  # a model of an unknown kind, or no store in reach
         _log.debug("groups of the job that hold the same model are not compared: %r", error)
         return None
