@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from drawn.training import Job, draw, faults_of
+from drawn_training import Job, draw, faults_of
 from watched import Watched, preload, read_answers
 
 run_on_ranks = importlib.import_module("support.forked_ranks").run_on_ranks
-PROGRAM = Path(__file__).parent / "drawn" / "training.py"
+PROGRAM = Path(__file__).parent / "drawn_training.py"
 RANKS = (2, 2, 3, 4)
 TIMEOUT = 300.0
 

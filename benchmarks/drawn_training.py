@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "healthy"))
+sys.path.insert(0, str(Path(__file__).parent / "healthy"))
 
 from common import VOCABULARY, History, Language, backward, begin, end, pictures, sentences
 
