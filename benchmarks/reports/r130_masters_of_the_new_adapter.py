@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """R130, miles#2572: an adapter is restored behind the back of the optimizer's float32 copies.
 
 radixark/miles#2572: a restart without the optimizer's state writes a saved adapter into the

@@ -86,6 +86,8 @@ class StateKind(StrEnum):
     """Updates of parameters of low precision against what rounding loses."""
     MISSED = "missed"
     """Calls in a row in which the optimizer finds no gradient."""
+    REPLACED = "replaced"
+    """Weights that were others than the optimizer's copies of them before the first update."""
     CONSTANT = "constant"
     """An input of the model that stays the same from step to step."""
     EXCHANGED = "exchanged"

@@ -13,8 +13,18 @@ from rankscope.bus.messages import HeldValues
 from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.judge import LostUpdates, OptimizerWithoutGradients
-from rankscope.evidence.optimizer.probe import WINDOW, MissedGradients, OptimizerProbe, RestMeter
+from rankscope.evidence.optimizer.judge import (
+    LostUpdates,
+    OptimizerWithoutGradients,
+    ReplacedWeights,
+)
+from rankscope.evidence.optimizer.probe import (
+    WINDOW,
+    CopiesBefore,
+    MissedGradients,
+    OptimizerProbe,
+    RestMeter,
+)
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -118,3 +128,55 @@ def test_an_optimizer_that_finds_no_gradient_is_named_unless_parameters_change(w
         assert (one.severity, one.first_step) == (Severity.ERROR, 0)
     text = " ".join(map(words, found))
     assert all(part in text for part in said)
+
+
+def loaded_before(net, copies):
+    with torch.no_grad():
+        net.last.weight.add_(1.0)
+        for copy, weight in zip(copies, net.parameters(), strict=True):
+            copy.copy_(weight)
+
+
+def loaded_after(net, copies):
+    with torch.no_grad():
+        net.last.weight.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "written_back", "said"),
+    [
+        (lambda net, copies: None, True, None),
+        (loaded_before, True, None),
+        (loaded_after, True, "1 weight of 5 (last.weight) were not what the optimizer's copies"),
+        (loaded_after, False, None),  # then nothing shows whose copies they are
+    ],
+)
+def test_weights_that_older_copies_replace_are_named(load, written_back, said):
+    torch.manual_seed(0)
+    net = Net(torch.bfloat16)
+    copies = [nn.Parameter(weight.detach().float()) for weight in net.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=1e-3)
+    load(net, copies)
+    before = CopiesBefore(net, optimizer)
+    for copy in copies:
+        copy.grad = torch.randn_like(copy)
+    optimizer.step()
+    if written_back:
+        with torch.no_grad():
+            for weight, copy in zip(net.parameters(), copies, strict=True):
+                weight.copy_(copy)
+    names = {id(weight): name for name, weight in net.named_parameters()}
+    replaced = before.see_update(names)
+    assert bool(replaced) is (said is not None)
+    if said is not None:
+        [found] = told(ReplacedWeights(), 0, replaced=replaced)
+        assert found.severity is Severity.WARNING
+        assert said in words(found)
+    assert before.see_update(names) == {}  # of the first update alone
+
+
+def test_an_optimizer_of_the_model_itself_has_no_copies():
+    net = Net(torch.bfloat16)
+    before = CopiesBefore(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    loaded_after(net, [])
+    assert before.see_update({}) == {}

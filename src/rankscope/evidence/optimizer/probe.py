@@ -29,7 +29,7 @@ from rankscope.gradients.digest import word_of
 from rankscope.gradients.host import HostCopy, number_of
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.optimizers import all_of, first_of, trained_copies
 from rankscope.wrappers.ranks import local_of
 
 PARAMETERS = "parameters"
@@ -39,6 +39,8 @@ _NO_SETTINGS = 8
 _MOST_NAMED = 8
 _MOST_MEASURED = 32  # parameters that are measured one by one, with their moments
 _MOST_ELEMENTS = 1 << 18  # of each, from its beginning
+_MOST_FINE = 1 << 10  # elements of each, of which the last bits are read
+_LAST_BITS = (1 << 13) - 1  # of a float32; zero in what was rounded to 16 bits
 
 
 class OptimizedParameter(NamedTuple):
@@ -93,11 +95,13 @@ class PendingHoldings:
         all_held = list(held_by(optimizer))
         self._names = [names.get(id(held.whole), "a parameter") for held in all_held]
         self._norms = Norms()
+        self._finer: dict[str, list[Tensor]] = defaultdict(list)  # whether bits beyond 16 are set
         measured = _chosen(self._names)
         for number, held in enumerate(all_held):
             for key, tensor in {PARAMETERS: held.parameter.detach(), **held.moments}.items():
                 self._add(reading, key, number, tensor)
                 if number in measured:
+                    self._finer[key] += _finer_than_half(tensor)
                     self._norms.add(f"{key} of {measured[number]}: norm", tensor)
             counter = held.counter
             if isinstance(counter, Tensor) and not counter.is_cpu:
@@ -108,6 +112,9 @@ class PendingHoldings:
         settings = {f"{n} {g[n]}" for g in groups.values() for n in _SETTINGS if n in g}
         self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
         self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
+        fine = [bits for some in self._finer.values() for bits in some]
+        joined = torch.stack([bits.to(fine[0].device) for bits in fine]) if fine else None
+        self._fine = None if joined is None else HostCopy(joined, own=True)
         self._reading = reading.begin()
         self._norms.begin()
 
@@ -123,17 +130,19 @@ class PendingHoldings:
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
         counted = self._counters is None or self._counters.ready
-        return self._reading.ready and counted and self._norms.ready
+        fine = self._fine is None or self._fine.ready
+        return self._reading.ready and counted and fine and self._norms.ready
 
     def read(self) -> dict[str, int]:
         """Wait for the device; return integers by name.
 
         Of the parameters and of each moment: ``held`` (number of tensors), ``zero`` (those that
         are zero everywhere), ``bits`` (a digest of all), ``bits in any order`` (one that does not
-        depend on which parameter has which) and one name for each type. ``step: lowest`` and
-        ``step: highest`` are the counters; ``without: NAME`` is a parameter whose moments are
-        missing or zero, where others' are not; ``setting NAME VALUE`` is a setting. Of some
-        parameters, ``KEY of NAME: norm`` is the norm of a moment, or its own, by its bits.
+        depend on which parameter has which), ``finer`` (of some in float32, those with more bits
+        than 16 can hold) and one name for each type. ``step: lowest`` and ``step: highest`` are
+        the counters; ``without: NAME`` is a parameter whose moments are missing or zero, where
+        others' are not; ``setting NAME VALUE`` is a setting. Of some parameters, ``KEY of NAME:
+        norm`` is the norm of a moment, or its own, by its bits.
         """
         found: dict[str, int] = defaultdict(int, self._known)
         bits: dict[str, int] = defaultdict(int)
@@ -151,11 +160,25 @@ class PendingHoldings:
         if counters:
             found[f"{COUNTER}: lowest"] = int(min(counters))
             found[f"{COUNTER}: highest"] = int(max(counters))
+        if self._fine is not None:
+            fine = iter(self._fine.numpy().tolist())
+            for key, some in self._finer.items():
+                found[f"{key}: finer"] = sum(next(fine) for _ in some)
         without = [name for number, name in enumerate(self._names) if number not in alive]
         if alive:
             found |= {f"without: {name}": 1 for name in without[:_MOST_NAMED]}
             found["without"] = len(without)
         return {**found, **self._norms.read()}
+
+
+def _finer_than_half(tensor: Tensor) -> list[Tensor]:
+    """Begin to read whether a float32 tensor, or its beginning, has more bits than 16 can hold."""
+    if type(tensor.detach()) is not Tensor or tensor.dtype is not torch.float32:
+        return []
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return []
+    bits = tensor.detach().view(-1)[:_MOST_FINE].view(torch.int32)
+    return [(bits & _LAST_BITS).any()]
 
 
 def _chosen(names: list[str]) -> dict[int, str]:
@@ -448,6 +471,47 @@ class MissedGradients:
         return {} if self._moves else numbers
 
 
+class CopiesBefore:
+    """Finds weights that the optimizer's copies replace in the first update of a session.
+
+    Where copies in another type are what an optimizer trains, each weight is its copy, rounded,
+    after an update. Before the first one it should be, too.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        own = {id(parameter) for parameter in module.parameters()}
+        held = [p for each in all_of(optimizer) for g in each.param_groups for p in g["params"]]
+        foreign = bool(held) and own.isdisjoint(map(id, held))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        all_plain = all(type(p) is nn.Parameter for p in [*held, *trained])
+        read = [*held, *trained] if foreign and all_plain and len(held) == len(trained) else []
+        self._before = {id(parameter): first_of(parameter) for parameter in read}
+
+    def see_update(self, names: Mapping[int, str]) -> dict[str, int]:
+        """Return how many weights have copies, and which were others before; empty without."""
+        before, self._before = self._before, {}
+        if not before:
+            return {}
+        pairs = trained_copies(all_of(self._optimizer), self._module.parameters())
+        if any(id(each) not in before for pair in pairs for each in pair):
+            return {}
+        rounded = [first_of(copy).to(weight.dtype).double() for weight, copy in pairs]
+        if not all(
+            torch.equal(first_of(weight), copied)
+            for (weight, _), copied in zip(pairs, rounded, strict=True)
+        ):
+            return {}
+        apart = [
+            names.get(id(weight), "a parameter")
+            for weight, copy in pairs
+            if not torch.equal(before[id(weight)], before[id(copy)].to(weight.dtype).double())
+        ]
+        named = {f"apart: {name}": 1 for name in apart[:_MOST_NAMED]}
+        return {"copies": len(pairs), "apart": len(apart), **named} if apart else {}
+
+
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
 
@@ -459,6 +523,7 @@ class OptimizerProbe(Probe):
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
         self._missed = MissedGradients(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
+        self._copies: CopiesBefore | None = None
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._begun = False
         self._num_calls = 0
@@ -473,6 +538,7 @@ class OptimizerProbe(Probe):
         if not self._begun:
             self._begun = True
             self._readings[StateKind.STARTED] = self._read()
+            self._copies = CopiesBefore(self._job.wrapped.module, self._job.optimizer)
 
     def before_update(self) -> None:
         """Look for a gradient."""
@@ -484,6 +550,10 @@ class OptimizerProbe(Probe):
         if optimizer is not self._caller:
             return
         self._num_calls += 1
+        copies, self._copies = self._copies, None
+        replaced = copies.see_update(self._names()) if copies is not None else {}
+        if replaced:
+            self._readings[StateKind.REPLACED] = Awaited([], partial(dict, replaced))
         rest = self._rest.see_update()
         if rest is not None:
             self._readings[StateKind.ROUNDED] = rest
@@ -500,10 +570,12 @@ class OptimizerProbe(Probe):
         self._readings[StateKind.SAVED] = self._read()
         self._next_time = now + _PAUSE * (time.monotonic() - now)
 
-    def _read(self) -> PendingHoldings:
+    def _names(self) -> dict[int, str]:
         places = places_of(self._job.wrapped.module)
-        names = {key: canonical_name(place.name) for key, place in places.items()}
-        return PendingHoldings(self._job.optimizer, names)
+        return {key: canonical_name(place.name) for key, place in places.items()}
+
+    def _read(self) -> PendingHoldings:
+        return PendingHoldings(self._job.optimizer, self._names())
 
     def collect(self, end: StepEnd) -> Pending | None:
         """Return the readings since the last step."""
