@@ -67,15 +67,15 @@ class OptimizedParameter(NamedTuple):
         return self.state.get(COUNTER, self.group.get(COUNTER) if self.state else None)
 
 
-def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
-    """Yield the parameters of which this worker holds elements, in the optimizer's order."""
+def held_by(optimizer: Any, *, empty: bool = False) -> Iterator[OptimizedParameter]:
+    """Yield the parameters of which this worker holds elements, or those of which it has none."""
     for each in all_of(optimizer):
         inner = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: this worker's share
         states = getattr(inner, "state", {})
         for group in getattr(inner, "param_groups", ()):
             for whole in group["params"]:
                 local = local_of(whole)
-                if local.numel():
+                if empty != bool(local.numel()):
                     state = states.get(whole, {})
                     yield OptimizedParameter(
                         local, {k: local_of(v) for k, v in state.items()}, group, whole
@@ -103,12 +103,16 @@ class PendingHoldings:
                 if number in measured:
                     self._finer[key] += _finer_than_half(tensor)
                     self._norms.add(f"{key} of {measured[number]}: norm", tensor)
-            counter = held.counter
+            groups[id(held.group)] = held.group
+        known = [held.counter for held in all_held if held.counter is not None]
+        if not known:  # one for a whole group may be beside a parameter with an empty shard
+            empty = [held.counter for held in held_by(optimizer, empty=True)]
+            known = [counter for counter in empty if counter is not None]
+        for counter in known:
             if isinstance(counter, Tensor) and not counter.is_cpu:
                 counters.append(counter.detach().double().reshape(()))
-            elif counter is not None:
+            else:
                 self._numbers.append(float(counter))
-            groups[id(held.group)] = held.group
         settings = {f"{n} {g[n]}" for g in groups.values() for n in _SETTINGS if n in g}
         self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
         self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
