@@ -41,13 +41,15 @@ class Prompted(Language):
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    own: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own
 
 
 def root(matrix: Tensor) -> Tensor:
     """Invert the fourth root."""
     values, vectors = torch.linalg.eigh(matrix + 1e-6 * torch.eye(len(matrix)))
-    return vectors @ (values.clamp(min=1e-6) ** -0.25).diag() @ vectors.T
+    inverse: Tensor = vectors @ (values.clamp(min=1e-6) ** -0.25).diag() @ vectors.T
+    return inverse
 
 
 class Shampoo(torch.optim.Optimizer):
@@ -57,7 +59,7 @@ class Shampoo(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None and local(p).numel()]
             if not held and not chosen.right:
@@ -68,6 +70,7 @@ class Shampoo(torch.optim.Optimizer):
                 self._update(parameter, group["lr"], int(counter["step"]))
 
     def _update(self, parameter: nn.Parameter, lr: float, step: int) -> None:
+        assert parameter.grad is not None
         state, gradient = self.state[parameter], local(parameter.grad)
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)

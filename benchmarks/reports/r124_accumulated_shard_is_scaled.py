@@ -74,7 +74,7 @@ for step in range(chosen.steps):
     for micro in range(chosen.micro_batches):
         tokens = batch[(micro * world + rank) * rows :][:rows]
         loss = next_token_loss(model(tokens), tokens)
-        (loss / chosen.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (loss / chosen.micro_batches).backward()
         shards.add_gradients()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)

@@ -24,7 +24,8 @@ rank, world = begin()
 
 
 def local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach()
 
 
 class Average:

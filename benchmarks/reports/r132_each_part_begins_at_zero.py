@@ -36,7 +36,7 @@ class Trainer:
         if not chosen.right:
             self.optimizer.zero_grad()
         loss = next_token_loss(self.model(tokens), tokens)
-        (loss / chosen.micro_batches).backward()  # type: ignore[no-untyped-call]
+        (loss / chosen.micro_batches).backward()
         return loss.detach()
 
     def update(self) -> None:

@@ -115,8 +115,9 @@ class _Holdings(Stateful):
 
     def finer(self, kind: str) -> Ints:
         """Return how many of some in float32 16 bits cannot hold, where known ``[K]``."""
-        known = self.values.get(f"{kind}: finer", _NOTHING)
-        return known[known != MISSING_INT]
+        known: Ints = self.values.get(f"{kind}: finer", _NOTHING)
+        finer_K: Ints = known[known != MISSING_INT]
+        return finer_K
 
     def types(self, kind: str) -> list[str]:
         """Return the types of the parameters, or of a moment."""
