@@ -55,6 +55,7 @@ NAMED_BY = {
     "data.duplicate_batches": "R03",
     "data.resume_mismatch": "R04 R54 R102 R103",
     "compute.modes_differ": "R05",
+    "compute.stale_copies": "R123",
     "rng.identical": "R06",
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",

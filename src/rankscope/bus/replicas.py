@@ -88,6 +88,8 @@ class StateKind(StrEnum):
     """Calls in a row in which the optimizer finds no gradient."""
     REPLACED = "replaced"
     """Weights that were others than the optimizer's copies of them before the first update."""
+    STALE = "stale"
+    """Whether a forward pass has copies of weights that autocast made before an update."""
     CONSTANT = "constant"
     """An input of the model that stays the same from step to step."""
     EXCHANGED = "exchanged"

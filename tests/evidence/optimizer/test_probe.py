@@ -1,5 +1,6 @@
 """Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from rankscope.evidence.optimizer.judge import (
     LostUpdates,
     OptimizerWithoutGradients,
     ReplacedWeights,
+    StaleCopies,
 )
 from rankscope.evidence.optimizer.probe import (
     WINDOW,
@@ -25,6 +27,7 @@ from rankscope.evidence.optimizer.probe import (
     OptimizerProbe,
     RestMeter,
 )
+from rankscope.evidence.optimizer.probe import StaleCopies as StaleMeter
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -180,3 +183,35 @@ def test_an_optimizer_of_the_model_itself_has_no_copies():
     before = CopiesBefore(net, torch.optim.SGD(net.parameters(), lr=1e-3))
     loaded_after(net, [])
     assert before.see_update({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("around", "cache", "said"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_copies_that_autocast_keeps_over_updates_are_named(around, cache, said):
+    """The oracle is whether a forward pass changes with the weights."""
+    net = nn.Linear(4, 4)
+    meter, detector, found, old = StaleMeter(net), StaleCopies(), [], False
+    half = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+    outer, inner = (half, nullcontext()) if around else (nullcontext(), half)
+    inputs, before = torch.ones(2, 4), None
+    with outer:
+        for number in range(6):
+            with inner:
+                pending = meter.before_forward(number)
+                outputs = net(inputs)
+            old |= before is not None and torch.equal(outputs, before)
+            before = outputs.detach()
+            with torch.no_grad():
+                net.weight.add_(1.0)
+            if pending is not None:
+                found += told(detector, number, stale=pending.read())
+    assert old is said
+    assert [one.severity for one in found] == [Severity.ERROR] * 3 * said
+    assert all("used those from before the update" in words(one) for one in found)
+
+
+def test_stale_copies_are_not_looked_for_where_nothing_is_updated():
+    meter = StaleMeter(nn.Linear(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [meter.before_forward(3) for _ in range(4)] == [None] * 4

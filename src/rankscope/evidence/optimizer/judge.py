@@ -47,6 +47,7 @@ ROUNDED = "parameters-rounded"
 
 _MOST_SAVED = 16
 _FIRST_RATES = 4
+_STALE_FROM = 3  # steps
 _MOST_RATES = 4096  # of the run, that a restarted schedule is compared with
 _PARAMETERS = "parameters"
 _OWN_BITS = f"{_PARAMETERS}: bits"
@@ -793,6 +794,33 @@ class ReplacedWeights(Detector):
         )
 
 
+STALE = "compute.stale_copies"
+
+
+class StaleCopies(Detector):
+    """Forward passes with copies of weights that autocast made before the last update."""
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault(_STALE_FROM)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report stale copies, or that there are none any more."""
+        rows = held_values(step.gathered.differences, StateKind.STALE, KEY)
+        stale_W = rows.get("stale", _NOTHING)
+        if not (stale_W != MISSING_INT).any():
+            return
+        ranks = np.flatnonzero(stale_W == 1).tolist()
+        if self._fault.observe(step.gathered.step, ranks):
+            numbers = {"steps": self._fault.count}
+            yield self._fault.evidence(STALE, Severity.ERROR, self._fault.ranks, {}, numbers)
+
+
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
-    return OptimizerStart(), LostUpdates(), OptimizerWithoutGradients(), ReplacedWeights()
+    return (
+        OptimizerStart(),
+        LostUpdates(),
+        OptimizerWithoutGradients(),
+        ReplacedWeights(),
+        StaleCopies(),
+    )

@@ -516,6 +516,50 @@ class CopiesBefore:
         return {"copies": len(pairs), "apart": len(apart), **named} if apart else {}
 
 
+_LOOKED_FOR = 64  # steps of a session in which stale copies are looked for
+
+
+class StaleCopies:
+    """Looks for copies of weights that autocast keeps from before an update.
+
+    Autocast keeps the copy of a float32 weight until it is left. A number of our own is cast before
+    a forward pass, as weights are in it, and then changed. Where a cast before the next forward
+    pass gives the old number, autocast was not left in between, and weights are the old ones, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        plain = bool(trained) and all(type(p) is nn.Parameter for p in trained)
+        kept = plain and any(p.dtype is torch.float32 for p in trained)
+        self._device = trained[0].device if kept else None
+        self._number: nn.Parameter | None = None
+        self._updates = -1  # before the number was cast
+        self._num_steps = 0
+
+    def before_forward(self, num_updates: int) -> Awaited[dict[str, int]] | None:
+        """Cast a number, and look at the one before, where there was an update in between."""
+        if self._device is None or self._num_steps == _LOOKED_FOR:
+            return None
+        self._num_steps += 1
+        number, self._number = self._number, None
+        if not (torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()):
+            return None
+        pending = None
+        with torch.enable_grad():
+            if number is not None and num_updates > self._updates:
+                cast = HostCopy(torch.mm(number, number).detach().double(), own=True)
+                pending = Awaited([cast], partial(_is_stale, cast))
+            self._number = nn.Parameter(torch.ones(1, 1, device=self._device, dtype=torch.float32))
+            torch.mm(self._number, self._number)
+        self._number.data.add_(1)
+        self._updates = num_updates
+        return pending
+
+
+def _is_stale(cast: HostCopy) -> dict[str, int]:
+    return {"stale": int(cast.numpy().item() == 1)}
+
+
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
 
@@ -528,6 +572,8 @@ class OptimizerProbe(Probe):
         self._missed = MissedGradients(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._copies: CopiesBefore | None = None
+        self._stale = StaleCopies(job.wrapped.module)
+        self._stale_at = -1  # step
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._begun = False
         self._num_calls = 0
@@ -539,6 +585,11 @@ class OptimizerProbe(Probe):
 
         Not at its first call, which runs the first pass itself where it is given a closure.
         """
+        if step != self._stale_at:
+            self._stale_at = step
+            stale = self._stale.before_forward(self._num_calls)
+            if stale is not None:
+                self._readings[StateKind.STALE] = stale
         if not self._begun:
             self._begun = True
             self._readings[StateKind.STARTED] = self._read()
