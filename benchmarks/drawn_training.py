@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent / "healthy"))
 from common import VOCABULARY, History, Language, backward, begin, end, pictures, sentences
 
 STEPS = 48
+follow: Callable[[float], Any] = swa_utils.get_ema_multi_avg_fn
 CHOICES: dict[str, tuple[Any, ...]] = {
     "model": ("language", "tied", "picture", "dense", "recurrent"),
     "wrapper": ("ddp", "ddp", "ddp views", "ddp static", "ddp half", "zero", "fsdp", "by hand"),
@@ -280,7 +281,7 @@ def make_model(job: Job) -> nn.Module:
     }
     core = cores[job.model]()
     if job.frozen != "nothing":
-        core.embed.requires_grad_(False)  # type: ignore[union-attr]
+        core.embed.requires_grad_(False)
     model = Whole(job, core)
     return model.to(torch.bfloat16) if job.precision == "bfloat16" else model
 
@@ -291,21 +292,19 @@ class Training:
     def __init__(self, job: Job, fault: str) -> None:
         self.job, self.fault, self.history, self.step = job, fault, History(), 0
         self.rank, self.ranks = begin()
-        self.model = make_model(job)
+        self.model: Any = make_model(job)
         self.odd = self.rank == 1  # the rank of a fault that one rank has
-        self.wrapped = self._wrap()
+        self.wrapped: Any = self._wrap()
         self.rows, self.held_out = Rows(job, 1), Rows(job, 9)
         torch.manual_seed(1000 + self.rank)
         self.optimizers = self._optimizers()
         self.schedules = [self._schedule(optimizer) for optimizer in self.optimizers]
         self.scaler = torch.amp.GradScaler("cpu", 256.0, enabled=job.precision == "scaler")
         self.average = (
-            AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-            if job.averaged
-            else None
+            swa_utils.AveragedModel(self.model, multi_avg_fn=follow(0.9)) if job.averaged else None
         )
 
-    def _wrap(self) -> nn.Module:
+    def _wrap(self) -> Any:
         kind = self.job.wrapper
         if kind == "by hand":
             return self.model
@@ -413,7 +412,9 @@ class Training:
                 loss = loss + 1e-3 * outputs.float().square().mean() / many
         if self.fault == "not divided":
             loss = loss * many
-        return loss * 4 if self.fault == "loss" and self.odd else loss
+        factor = 4.0 if self.fault == "loss" and self.odd else 1.0
+        whole: Tensor = loss * factor
+        return whole
 
     def tokens(self, window: list[Any]) -> Tensor:
         """Return how many labels the step has on all ranks."""

@@ -187,7 +187,7 @@ class _Training:
         output = self.model(**given)
         self._watched(partial(collector.end_forward, self.model, (), given, output))
         output["loss"].backward()
-        self._watched(collector.begin_optimizer_step)
+        self._watched(partial(collector.begin_optimizer_step, optimizer))
         optimizer.step()
         self._watched(partial(collector.count_optimizer_step, optimizer))
         optimizer.zero_grad()

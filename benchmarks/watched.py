@@ -42,11 +42,11 @@ FRAMEWORKS = (
     "trl",
 )
 _ON_FOUR_RANKS = """
-R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91 R97
+R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91 R97 R125
 H06 H12 H14 H17 H21 H26 H29 H32
 """
 ON_FOUR_RANKS = frozenset(_ON_FOUR_RANKS.split())
-_LAUNCHED_TWICE = "R04 R07 R24 R44 R45 R54 R76 R80 R87 R102 R103 R108"
+_LAUNCHED_TWICE = "R04 R07 R24 R44 R45 R54 R76 R80 R87 R102 R103 R108 R121 R126 R127 R128 R129 R130"
 LAUNCHED_TWICE = frozenset(_LAUNCHED_TWICE.split())
 """They save at the end of the first launch, and go on in the second one."""
 
@@ -55,6 +55,7 @@ NAMED_BY = {
     "data.duplicate_batches": "R03 R151",
     "data.resume_mismatch": "R04 R54 R102 R103",
     "compute.modes_differ": "R05",
+    "compute.stale_copies": "R123",
     "rng.identical": "R06",
     "state.average_jumps": "R07",
     "state.counts_rounded": "R08",
@@ -62,21 +63,22 @@ NAMED_BY = {
     "verify.derivative": "R10 R18 R46 R65 R77 R79 R82 R91 R97 R105 R106",
     "verify.loss": "R78 R86",
     "loss.no_gradient": "R12",
-    "state.buffers_differ": "R15",
+    "state.buffers_differ": "R15 R133",
     "data.coverage": "R16",
     "sync.not_reduced": "R20",
     "sync.clip_norm": "R21 R30 R85",
-    "sync.accumulation": "R22 R43 R55 R101",
+    "sync.accumulation": "R22 R43 R55 R101 R132",
     "state.other_tensors_held": "R26",
-    "counters-of-ranks-differ": "R29",
+    "counters-of-ranks-differ": "R29 R120",
     "state.replicas_differ": "R33 R61",
     "state.copy_never_changes": "R34",
     "data.overlapping_shards": "R37",
     "data.repeated_batches": "R38",
     "state.hyperparameters_differ": "R41",
-    "state.resume_mismatch": "R44 R45 R80 R87 R108",
+    "state.resume_mismatch": "R44 R45 R80 R87 R108 R129",
     "sync.expert_divisor": "R48",
-    "state.updates_lost": "R49",
+    "state.updates_lost": "R49 R128",
+    "state.weights_replaced": "R130",
     "sync.shard_factors": "R56",
     "sync.part_of_ranks": "R57",
     "state.statistics_twice": "R58",

@@ -48,10 +48,10 @@ class Rank:
         return [self.optimizer.state[p] for p in self.model.parameters()]
 
 
-def step_of(number, kind, ranks):
+def step_of(number, kind, ranks, rate=0.01):
     messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
     rows = HeldValues(Layout(2), KEY).combine(messages, {})
-    one = gathered(number, [[]] * len(ranks), lr=[0.01] * len(ranks))
+    one = gathered(number, [[]] * len(ranks), lr=[rate] * len(ranks))
     return StepReport(replace(one, **rows), {})
 
 
@@ -223,9 +223,36 @@ def test_parameters_that_were_not_loaded_are_named(change, severity, ranks, text
     assert "step counters are those saved in step 2, bit for bit" in words(found)
 
 
-@pytest.mark.parametrize("change", [lambda rank: None, lambda rank: rank.model.bfloat16().float()])
-def test_what_was_saved_is_healthy_also_where_the_parameters_are_rounded(change):
-    assert after_restart(three_ranks(), change) == []
+def test_what_was_saved_is_healthy():
+    assert after_restart(three_ranks(), lambda rank: None) == []
+
+
+def in_bfloat16(rank):
+    rank.model.bfloat16().float()
+
+
+def in_part(rank):
+    rank.model[0].bfloat16().float()
+
+
+@pytest.mark.parametrize(("change", "said"), [(in_bfloat16, True), (in_part, False)])
+def test_parameters_that_are_rounded_at_a_restart_are_a_note(change, said):
+    found = after_restart(three_ranks(), change)
+    assert [(one.key, one.severity) for one in found] == [(judge.ROUNDED, Severity.NOTE)] * said
+    assert all("what 4 parameters had beyond that is lost" in words(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("updates", "ranks"),
+    [([5, 3, 5], (1,)), ([5, 4, 5], ()), ([5, 5, 5], ()), ([1, 5, 3], (0, 2))],
+)
+def test_ranks_that_count_fewer_updates_are_named(updates, ranks):
+    ended = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
+    detector = judge.OptimizerStart()
+    found = evidence_of(detector, step_of(4, StateKind.SAVED, ended))
+    assert [(one.key, one.ranks) for one in found] == [(judge.UNCOUNTED, ranks)] * bool(ranks)
+    assert all(one.severity is Severity.WARNING for one in found)
+    assert evidence_of(detector, step_of(5, StateKind.SAVED, ended)) == []  # once
 
 
 def nothing_loaded(rank):
@@ -341,3 +368,34 @@ def test_ranks_that_hold_states_of_their_own_parameters_alone_begin_alike():
     for parameter in begun[1].model[0].parameters():
         del begun[1].optimizer.state[parameter]
     assert evidence_of(judge.OptimizerStart(), step_of(0, StateKind.STARTED, begun)) == []
+
+
+def rates_after(before, after):
+    """Return what is said of learning rates of a run, and of those after its restart."""
+    rank, detector, found = Rank(), judge.OptimizerStart(), []
+    for number, rate in enumerate([*before, *after]):
+        if number == len(before):
+            detector.close()
+        begins = number in (0, len(before))
+        kind = StateKind.STARTED if begins else StateKind.SAVED
+        found += evidence_of(detector, step_of(number, kind, [rank], rate))
+        rank.train(1)
+    return [one for one in found if one.key == judge.SCHEDULE]
+
+
+RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.45, 0.4, 0.35]
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], "goes through the first steps of the run again: it is 0.1"),
+        ([0.3, 0.4, 0.5, 0.45], "goes through steps 2 to 5 of the run again: it is 0.3"),
+        ([0.3, 0.25, 0.2, 0.15], None),
+        ([0.35] * 4, None),
+    ],
+)
+def test_a_learning_rate_that_goes_through_earlier_steps_again_is_a_note(after, said):
+    found = rates_after(RISING, after)
+    assert [one.severity for one in found] == [Severity.NOTE] * (said is not None)
+    assert all(said in words(one) for one in found)

@@ -1,5 +1,6 @@
 """Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,8 +14,20 @@ from rankscope.bus.messages import HeldValues, Layout
 from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.judge import LostUpdates, OptimizerWithoutGradients
-from rankscope.evidence.optimizer.probe import WINDOW, MissedGradients, OptimizerProbe, RestMeter
+from rankscope.evidence.optimizer.judge import (
+    LostUpdates,
+    OptimizerWithoutGradients,
+    ReplacedWeights,
+    StaleCopies,
+)
+from rankscope.evidence.optimizer.probe import (
+    WINDOW,
+    CopiesBefore,
+    MissedGradients,
+    OptimizerProbe,
+    RestMeter,
+)
+from rankscope.evidence.optimizer.probe import StaleCopies as StaleMeter
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -118,3 +131,87 @@ def test_an_optimizer_that_finds_no_gradient_is_named_unless_parameters_change(w
         assert (one.severity, one.first_step) == (Severity.ERROR, 0)
     text = " ".join(map(words, found))
     assert all(part in text for part in said)
+
+
+def loaded_before(net, copies):
+    with torch.no_grad():
+        net.last.weight.add_(1.0)
+        for copy, weight in zip(copies, net.parameters(), strict=True):
+            copy.copy_(weight)
+
+
+def loaded_after(net, copies):
+    with torch.no_grad():
+        net.last.weight.add_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("load", "written_back", "said"),
+    [
+        (lambda net, copies: None, True, None),
+        (loaded_before, True, None),
+        (loaded_after, True, "1 weight of 5 (last.weight) were not what the optimizer's copies"),
+        (loaded_after, False, None),  # then nothing shows whose copies they are
+    ],
+)
+def test_weights_that_older_copies_replace_are_named(load, written_back, said):
+    torch.manual_seed(0)
+    net = Net(torch.bfloat16)
+    copies = [nn.Parameter(weight.detach().float()) for weight in net.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=1e-3)
+    load(net, copies)
+    before = CopiesBefore(net, optimizer)
+    for copy in copies:
+        copy.grad = torch.randn_like(copy)
+    optimizer.step()
+    if written_back:
+        with torch.no_grad():
+            for weight, copy in zip(net.parameters(), copies, strict=True):
+                weight.copy_(copy)
+    names = {id(weight): name for name, weight in net.named_parameters()}
+    replaced = before.see_update(names)
+    assert bool(replaced) is (said is not None)
+    if said is not None:
+        [found] = told(ReplacedWeights(), 0, replaced=replaced)
+        assert found.severity is Severity.WARNING
+        assert said in words(found)
+    assert before.see_update(names) == {}  # of the first update alone
+
+
+def test_an_optimizer_of_the_model_itself_has_no_copies():
+    net = Net(torch.bfloat16)
+    before = CopiesBefore(net, torch.optim.SGD(net.parameters(), lr=1e-3))
+    loaded_after(net, [])
+    assert before.see_update({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("around", "cache", "said"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_copies_that_autocast_keeps_over_updates_are_named(around, cache, said):
+    """The oracle is whether a forward pass changes with the weights."""
+    net = nn.Linear(4, 4)
+    meter, detector, found, old = StaleMeter(net), StaleCopies(), [], False
+    half = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
+    outer, inner = (half, nullcontext()) if around else (nullcontext(), half)
+    inputs, before = torch.ones(2, 4), None
+    with outer:
+        for number in range(6):
+            with inner:
+                pending = meter.before_forward(number)
+                outputs = net(inputs)
+            old |= before is not None and torch.equal(outputs, before)
+            before = outputs.detach()
+            with torch.no_grad():
+                net.weight.add_(1.0)
+            if pending is not None:
+                found += told(detector, number, stale=pending.read())
+    assert old is said
+    assert [one.severity for one in found] == [Severity.ERROR] * 3 * said
+    assert all("used those from before the update" in words(one) for one in found)
+
+
+def test_stale_copies_are_not_looked_for_where_nothing_is_updated():
+    meter = StaleMeter(nn.Linear(4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [meter.before_forward(3) for _ in range(4)] == [None] * 4

@@ -15,6 +15,7 @@ from rankscope.evidence.reduction.judge import (
     LEFT_OVER,
     STEPS,
     STEPS_APPLIED,
+    THROWN_AWAY,
     AccumulationAudit,
     ChangedLater,
     ReductionChecks,
@@ -208,6 +209,39 @@ def test_a_gradient_that_two_updates_apply_is_left_over():
 
 def test_one_that_is_thrown_away_afterwards_is_not():
     assert evidence_of(AccumulationAudit(), *(left(n, range(W), calls=0) for n in range(5))) == []
+
+
+def passes(scale, *, of, every=4, away=True, micro=1.0):
+    """Yield passes of which every fourth ends with an update, or another one."""
+    for number in range(of):
+        updates = number % every == every - 1
+        yield step(
+            number,
+            observed=False,
+            micro_batches=np.full(W, micro),
+            optimizer_steps=np.full(W, int(updates)),
+            grad_scale=np.full(W, scale),
+            grad_set_aside=np.full(W, away and updates),
+        )
+
+
+def test_gradients_that_are_thrown_away_before_each_pass_are_named():
+    found = evidence_of(AccumulationAudit(), *passes(0.25, of=20))
+    assert [one.last_step for one in found] == [11, 15, 19]
+    assert {(one.key, one.severity) for one in found} == {(THROWN_AWAY, Severity.WARNING)}
+    assert "Each loss is divided by 4" in words(found[0])
+    assert "in 3 steps with an update" in words(found[0])
+    [*_, told] = evidence_of(AccumulationAudit(), *passes(0.5, of=20, every=2))
+    assert told.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 1.0}, {"scale": 0.25, "away": False}, {"scale": 0.25, "every": 3}, {"scale": 1.0,
+     "every": 1}, {"scale": 0.25, "micro": 4.0}],
+)  # fmt: skip
+def test_passes_whose_losses_are_not_divided_by_their_number_may_be_thrown_away(options):
+    assert evidence_of(AccumulationAudit(), *passes(of=40, **options)) == []
 
 
 def changed(number, factor, names=("block.weight",)):

@@ -7,6 +7,7 @@ of the optimizer's state has to be that one's, too.
 Legend of shapes: W workers.
 """
 
+import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -41,13 +42,18 @@ PRECISION = "moments-less-precise"
 SCHEDULE = "schedule-begins-anew"
 COUNTERS = "counters-of-ranks-differ"
 APART = "optimizers-begin-apart"
+UNCOUNTED = "updates-of-ranks-differ"
+ROUNDED = "parameters-rounded"
 
 _MOST_SAVED = 16
 _FIRST_RATES = 4
+_STALE_FROM = 3  # steps
+_MOST_RATES = 4096  # of the run, that a restarted schedule is compared with
 _PARAMETERS = "parameters"
 _OWN_BITS = f"{_PARAMETERS}: bits"
 _WITHOUT = "without: "
 _MOST_NAMED = 3
+_COUNTED_ONCE = {COUNTERS, UNCOUNTED}  # findings of counters that lag on some ranks
 _BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
 _NOTHING = np.empty(0, np.int64)
 _ROUNDING = 0.02  # of a norm: that of all elements to 8 bits is less
@@ -108,9 +114,15 @@ class _Holdings(Stateful):
         some = bool(held) and all((zero < h).all() for h, zero in held)
         return some and "step: highest" in self.values and self.counter == (0, 0)
 
+    def finer(self, kind: str) -> Ints:
+        """Return how many of some in float32 16 bits cannot hold, where known ``[K]``."""
+        known: Ints = self.values.get(f"{kind}: finer", _NOTHING)
+        finer_K: Ints = known[known != MISSING_INT]
+        return finer_K
+
     def types(self, kind: str) -> list[str]:
         """Return the types of the parameters, or of a moment."""
-        counted = ("held", "zero", "bits", "bits in any order")
+        counted = ("held", "zero", "bits", "bits in any order", "finer")
         names = (n.split(": ", 1) for n in self.values if n.startswith(f"{kind}: "))
         return sorted(name for _, name in names if name not in counted)
 
@@ -156,8 +168,10 @@ class OptimizerStart(RestartDetector):
       the first update: they have not loaded one checkpoint.
     - Step counters that lag on some ranks alone, of parameters whose moments are zero or missing
       there: the optimizer leaves them out. Not of experts, which may get no tokens on a rank.
-    - Settings that differ from those before the restart, a learning rate that goes through the
-      first steps of the run again, and moments of a narrower type than their parameters: notes.
+    - Step counters that are all lower on some ranks: updates were not counted, or not made there.
+    - Settings that differ from those before the restart, a learning rate that goes through earlier
+      steps of the run again, parameters that were rounded to 16 bits at a restart, and moments of a
+      narrower type than their parameters: notes.
     """
 
     def __init__(self) -> None:
@@ -166,7 +180,7 @@ class OptimizerStart(RestartDetector):
         self._last = _Holdings()  # at the last moment that was read
         self._saved: deque[_Holdings] = deque(maxlen=_MOST_SAVED)
         self._counts: dict[str, int] = {}  # of findings, by cause or key
-        self._first_rates: list[float] = []  # of the run's first steps
+        self._first_rates: list[float] = []  # of the run's steps before the restart
         self._rates: list[float] | None = None  # of those of a session that continues it
         self._rate = math.nan  # before the restart
 
@@ -184,6 +198,7 @@ class OptimizerStart(RestartDetector):
             self._saved.append(self._last)
             yield from self._precision(self._last)
             yield from self._lagging(self._last)
+            yield from self._uncounted(self._last)
 
     def _begin(self, now: _Holdings) -> Iterable[FaultEvidence]:
         yield from self._begins_apart(now)
@@ -296,6 +311,7 @@ class OptimizerStart(RestartDetector):
             ranks = changed
             what = f"are not ({others})"
         else:
+            yield from self._rounded(now, saved)
             return
         if not fresh and len(ranks) == width:  # averaged, or converted
             severity = Severity.NOTE
@@ -304,6 +320,13 @@ class OptimizerStart(RestartDetector):
         yield self._finding(
             RESUMED, severity, now, fields, _unless_all(ranks, width), key=NOT_LOADED
         )
+
+    def _rounded(self, now: _Holdings, saved: _Holdings) -> Iterable[FaultEvidence]:
+        """Report parameters in float32 that 16 bits could hold, and could not when saved."""
+        fine, were = now.finer(_PARAMETERS), saved.finer(_PARAMETERS)
+        if len(fine) and len(fine) == len(were) and not fine.any() and were.all():
+            fields = {"saved": f"{saved.step:,}", "number": count(int(were.max()), "parameter")}
+            yield self._finding(RESUMED, Severity.NOTE, now, fields, key=ROUNDED)
 
     def _settings(self, now: _Holdings) -> Iterable[FaultEvidence]:
         before = self._last.settings
@@ -320,7 +343,7 @@ class OptimizerStart(RestartDetector):
     def _follow_rate(self, step: int, rate: float) -> Iterable[FaultEvidence]:
         """Report a learning rate that begins again as in the first steps of the run."""
         if self._rates is None:
-            if len(self._first_rates) < _FIRST_RATES:
+            if len(self._first_rates) < _MOST_RATES:
                 self._first_rates.append(rate)
             self._rate = rate
             return
@@ -328,8 +351,11 @@ class OptimizerStart(RestartDetector):
         if len(self._rates) < _FIRST_RATES:
             return
         rates, self._rates = self._rates, None
-        if rates == self._first_rates and not math.isclose(rates[0], self._rate):
-            words = {"rate": f"{rates[0]:.4g}", "before": f"{self._rate:.4g}"}
+        at = _place_of(rates, self._first_rates)
+        if at is not None and not math.isclose(rates[0], self._rate):
+            words = {"rate": f"{rates[0]:.4g}", "before": f"{self._rate:.4g}",
+                     "again": "the first steps of the run" if at == 0
+                     else f"steps {at:,} to {at + _FIRST_RATES - 1:,} of the run"}  # fmt: skip
             start = _Holdings(step - _FIRST_RATES + 1, self._last.values)
             yield self._finding("state.schedule", Severity.NOTE, start, words, key=SCHEDULE)
 
@@ -369,6 +395,25 @@ class OptimizerStart(RestartDetector):
         yield self._finding(
             COUNTERS, Severity.WARNING, held, fields, np.flatnonzero(lags_W).tolist()
         )
+
+    def _uncounted(self, held: _Holdings) -> Iterable[FaultEvidence]:
+        """Report ranks whose optimizer has counted fewer updates for all that it holds, once."""
+        highest_W = held.values.get("step: highest", _NOTHING)
+        known_W = highest_W != MISSING_INT
+        if not known_W.any() or not _COUNTED_ONCE.isdisjoint(self._counts):
+            return
+        most = int(highest_W[known_W].max())
+        behind_W = known_W & (highest_W < most - 1)  # one may be read before an update
+        if not behind_W.any():
+            return
+        fields = {
+            "counters": _range((int(highest_W[behind_W].min()), int(highest_W[behind_W].max()))),
+            "others": f"{most:,}",
+        }
+        yield self._finding(
+            COUNTERS, Severity.WARNING, held, fields, np.flatnonzero(behind_W).tolist(),
+            key=UNCOUNTED,
+        )  # fmt: skip
 
     def _ahead(self, now: _Holdings) -> FaultEvidence:
         counter = now.counter[1]
@@ -571,6 +616,24 @@ def _unless_all(ranks: list[int], width: int) -> list[int]:
     return [] if len(ranks) == width else ranks
 
 
+def _place_of(rates: list[float], before: list[float]) -> int | None:
+    """Return the first step whose learning rate, with the next ones, is that of a new session.
+
+    Those of the first steps may be constant; elsewhere, each has to differ from the one before.
+
+    Example:
+        >>> _place_of([2.0, 3.0, 4.0, 3.0], [1.0, 2.0, 3.0, 4.0, 3.0, 2.0])
+        1
+    """
+    size = len(rates)
+    if rates == before[:size]:
+        return 0
+    if any(math.isclose(one, after) for one, after in itertools.pairwise(rates)):
+        return None
+    starts = (at for at in range(1, len(before) - size) if before[at : at + size] == rates)
+    return next(starts, None)
+
+
 def first_update_factor(counter: int, beta1: float, beta2: float) -> float:
     """Return Adam's first update with a counter that is ahead, over that with a counter of 0.
 
@@ -703,6 +766,65 @@ class OptimizerWithoutGradients(Detector):
         yield self._fault.evidence(UNSEEN, Severity.ERROR, self._ranks, fields, numbers)
 
 
+REPLACED = "state.weights_replaced"
+
+
+class ReplacedWeights(Detector):
+    """Weights that the first update of a session replaces by copies which the optimizer had made.
+
+    After an update, each weight is the rounded copy that the optimizer trains. Before the first one
+    some were not: they were loaded after the copies were made, and what was loaded is lost.
+    """
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report weights that were replaced in it."""
+        rows = held_values(step.gathered.differences, StateKind.REPLACED, KEY)
+        apart_W = rows.get("apart", _NOTHING)
+        known_W = (apart_W != MISSING_INT) & (apart_W > 0)
+        if not known_W.any():
+            return
+        ranks = _unless_all(np.flatnonzero(known_W).tolist(), len(known_W))
+        names = [name.removeprefix("apart: ") for name in rows if name.startswith("apart: ")]
+        number = step.gathered.step
+        fields = {
+            "step": f"{number:,}",
+            "apart": count(int(apart_W[known_W].max()), "weight"),
+            "copies": f"{int(rows['copies'][known_W].max()):,}",
+            "names": shortened(names, _MOST_NAMED),
+            "on": f" on {name_ranks(ranks)}" if ranks else "",
+        }
+        yield FaultEvidence(
+            REPLACED, Severity.WARNING, tuple(ranks), number, number, 1, fields, dict(fields)
+        )
+
+
+STALE = "compute.stale_copies"
+
+
+class StaleCopies(Detector):
+    """Forward passes with copies of weights that autocast made before the last update."""
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault(_STALE_FROM)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report stale copies, or that there are none any more."""
+        rows = held_values(step.gathered.differences, StateKind.STALE, KEY)
+        stale_W = rows.get("stale", _NOTHING)
+        if not (stale_W != MISSING_INT).any():
+            return
+        ranks = np.flatnonzero(stale_W == 1).tolist()
+        if self._fault.observe(step.gathered.step, ranks):
+            numbers = {"steps": self._fault.count}
+            yield self._fault.evidence(STALE, Severity.ERROR, self._fault.ranks, {}, numbers)
+
+
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
-    return OptimizerStart(), LostUpdates(), OptimizerWithoutGradients()
+    return (
+        OptimizerStart(),
+        LostUpdates(),
+        OptimizerWithoutGradients(),
+        ReplacedWeights(),
+        StaleCopies(),
+    )

@@ -30,7 +30,7 @@ from rankscope.gradients.host import HostCopy, number_of
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.fsdp2_model import is_fsdp2, managed_places
-from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.optimizers import all_of, first_of, trained_copies
 from rankscope.wrappers.ranks import local_of
 
 PARAMETERS = "parameters"
@@ -40,6 +40,8 @@ _NO_SETTINGS = 8
 _MOST_NAMED = 8
 _MOST_MEASURED = 32  # parameters that are measured one by one, with their moments
 _MOST_ELEMENTS = 1 << 18  # of each, from its beginning
+_MOST_FINE = 1 << 10  # elements of each, of which the last bits are read
+_LAST_BITS = (1 << 13) - 1  # of a float32; zero in what was rounded to 16 bits
 
 
 class OptimizedParameter(NamedTuple):
@@ -67,15 +69,15 @@ class OptimizedParameter(NamedTuple):
         return self.state.get(COUNTER, self.group.get(COUNTER) if self.state else None)
 
 
-def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
-    """Yield the parameters of which this worker holds elements, in the optimizer's order."""
+def held_by(optimizer: Any, *, empty: bool = False) -> Iterator[OptimizedParameter]:
+    """Yield the parameters of which this worker holds elements, or those of which it has none."""
     for each in all_of(optimizer):
         inner = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: this worker's share
         states = getattr(inner, "state", {})
         for number, group in enumerate(getattr(inner, "param_groups", ())):
             for place, whole in enumerate(group["params"]):
                 local = local_of(whole)
-                if local.numel():
+                if empty != bool(local.numel()):
                     state = {key: local_of(each) for key, each in states.get(whole, {}).items()}
                     words = f"parameter {place} of group {number}"
                     yield OptimizedParameter(local, state, group, whole, words)
@@ -94,21 +96,30 @@ class PendingHoldings:
         all_held = list(held_by(optimizer))
         self._names = [names.get(id(held.whole), held.place) for held in all_held]
         self._norms = Norms()
+        self._finer: dict[str, list[Tensor]] = defaultdict(list)  # whether bits beyond 16 are set
         measured = _chosen(self._names)
         for number, held in enumerate(all_held):
             for key, tensor in {PARAMETERS: held.parameter.detach(), **held.moments}.items():
                 self._add(reading, key, number, tensor)
                 if number in measured:
+                    self._finer[key] += _finer_than_half(tensor)
                     self._norms.add(f"{key} of {measured[number]}: norm", tensor)
-            counter = held.counter
+            groups[id(held.group)] = held.group
+        known = [held.counter for held in all_held if held.counter is not None]
+        if not known:  # one for a whole group may be beside a parameter with an empty shard
+            empty = [held.counter for held in held_by(optimizer, empty=True)]
+            known = [counter for counter in empty if counter is not None]
+        for counter in known:
             if isinstance(counter, Tensor) and not counter.is_cpu:
                 counters.append(counter.detach().double().reshape(()))
-            elif counter is not None:
+            else:
                 self._numbers.append(float(counter))
-            groups[id(held.group)] = held.group
         settings = {f"{n} {g[n]}" for g in groups.values() for n in _SETTINGS if n in g}
         self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
         self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
+        fine = [bits for some in self._finer.values() for bits in some]
+        joined = torch.stack([bits.to(fine[0].device) for bits in fine]) if fine else None
+        self._fine = None if joined is None else HostCopy(joined, own=True)
         self._reading = reading.begin()
         self._norms.begin()
 
@@ -124,17 +135,19 @@ class PendingHoldings:
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
         counted = self._counters is None or self._counters.ready
-        return self._reading.ready and counted and self._norms.ready
+        fine = self._fine is None or self._fine.ready
+        return self._reading.ready and counted and fine and self._norms.ready
 
     def read(self) -> dict[str, int]:
         """Wait for the device; return integers by name.
 
         Of the parameters and of each moment: ``held`` (number of tensors), ``zero`` (those that
         are zero everywhere), ``bits`` (a digest of all), ``bits in any order`` (one that does not
-        depend on which parameter has which) and one name for each type. ``step: lowest`` and
-        ``step: highest`` are the counters; ``without: NAME`` is a parameter whose moments are
-        missing or zero, where others' are not; ``setting NAME VALUE`` is a setting. Of some
-        parameters, ``KEY of NAME: norm`` is the norm of a moment, or its own, by its bits.
+        depend on which parameter has which), ``finer`` (of some in float32, those with more bits
+        than 16 can hold) and one name for each type. ``step: lowest`` and ``step: highest`` are
+        the counters; ``without: NAME`` is a parameter whose moments are missing or zero, where
+        others' are not; ``setting NAME VALUE`` is a setting. Of some parameters, ``KEY of NAME:
+        norm`` is the norm of a moment, or its own, by its bits.
         """
         found: dict[str, int] = defaultdict(int, self._known)
         bits: dict[str, int] = defaultdict(int)
@@ -152,11 +165,25 @@ class PendingHoldings:
         if counters:
             found[f"{COUNTER}: lowest"] = int(min(counters))
             found[f"{COUNTER}: highest"] = int(max(counters))
+        if self._fine is not None:
+            fine = iter(self._fine.numpy().tolist())
+            for key, some in self._finer.items():
+                found[f"{key}: finer"] = sum(next(fine) for _ in some)
         without = [name for number, name in enumerate(self._names) if number not in alive]
         if alive:
             found |= {f"without: {name}": 1 for name in without[:_MOST_NAMED]}
             found["without"] = len(without)
         return {**found, **self._norms.read()}
+
+
+def _finer_than_half(tensor: Tensor) -> list[Tensor]:
+    """Begin to read whether a float32 tensor, or its beginning, has more bits than 16 can hold."""
+    if type(tensor.detach()) is not Tensor or tensor.dtype is not torch.float32:
+        return []
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return []
+    bits = tensor.detach().view(-1)[:_MOST_FINE].view(torch.int32)
+    return [(bits & _LAST_BITS).any()]
 
 
 def _chosen(names: list[str]) -> dict[int, str]:
@@ -456,6 +483,91 @@ class MissedGradients:
         return {} if self._moves else numbers
 
 
+class CopiesBefore:
+    """Finds weights that the optimizer's copies replace in the first update of a session.
+
+    Where copies in another type are what an optimizer trains, each weight is its copy, rounded,
+    after an update. Before the first one it should be, too.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        own = {id(parameter) for parameter in module.parameters()}
+        held = [p for each in all_of(optimizer) for g in each.param_groups for p in g["params"]]
+        foreign = bool(held) and own.isdisjoint(map(id, held))
+        trained = [p for p in module.parameters() if p.requires_grad]
+        all_plain = all(type(p) is nn.Parameter for p in [*held, *trained])
+        read = [*held, *trained] if foreign and all_plain and len(held) == len(trained) else []
+        self._before = {id(parameter): first_of(parameter) for parameter in read}
+
+    def see_update(self, names: Mapping[int, str]) -> dict[str, int]:
+        """Return how many weights have copies, and which were others before; empty without."""
+        before, self._before = self._before, {}
+        if not before:
+            return {}
+        pairs = trained_copies(all_of(self._optimizer), self._module.parameters())
+        if any(id(each) not in before for pair in pairs for each in pair):
+            return {}
+        rounded = [first_of(copy).to(weight.dtype).double() for weight, copy in pairs]
+        if not all(
+            torch.equal(first_of(weight), copied)
+            for (weight, _), copied in zip(pairs, rounded, strict=True)
+        ):
+            return {}
+        apart = [
+            names.get(id(weight), "a parameter")
+            for weight, copy in pairs
+            if not torch.equal(before[id(weight)], before[id(copy)].to(weight.dtype).double())
+        ]
+        named = {f"apart: {name}": 1 for name in apart[:_MOST_NAMED]}
+        return {"copies": len(pairs), "apart": len(apart), **named} if apart else {}
+
+
+_LOOKED_FOR = 64  # steps of a session in which stale copies are looked for
+
+
+class StaleCopies:
+    """Looks for copies of weights that autocast keeps from before an update.
+
+    Autocast keeps the copy of a float32 weight until it is left. A number of our own is cast before
+    a forward pass, as weights are in it, and then changed. Where a cast before the next forward
+    pass gives the old number, autocast was not left in between, and weights are the old ones, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        plain = bool(trained) and all(type(p) is nn.Parameter for p in trained)
+        kept = plain and any(p.dtype is torch.float32 for p in trained)
+        self._device = trained[0].device if kept else None
+        self._number: nn.Parameter | None = None
+        self._updates = -1  # before the number was cast
+        self._num_steps = 0
+
+    def before_forward(self, num_updates: int) -> Awaited[dict[str, int]] | None:
+        """Cast a number, and look at the one before, where there was an update in between."""
+        if self._device is None or self._num_steps == _LOOKED_FOR:
+            return None
+        self._num_steps += 1
+        number, self._number = self._number, None
+        if not (torch.is_autocast_enabled(self._device.type) and torch.is_autocast_cache_enabled()):
+            return None
+        pending = None
+        with torch.enable_grad():
+            if number is not None and num_updates > self._updates:
+                cast = HostCopy(torch.mm(number, number).detach().double(), own=True)
+                pending = Awaited([cast], partial(_is_stale, cast))
+            self._number = nn.Parameter(torch.ones(1, 1, device=self._device, dtype=torch.float32))
+            torch.mm(self._number, self._number)
+        self._number.data.add_(1)
+        self._updates = num_updates
+        return pending
+
+
+def _is_stale(cast: HostCopy) -> dict[str, int]:
+    return {"stale": int(cast.numpy().item() == 1)}
+
+
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
 
@@ -467,6 +579,9 @@ class OptimizerProbe(Probe):
         self._rest = RestMeter(job.wrapped.module, job.optimizer)
         self._missed = MissedGradients(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
+        self._copies: CopiesBefore | None = None
+        self._stale = StaleCopies(job.wrapped.module)
+        self._stale_at = -1  # step
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._begun = False
         self._num_calls = 0
@@ -478,9 +593,15 @@ class OptimizerProbe(Probe):
 
         Not at its first call, which runs the first pass itself where it is given a closure.
         """
+        if step != self._stale_at:
+            self._stale_at = step
+            stale = self._stale.before_forward(self._num_calls)
+            if stale is not None:
+                self._readings[StateKind.STALE] = stale
         if not self._begun:
             self._begun = True
             self._readings[StateKind.STARTED] = self._read()
+            self._copies = CopiesBefore(self._job.wrapped.module, self._job.optimizer)
 
     def before_update(self, optimizer: Any) -> None:
         """Look for a gradient."""
@@ -492,6 +613,10 @@ class OptimizerProbe(Probe):
         if optimizer is not self._caller:
             return
         self._num_calls += 1
+        copies, self._copies = self._copies, None
+        replaced = copies.see_update(self._names()) if copies is not None else {}
+        if replaced:
+            self._readings[StateKind.REPLACED] = Awaited([], partial(dict, replaced))
         rest = self._rest.see_update()
         if rest is not None:
             self._readings[StateKind.ROUNDED] = rest
@@ -508,10 +633,12 @@ class OptimizerProbe(Probe):
         self._readings[StateKind.SAVED] = self._read()
         self._next_time = now + _PAUSE * (time.monotonic() - now)
 
-    def _read(self) -> PendingHoldings:
+    def _names(self) -> dict[int, str]:
         places = places_of(self._job.wrapped.module)
-        names = {key: canonical_name(place.name) for key, place in places.items()}
-        return PendingHoldings(self._job.optimizer, names)
+        return {key: canonical_name(place.name) for key, place in places.items()}
+
+    def _read(self) -> PendingHoldings:
+        return PendingHoldings(self._job.optimizer, self._names())
 
     def collect(self, end: StepEnd) -> Pending | None:
         """Return the readings since the last step."""

@@ -49,6 +49,7 @@ from rankscope.stats.state import Stateful
 CAUSE = "sync.accumulation"
 LEFT_OVER = "gradient-left-over"
 FILLED = "gradient-filled"
+THROWN_AWAY = "gradients-thrown-away"
 CHANGED_LATER = "sync.changed_later"
 
 CHANGED = 1e-4
@@ -72,6 +73,8 @@ _DROPPED = (
     "stage: make those for all lengths before the training, and call each once."
 )
 
+_MOST_PASSES = 1024  # of an update
+
 _SAME_FACTOR = 0.01
 _STEADY = 1e-3  # in clipping by layer, three factors within 1 % are a coincidence that occurs
 _NAMED = 4
@@ -92,6 +95,8 @@ class AccumulationAudit(Detector):
       accumulated gradient was reset, multiplied, or changed otherwise.
     - A step's backward pass added to a gradient that the optimizer had applied, and it applied the
       sum.
+    - Losses were divided by the number of backward passes since the last update, and the gradients
+      of all of these but the last had been taken away without one.
     - It added to other values that were there since the update before, and the optimizer applied
       the sum. Not where the optimizer lacks parameters: nothing need zero theirs.
     """
@@ -105,6 +110,9 @@ class AccumulationAudit(Detector):
         self._in_schedule = False
         self._left_over = PersistentFault()
         self._filled = PersistentFault(_FILLED_FROM)
+        self._thrown_away = PersistentFault(ERROR_FROM)
+        self._scales: list[float] = []  # of the passes since the last update
+        self._passes = 0  # of an update that had the last one alone
         self._updated = False  # whether all workers have updated in the step before
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -112,6 +120,7 @@ class AccumulationAudit(Detector):
         yield from self._see_changed(step.gathered)
         yield from self._see_left_over(step.gathered)
         yield from self._see_filled(step.gathered)
+        yield from self._see_thrown_away(step.gathered)
 
     # Between micro-batches -----------------------------------------------------------------
 
@@ -180,6 +189,29 @@ class AccumulationAudit(Detector):
         if seen.observe(gathered.step, ranks):
             numbers = {"steps": seen.count, "kind": "filled"}
             yield seen.evidence(CAUSE, Severity.WARNING, seen.ranks, {}, numbers, key=FILLED)
+
+    def _see_thrown_away(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
+        """Judge the passes of an update; steps without one are those whose gradients are gone."""
+        workers = gathered.workers
+        updated_W = workers["optimizer_steps"] > 0
+        single = bool((workers["micro_batches"] == 1).all())
+        self._scales.append(common_scale(gathered) if single else math.nan)
+        if not updated_W.all():
+            if updated_W.any() or len(self._scales) > _MOST_PASSES:
+                self._scales = [math.nan]
+            return
+        scales, self._scales = self._scales, []
+        passes = len(scales)
+        gone = passes > 1 and bool(workers["grad_set_aside"].all())
+        divided = all(abs(scale * passes - 1) <= _STEADY for scale in scales)
+        seen = self._thrown_away
+        if gone and divided:
+            self._passes = passes
+        if seen.observe(gathered.step, range(len(updated_W)) if gone and divided else ()):
+            numbers = {"steps": seen.count, "kind": "thrown away", "passes": self._passes}
+            fields = {"passes": f"{self._passes:,}"}
+            severity = Severity.NOTE if self._passes <= _FEWEST_PASSES else Severity.WARNING
+            yield seen.evidence(CAUSE, severity, (), fields, numbers, key=THROWN_AWAY)
 
 
 class ChangedLater(Detector):

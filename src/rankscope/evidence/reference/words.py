@@ -48,8 +48,8 @@ _LOSS_RIGHT = (
 )
 
 _LOSS_DIVIDED = (
-    ", times {factor:.3g}: each rank differentiates the loss of all of them, and the mean over "
-    "workers divides it once more"
+    ", times {factor:.3g}: each rank differentiates the loss of all that it exchanges tensors "
+    "with, and the mean over workers divides it once more"
 )
 
 _LOSS_UNCHECKED = (
@@ -99,11 +99,12 @@ class LossCheck:
 
     @property
     def _divided(self) -> bool:
-        """Whether what came back is the derivative, over the number of ranks or times it."""
+        """Whether what came back is the derivative, over the ranks of a group or times them."""
         if self.verdict is None or self.verdict.answer is not SlopeAnswer.FACTOR:
             return False
         factor = self.verdict.factor
-        return any(abs(factor * n - 1) < _SAME for n in (self.num_ranks, 1 / self.num_ranks))
+        groups = [n for n in range(2, self.num_ranks + 1) if self.num_ranks % n == 0]
+        return any(abs(factor * n - 1) < _SAME for of in groups for n in (of, 1 / of))
 
     @property
     def taken(self) -> bool:
