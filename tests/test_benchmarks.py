@@ -98,6 +98,7 @@ SMALL = {
     "agent_cost": "--workers 2 --steps 4 --batch 1",
     "audit": "--parts limits --sizes 10000",
     "compiled": "--ranks 1 --blocks 1 --warm-up 0 --backend eager --width 8",
+    "drawn_jobs": "--seeds 2:3 --only healthy",
     "evidence": "--pairs 1",
     "hosts": "--parts start --times 1",
     "in_turns": "--model 2_layers --ranks 1 --blocks 1 --warm-up 0",
