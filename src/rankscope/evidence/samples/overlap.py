@@ -123,7 +123,8 @@ class OverlappingShards(Detector):
             distinct, error = self._ledger.scale_up(now.remembered)
             self._made_anew = self._made_anew or distinct - 4 * error > self._rows
             if self._begins_epoch():
-                found += self._padding.end_epoch()
+                if not now.counts.new:  # else a buffer of samples may still grow
+                    found += self._padding.end_epoch()
                 self._begin_epoch([] if now.counts.new else [drawn[at]])
                 follow = self._ledger.observe(drawn.after(at))
             yield found
