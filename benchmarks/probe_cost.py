@@ -141,7 +141,9 @@ class Watched:
             guard(collector.end_forward, model, args, kwargs, output)
 
         self.hook = ModuleHook(self.model, before, after)
-        self.optimizer.register_step_pre_hook(lambda *_: guard(collector.begin_optimizer_step))
+        self.optimizer.register_step_pre_hook(
+            lambda *_: guard(collector.begin_optimizer_step, self.optimizer)
+        )
         self.optimizer.register_step_post_hook(
             lambda *_: guard(collector.count_optimizer_step, self.optimizer)
         )

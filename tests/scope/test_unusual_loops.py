@@ -292,7 +292,7 @@ def test_measured_right_or_not_at_all(trained, name):
     _, flags = run.per_worker("grad_carried_over")
     assert flags.astype(bool).tolist() == [[e == CARRIED_OVER for e in step] for step in expected]
     _, left = run.per_worker("grad_left_over")
-    assert left.astype(bool).tolist() == flags.astype(bool).tolist()
+    assert CASES[name] is not thrown_away_before_its_own or not left.any()
     _, norms = run.per_worker("grad_norm")
     fine = [step for step, seen in enumerate(observed) if seen]
     estimated = CASES[name] is micro_batches_that_all_synchronise

@@ -178,7 +178,7 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     early, last = found["incomplete"], options.get("num_steps", STEPS) - 1
     assert early.severity is Severity.NOTE  # a crash alone is no fault
     end = f"The record ends early, with step {last}: the training stopped there, or went on "
-    assert early.headline.startswith(f"{end}unwatched.")
+    assert early.headline.startswith(f"{end}without being recorded.")
     assert "Healthy" not in early.headline
     assert "See the log" in early.recommendation
     assert "Nothing to change." not in early.recommendation

@@ -40,7 +40,7 @@ from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.datasets import digests_by_field, repeats_rows
 from rankscope.wrappers.find import is_compiled
-from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.living import framework, live_objects
 from rankscope.wrappers.optimizers import all_of, held_bits, held_names
 
 Fact = str | int | bool
@@ -359,9 +359,10 @@ def training_facts(
 
 def _declared() -> Facts:
     """Return by how many micro-batches Accelerate divides each loss that it gets."""
-    state: Any = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    shared = getattr(state, "_shared_state", {})
-    return {"declared_micro_batches": int(state().num_steps)} if shared else {}
+    kind = framework("accelerate.accelerator")
+    found = live_objects(kind)[kind] if kind else ()
+    numbers = {int(each.gradient_accumulation_steps) for each in found}
+    return {"declared_micro_batches": numbers.pop()} if len(numbers) == 1 else {}
 
 
 def _unsaved_buffers(module: nn.Module) -> Facts:

@@ -238,7 +238,9 @@ class LossScale(Detector):
         counted = self._divided and not self._by_loop  # the multipliers are those of the sum then
         wanted = (1.0,) if counted else (1.0, self._summed)
         right = any(math.isclose(scale * by, 1, rel_tol=_CLOSE) for by in wanted)
-        silent = self._scaler or self._sums.found or right
+        idle_W = gathered.workers["idle_passes"]
+        thrown = bool((gathered.workers["grad_set_aside"] & (idle_W > 0)).all())  # see the audit
+        silent = self._scaler or self._sums.found or right or thrown
         factor = ""
         if not silent and math.isnan(self._summed):
             factor = self._tokens(gathered)

@@ -201,7 +201,7 @@ class AccumulationAudit(Detector):
                 self._scales = [math.nan]
             return
         scales, self._scales = self._scales, []
-        passes = len(scales)
+        passes = len(scales) + max(0, int(workers["idle_passes"].max()))
         gone = passes > 1 and bool(workers["grad_set_aside"].all())
         divided = all(abs(scale * passes - 1) <= _STEADY for scale in scales)
         seen = self._thrown_away

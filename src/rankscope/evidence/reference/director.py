@@ -21,6 +21,7 @@ _log = logging.getLogger("rankscope")
 
 _UNKNOWN = (float("nan"),)
 _MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
+_SAME = 1e-3  # relative: sums of factors
 _SAME_FACTOR = 1e-5  # relative: rounding of losses in float32
 _UNKNOWN_FACTOR = (
     "the factor between the loss and what backward was called on is not known: give the loss by "
@@ -58,7 +59,9 @@ class Verifications(ShareDirector[ReferenceShare]):
     def judge(self, step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> Iterable[Finding]:
         """Judge the step's gradient."""
         finding = self._judge(step, shares)
-        if step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0 and finding.cause not in _PROVE:
+        aside = step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0
+        lost = finding.cause == "verify.micro_batches" and _are_divided(step, shares)
+        if aside and not lost and finding.cause not in _PROVE:
             finding = declined(_SET_ASIDE, (), step.step)
         yield finding
 
@@ -141,6 +144,13 @@ class Verifications(ShareDirector[ReferenceShare]):
             if not (np.isfinite(part.given_PK).all() and np.isfinite(part.terms_MPK).all()):
                 return "it is not finite"
         return ""
+
+
+def _are_divided(step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> bool:
+    """Return whether losses were divided by the number of passes, as those of micro-batches are."""
+    passes_W = np.array([len(shares[rank].terms_MPK) for rank in sorted(shares)])
+    scales_W = np.asarray(step.workers["grad_scale"])
+    return bool((passes_W > 1).all()) and np.allclose(passes_W * scales_W, 1, rtol=_SAME)
 
 
 def _repeats_its_batch(step: GatheredStep) -> bool:
