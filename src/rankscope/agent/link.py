@@ -60,11 +60,13 @@ if TYPE_CHECKING:
 
 ROOM_BYTES = 1 << 20  # with more bytes waiting, steps are sent without gradients
 MOST_BYTES = 32 << 20  # with more bytes waiting, the agent counts as lost
-SILENT_SECONDS = 60.0  # the same after this long without progress, with frames waiting
+SILENT_SECONDS = 300.0
+"""The same after this long without progress, with frames waiting: a machine may have no time for it
+for minutes. ``MOST_BYTES`` limits the memory meanwhile."""
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
 _CHUNK = 1 << 16
-_LOOK = 1 / 60  # share of that time between two looks at an agent that keeps up
+_LOOK = 1 / 300  # share of that time between two looks at an agent that keeps up
 
 Connect = Callable[[], socket.socket]
 
