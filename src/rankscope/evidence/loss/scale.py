@@ -87,6 +87,10 @@ _DECLARED = (
     "{micro} of the {declared} micro-batches that gradient_accumulation_steps declares, and by "
     "which each loss is divided"
 )
+_OF_DECLARED = (
+    " Let each update have that many: with Accelerate, each batch is trained under "
+    "accelerator.accumulate(model). Or declare as many as an update has."
+)
 
 
 class LossScale(Detector):
@@ -303,6 +307,8 @@ class LossScale(Detector):
 
     def _evidence(self, micro: int, meant: str) -> FaultEvidence:
         advice = _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS
+        if "gradient_accumulation_steps" in self._factor:
+            advice = _OF_DECLARED
         advice += _OF_WINDOWS if round(self._value, 2) == micro > 1 else ""
         where = _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE
         if self._later:
