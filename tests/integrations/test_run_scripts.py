@@ -13,6 +13,7 @@ from integrations.run_commands import RUN, SCRIPTS, start_on_ranks
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.verdict.assessment import assess
+from rankscope.verdict.coverage import coverage_of
 from support.findings import faults
 from support.forked_ranks import run_on_ranks
 
@@ -100,12 +101,16 @@ def test_an_engine_that_gets_no_new_weights_is_found_in_an_unmodified_script(tmp
     assert STALE_FROM <= found.first_step <= STALE_FROM + 5
 
 
-def test_a_second_model_that_nobody_wraps_is_named_in_the_verdict(tmp_path):
-    ended = start_on_ranks(tmp_path / "run", SCRIPTS / "train_half_wrapped.py")
+@pytest.mark.parametrize("words", [(), ("reduces",)], ids=["alone", "reduced by hand"])
+def test_a_second_model_that_nobody_wraps_is_named(tmp_path, words):
+    ended = start_on_ranks(tmp_path / "run", SCRIPTS / "train_half_wrapped.py", *words)
     assert ended.returncode == 0, ended.stderr
-    found = assess(Run.open(tmp_path / "run"))
-    assert found.word == "note"
+    run = Run.open(tmp_path / "run")
     assert "2 of the 4 trained tensors watched, without Linear.bias and Linear.weight" in (
-        found.headline
+        coverage_of(run).limits
     )
-    assert "Give a second model a wrapper of its own" in found.recommendation
+    assert set(faults(run)) == (
+        set() if words else {"state.unwatched_differs:Linear.bias and Linear.weight"}
+    )
+    if words:
+        assert "Give a second model a wrapper of its own" in assess(run).recommendation

@@ -82,6 +82,8 @@ class StateKind(StrEnum):
     """The same when the training saves its optimizer, and when the session ends."""
     JOINED = "joined"
     """A parameter that is trained, and was not when the session began; how many are, so far."""
+    OUTSIDE = "outside"
+    """Parameters of a model that is trained and not watched."""
     ROUNDED = "rounded"
     """Updates of parameters of low precision against what rounding loses."""
     MISSED = "missed"

@@ -1,5 +1,7 @@
 """A script that trains a generator in a wrapper, and a discriminator without one."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +24,8 @@ def main():
         (
             F.softplus(critic(made.detach())) + F.softplus(-critic(torch.rand(4, 8)))
         ).mean().backward()
+        for parameter in critic.parameters() if "reduces" in sys.argv else ():
+            dist.all_reduce(parameter.grad)
         second.step()
         first.zero_grad()
         F.softplus(-critic(made)).mean().backward()

@@ -1,4 +1,4 @@
-"""Parameters that the training begins to train after ``watch``, and whose gradients nobody reads."""
+"""Parameters that are trained and whose gradients nobody reads: begun later, or of other models."""
 
 from rankscope.bus.evidence import Evidence
 

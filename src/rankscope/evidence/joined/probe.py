@@ -5,14 +5,18 @@ perhaps, that is not watched.
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
+from rankscope.bus.words import shortened
 from rankscope.evidence.joined import KEY
+from rankscope.gradients.digest import digest_tensor
+from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import owned_names
 from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE, all_parameters
 from rankscope.wrappers.optimizers import all_of
@@ -21,24 +25,40 @@ EVERY = 8
 """Calls of the optimizer from one look to the next."""
 
 MOST_NAMES = 8
+_NAMED = 3
 
 
 class JoinedProbe(Probe):
     """Sends the number of parameters that have joined the training, and names of the first.
+
+    All ranks send a digest of those of models that are not watched, the ``first`` one all else.
 
     ``frozen`` are those at ``watch``; what the optimizer is given later has joined, too. Gradients
     of ``measured`` ones are measured already.
     """
 
     def __init__(
-        self, frozen: Mapping[str, Tensor], optimizer: Any, measured: Mapping[str, Tensor]
+        self,
+        frozen: Mapping[str, Tensor],
+        optimizer: Any,
+        measured: Mapping[str, Tensor],
+        *,
+        first: bool,
     ) -> None:
         self._optimizer = optimizer
+        self._is_first = first
+        self._outside: dict[str, int] = {}  # digests that were not sent, by names
         # by weak references: the training may drop a parameter
         self._frozen = {name: weakref.ref(tensor) for name, tensor in frozen.items()}
         own = [*frozen.values(), *measured.values(), *self._updated()]
         self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
         self._num_updated = len(self._updated())
+        inside = {id(tensor) for tensor in (*frozen.values(), *measured.values())}
+        self._beside = {
+            id(p): weakref.ref(p)
+            for p in self._updated()
+            if id(p) not in inside and p.requires_grad
+        }
         self._others: Any = weakref.WeakKeyDictionary()  # calls of optimizers
         self._num_calls = 0
         self._num_joined = 0
@@ -48,7 +68,10 @@ class JoinedProbe(Probe):
     def before_update(self, optimizer: Any) -> None:
         """Look for such parameters, while they have their gradients."""
         self._num_calls += 1
-        if self._num_calls % EVERY:
+        if self._num_calls == EVERY and self._beside:
+            held = {number: p for number, one in self._beside.items() if (p := one()) is not None}
+            self._digest(held, owned_names(held))
+        if self._num_calls % EVERY or not self._is_first:
             return
         joined = [
             name
@@ -84,26 +107,40 @@ class JoinedProbe(Probe):
         self._num_joined += len(names)
         self._names += names[: MOST_NAMES - len(self._names)]
         self._changed |= bool(names)
+        self._digest(new, names)
+
+    def _digest(self, outside: Mapping[int, Tensor], names: Sequence[str]) -> None:
+        """Digest parameters of models that are not watched, if each worker holds them whole."""
+        if names and len(names) == len(outside) and all(map(_is_plain, outside.values())):
+            values = [int(digest_tensor(p.detach())) for p in outside.values()]
+            self._outside[shortened(names, _NAMED)] = digest_of(np.array(values).tobytes())
+            self._changed = True
 
     def collect(self, end: StepEnd) -> Ready | None:
-        """Return the number by name, in a step in which it has changed."""
+        """Return the number by name, in a step in which it has changed, and new digests."""
         if not self._changed:
             return None
         self._changed = False
-        held = dict.fromkeys(self._names, self._num_joined)
-        return Ready(MessagePart(names={KEY: {StateKind.JOINED: held}}))
+        held = dict.fromkeys(self._names, self._num_joined) if self._is_first else {}
+        outside, self._outside = self._outside, {}
+        both = {StateKind.JOINED: held, StateKind.OUTSIDE: outside}
+        return Ready(MessagePart(names={KEY: {kind: each for kind, each in both.items() if each}}))
 
     def _updated(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter.data) is Tensor and not parameter.is_meta and parameter.numel() > 0
+
+
 def make_probe(job: Job) -> Probe | None:
-    """Return the probe of a group's first rank, where the optimizer holds the model's tensors."""
+    """Return the probe, where the optimizer holds the model's tensors."""
     wrapped: Any = job.wrapped
-    if job.rank or wrapped.kind not in (DDP, DDP_PARTS, REPLICATE, FSDP2, LOOP):
+    if wrapped.kind not in (DDP, DDP_PARTS, REPLICATE, FSDP2, LOOP):
         return None
     if getattr(job.optimizer, "param_groups", None) is None:
         return None
     named = all_parameters(wrapped)
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    return JoinedProbe(frozen, job.optimizer, wrapped.parameters)
+    return JoinedProbe(frozen, job.optimizer, wrapped.parameters, first=not job.rank)

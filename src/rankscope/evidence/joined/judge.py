@@ -1,0 +1,37 @@
+"""The detector of models that are trained, not watched, and differ between workers."""
+
+from collections.abc import Iterable
+
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, evidence_at
+from rankscope.bus.finding import Severity
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind, minority_ranks
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.evidence.joined import KEY
+
+DIFFERS = "state.unwatched_differs"
+
+
+class OutsideModels(Detector):
+    """Parameters that some other optimizer updates, and of which workers hold different values.
+
+    They are compared once, after eight of its calls: nothing has reduced their gradients.
+    """
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report those that differ."""
+        rows = step.gathered.differences
+        held = held_values(rows, StateKind.OUTSIDE, KEY) if rows else {}
+        for names, values_W in held.items():
+            if (values_W == MISSING_INT).any() or (values_W == values_W[0]).all():
+                continue
+            ranks = minority_ranks(values_W.tolist())
+            fields, key = {"names": names}, f"{DIFFERS}:{names}"
+            number = step.gathered.step
+            yield evidence_at(number, DIFFERS, Severity.WARNING, ranks, fields, fields, key=key)
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the detectors of a run."""
+    return () if run.plan.local_steps else (OutsideModels(),)
