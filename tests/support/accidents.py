@@ -1,18 +1,16 @@
 """Trainings with an agent of their own, to which a test does what should never happen to them."""
 
 import contextlib
-import gc
 import json
 import mmap
 import os
 import signal
 import struct
 import time
-import traceback
 from itertools import count
 from pathlib import Path
 
-from support.ranks import forked
+from support.ranks import answer, forked
 
 _COUNT = struct.Struct("=q")
 
@@ -135,18 +133,7 @@ def _command(pid):
 
 
 def _main(work, rank, num_ranks, store, folder, pipe):
-    import torch
-    import torch.distributed as dist
+    def of_rank(rank):
+        return work(Path(folder), rank, Counter(Path(folder) / f"steps-{rank}"))
 
-    torch.set_num_threads(1)
-    gc.freeze()  # as in run_ranks()
-    error, result = "", None
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
-        )
-        result = work(Path(folder), rank, Counter(Path(folder) / f"steps-{rank}"))
-    except BaseException:
-        error = traceback.format_exc()
-    pipe.send((error, result))
-    pipe.close()
+    answer(of_rank, rank, num_ranks, store, pipe, ())
