@@ -1,5 +1,3 @@
-"""A step of all workers, from what they send: losses, summaries of hosts, missing values."""
-
 import math
 from dataclasses import replace
 
@@ -55,7 +53,6 @@ def test_micro_batches_count_as_they_do_in_the_gradient_and_else_by_tokens(multi
 
 
 def summed(tokens_M, divisor, weight, *, known=True):
-    """A worker's message with losses of 2 per token, summed and divided."""
     rows = [(tokens, divisor, 2.0, weight) for tokens in tokens_M]
     return StepMessage(
         step=0,
@@ -131,7 +128,6 @@ LAYOUT = Layout(
 
 
 def messages_of(step, layout=LAYOUT, faulty=None):
-    """Return the messages of all workers; the faulty one holds another reduced gradient."""
     rng = np.random.default_rng(step)
     num_sections, width = sum(COUNTS), layout.audit_width
     local = rng.normal(size=(layout.num_workers, num_sections, width)) + rng.normal(

@@ -55,7 +55,6 @@ def place(recorded, tmp_path, monkeypatch):
 
 
 def make_arguments(command, recorded, place):
-    """Put a run wherever the arguments of a command name one."""
     for word in command.words[2:]:
         name = word.split("/replay/")[0]
         if re.fullmatch(A_RUN, name) and not (place / name).exists():

@@ -75,7 +75,6 @@ def make_module(**settings):
 
 
 def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
-    """Train with Lightning: two epochs, each with a validation, after a sanity check."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 

@@ -164,8 +164,6 @@ def test_a_callback_that_raises_changes_nothing(trained):
 
 
 def stopping_callback(rank, run_dir):
-    """Stop the training from the callback, which is called in the training's own thread."""
-
     stopped = []
 
     def stop(finding):

@@ -1,5 +1,3 @@
-"""A webhook, mail and a command on a finding: taken, refused, or not there for a while."""
-
 import json
 import logging
 import os

@@ -1,5 +1,3 @@
-"""Sinks that are slow, hang or fail: alone, and never in the caller's way."""
-
 import logging
 import threading
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Directions against naive loops over gradients in float64, and what must not change them."""
-
 import math
 from itertools import combinations
 
@@ -135,7 +133,6 @@ def through_halves(rows):
 
 
 def check_against_pairs(sketches, groups, tolerance, given=None):
-    """Compare with all pairs of ``sketches``; the consensus is of ``given``, if that differs."""
     consensus = direction.consensus_of(*((sketches, groups) if given is None else given))
     gram_WW = direction.gram(sketches)
     close = {"rtol": 0, "atol": tolerance, "equal_nan": True}

@@ -1,5 +1,3 @@
-"""Spreads over workers against fractions, and exact e-values from micro-batches."""
-
 import itertools
 import math
 from fractions import Fraction

@@ -76,13 +76,11 @@ class Job:
         return [counter.value for counter in self.counters]
 
     def wait_for_steps(self, number):
-        """Wait until all ranks have ended so many steps; note the agent's process."""
         wait_until(lambda: min(self.done) >= number)
         if self.agent < 0:
             self.agent = self._find_agent()
 
     def kill(self, *ranks):
-        """Kill ranks at once; return when."""
         for rank in ranks:
             os.kill(self.ranks[rank].pid, signal.SIGKILL)
         return time.time()

@@ -133,7 +133,6 @@ def close_patiently():
 
 
 def answer(work, rank, num_ranks, store, pipe, args):
-    """Send what a rank's work raised and returned; return what it raised."""
     import torch
     import torch.distributed as dist
 

@@ -1,5 +1,3 @@
-"""DeepSpeed engines on real ranks: the gradient is recorded as it is, and no bit changes."""
-
 import sys
 from functools import partial
 
@@ -220,7 +218,6 @@ def drop_sums(engine):
 
 
 def change_one(engine):
-    """Change what the ranks hold of one parameter; its rows are spread over both."""
     parameters = dict(engine.module.named_parameters())
     optimizer, changed = engine.optimizer, parameters["hidden.weight"]
     for group, gradients in optimizer.all_grad_tensors.items():

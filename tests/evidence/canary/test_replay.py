@@ -1,5 +1,3 @@
-"""A canary on one worker: batches that are kept, and a run that leaves nothing behind."""
-
 import random
 from collections import namedtuple
 from types import SimpleNamespace

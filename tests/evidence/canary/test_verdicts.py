@@ -1,5 +1,3 @@
-"""When a canary is run, and what is told of its result."""
-
 from dataclasses import replace
 
 import numpy as np

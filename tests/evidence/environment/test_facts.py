@@ -1,5 +1,3 @@
-"""What a worker runs on and trains, by name, and loaders that draw with replacement."""
-
 import json
 import math
 import os

@@ -1,5 +1,3 @@
-"""Workers that run on something else than the others, in another precision or mode."""
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Steps that a gradient scaler skips, and parameters that never have a gradient."""
-
 from dataclasses import replace
 
 import numpy as np

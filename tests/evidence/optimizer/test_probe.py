@@ -1,5 +1,3 @@
-"""Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
-
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace

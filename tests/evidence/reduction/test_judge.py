@@ -1,5 +1,3 @@
-"""Reductions that return something else than the mean, in simulated gradients."""
-
 from dataclasses import replace
 
 import numpy as np

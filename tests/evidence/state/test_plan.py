@@ -1,5 +1,3 @@
-"""How a model's state is dealt out to slots, roles of parameters, and those that never change."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""State that differs between workers or moves between forward passes: who, why, until when."""
-
 import functools
 import operator
 from dataclasses import replace
@@ -327,7 +325,6 @@ class Averaged(nn.Module):
 
 
 def moved(*, in_forward, passes, steps=24):
-    """Return the changes of a step by name, over steps in which the student moves as well."""
     torch.manual_seed(0)
     model = Averaged()
     optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
