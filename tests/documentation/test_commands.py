@@ -1,5 +1,3 @@
-"""Every command line of README and docs runs, or is known to be one that would."""
-
 import json
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""Canaries inside a training on real ranks: what they tell, and that they leave no trace."""
-
 import random
 import shlex
 

@@ -1,5 +1,3 @@
-"""What a watch costs and leaves behind: no memory, no secret, few calls."""
-
 import contextlib
 import gc
 import itertools

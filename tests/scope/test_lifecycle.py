@@ -1,5 +1,3 @@
-"""Starting, pausing and ending beside real training."""
-
 import contextlib
 import time
 from itertools import product

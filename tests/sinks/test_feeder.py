@@ -1,4 +1,3 @@
-import logging
 import threading
 from collections import Counter
 
@@ -43,12 +42,6 @@ class Gated:
 
     def close(self):
         self.got.append(("close", None))
-
-
-@pytest.fixture
-def told(caplog):
-    caplog.set_level(logging.INFO, "rankscope")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def hub(tmp_path, **sinks):

@@ -1,5 +1,3 @@
-"""Parts of the wrappers, in one process: clocks, living objects, passes, surroundings, products."""
-
 import contextlib
 import sys
 import threading

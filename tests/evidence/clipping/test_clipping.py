@@ -1,5 +1,3 @@
-"""What is recorded of torch's clipping, and its laws in simulated shards, kept and broken."""
-
 import copy
 import math
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Label tokens against how losses are weighted, and multipliers that are wrong."""
-
 from dataclasses import replace
 
 import numpy as np

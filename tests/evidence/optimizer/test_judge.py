@@ -1,5 +1,3 @@
-"""What is said of an optimizer that a session does not begin with as it should."""
-
 import copy
 from dataclasses import replace
 
