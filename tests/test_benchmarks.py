@@ -1,5 +1,3 @@
-"""Every benchmark runs in small, here or in another test, and its page is of its results."""
-
 import gc
 import importlib
 import json
@@ -146,7 +144,6 @@ NOT_HERE = {
 
 
 def fork_ranks():
-    """Let ranks be forks of this process, which has imported what they need."""
     starting = importlib.import_module("torch.multiprocessing.spawn")
     start = starting.start_processes
 

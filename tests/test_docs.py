@@ -1,5 +1,3 @@
-"""The documentation against what it tells of: columns, links, queries, options and bytes."""
-
 import dataclasses
 import inspect
 import re
@@ -47,7 +45,6 @@ def section(page, title):
 
 
 def table_rows(text):
-    """Return the rows of all Markdown tables in a text as lists of cells, without headings."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for i, row in enumerate(cells) if not {*cells[i][0]} <= {"-"} and i not in (0, 1)]

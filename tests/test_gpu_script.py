@@ -1,5 +1,3 @@
-"""What `make gpu` runs, in small, without an accelerator and over gloo, and the page it fills."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The package: its wheel, its names, what an import brings along, and how extras are installed."""
-
 import json
 import logging
 import os

@@ -1,5 +1,3 @@
-"""The table of private names holds: against the source, and against what is installed."""
-
 import ast
 import importlib.util
 import inspect

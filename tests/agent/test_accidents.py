@@ -1,5 +1,3 @@
-"""What happens to a training's processes and to its agent's, which are real ones here."""
-
 import os
 import signal
 import socket

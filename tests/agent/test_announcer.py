@@ -1,5 +1,3 @@
-"""What is said of findings while the training goes on."""
-
 import torch
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel

@@ -1,5 +1,3 @@
-"""Who holds up whom, when a hang begins and ends, and the finding about it."""
-
 import os
 import threading
 
@@ -351,7 +349,6 @@ def stand_still(file):
 
 
 def look_until_seen(folder, pids, where):
-    """Look at all ranks until stacks tell who is waited for; let it go on then."""
     level = HangReport(1, 125.0, waiting=(0, 1, 2))
     while True:
         stacks = stacks_of(dict.fromkeys(pids, 0))

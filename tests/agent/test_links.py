@@ -1,5 +1,3 @@
-"""The links of an agent, to ranks and to other hosts."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Real processes that end, are stopped, or are stuck, seen from outside; and an agent's own."""
-
 import os
 import signal
 import subprocess

@@ -1,20 +1,11 @@
-"""A step of all workers, from what they send: losses, summaries of hosts, missing values."""
-
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from rankscope.agent import host_summary as summaries
 from rankscope.agent.assembly import Assembly, summarize
-from rankscope.agent.host_summary import (
-    HostSummary,
-    JoinedSummaries,
-    as_columns,
-    host_summary,
-    summary_layout,
-    with_directions,
-)
 from rankscope.agent.step_message import StepMessage, pack_values
 from rankscope.bus.gradient_part import sizes_of
 from rankscope.bus.messages import Layout
@@ -39,7 +30,7 @@ def loss_of(multipliers_M):
         multipliers_M=np.array(multipliers_M, np.float64),
     )
     assembly = Assembly(Layout(num_workers=1), 0)
-    workers = assembly.step_of(as_columns([message]), 1).workers
+    workers = assembly.step_of(summaries.as_columns([message]), 1).workers
     return workers["loss"][0], workers["loss_weight"][0]
 
 
@@ -55,7 +46,6 @@ def test_micro_batches_count_as_they_do_in_the_gradient_and_else_by_tokens(multi
 
 
 def summed(tokens_M, divisor, weight, *, known=True):
-    """A worker's message with losses of 2 per token, summed and divided."""
     rows = [(tokens, divisor, 2.0, weight) for tokens in tokens_M]
     return StepMessage(
         step=0,
@@ -75,7 +65,7 @@ def summed(tokens_M, divisor, weight, *, known=True):
 def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own, divisor):
     assembly = Assembly(Layout(num_workers=2), 0)
     sent = [summed(own, divisor, 0.5), summed([7.0], divisor, 0.25)]
-    step = assembly.step_of(as_columns(sent), 1)
+    step = assembly.step_of(summaries.as_columns(sent), 1)
     assert step.workers["loss_divided"].tolist() == [divisor > 4.0] * 2
     if divisor > 4.0:
         assert step.workers["loss"] == pytest.approx([2.0, 2.0])
@@ -89,7 +79,7 @@ def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own,
 
 def test_sums_over_tokens_beside_another_kind_of_loss_are_means():
     sent = [summed([3.0], 10.0, 0.5), summed([1.0], 0.4, 1.0, known=False)]
-    workers = Assembly(Layout(2), 0).step_of(as_columns(sent), 1).workers
+    workers = Assembly(Layout(2), 0).step_of(summaries.as_columns(sent), 1).workers
     assert workers["loss"].tolist() == [2.0, 5.0]
     np.testing.assert_array_equal(workers["loss_weight"], [3.0, np.nan])
 
@@ -107,7 +97,7 @@ def test_sums_over_tokens_beside_another_kind_of_loss_are_means():
 def test_a_sum_over_the_worker_s_own_tokens_is_their_mean(own, divisor, known):
     assembly = Assembly(Layout(num_workers=2), 0)
     sent = [summed(own, divisor, 1 / len(own)), summed([7.0], 7.0, 1.0)]
-    step = assembly.step_of(as_columns(sent), 1)
+    step = assembly.step_of(summaries.as_columns(sent), 1)
     assert not step.workers["loss_divided"].any()
     assert np.isfinite(step.workers["loss_weight"]).tolist() == [known] * 2
     if known:
@@ -131,7 +121,6 @@ LAYOUT = Layout(
 
 
 def messages_of(step, layout=LAYOUT, faulty=None):
-    """Return the messages of all workers; the faulty one holds another reduced gradient."""
     rng = np.random.default_rng(step)
     num_sections, width = sum(COUNTS), layout.audit_width
     local = rng.normal(size=(layout.num_workers, num_sections, width)) + rng.normal(
@@ -171,7 +160,7 @@ def messages_of(step, layout=LAYOUT, faulty=None):
 
 
 def whole(messages):
-    columns = as_columns([messages[rank] for rank in sorted(messages)])
+    columns = summaries.as_columns([messages[rank] for rank in sorted(messages)])
     return Assembly(LAYOUT, 0).step_of(columns, 1)
 
 
@@ -179,9 +168,11 @@ def by_hosts(messages, layout=LAYOUT):
     """Return the step as the root has it; hosts of 7 workers, the ranks dealt out in turn."""
     num_hosts = -(-len(messages) // 7)
     hosts = [{r: m for r, m in messages.items() if r % num_hosts == h} for h in range(num_hosts)]
-    sent = JoinedSummaries([HostSummary.unpack(host_summary(own, layout)) for own in hosts])
-    gathered = Assembly(summary_layout(layout), 0).step_of(sent.messages, 1)
-    return with_directions(gathered, sent, layout)
+    sent = summaries.JoinedSummaries(
+        [summaries.HostSummary.unpack(summaries.host_summary(own, layout)) for own in hosts]
+    )
+    gathered = Assembly(summaries.summary_layout(layout), 0).step_of(sent.messages, 1)
+    return summaries.with_directions(gathered, sent, layout)
 
 
 def test_what_needs_no_sketch_is_the_same():

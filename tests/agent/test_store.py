@@ -1,5 +1,3 @@
-"""A run directory whose file system fails, or stands still, under the agent's process."""
-
 import errno
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""A whole training on two hosts: the same findings as on one, also when the agents' link is cut."""
-
 import json
 import os
 import re

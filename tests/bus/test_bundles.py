@@ -1,5 +1,3 @@
-"""Replay bundles on disk."""
-
 import resource
 import zipfile
 from collections.abc import Callable

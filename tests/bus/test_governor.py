@@ -1,5 +1,3 @@
-"""The governor on simulated jobs: it finds the right interval, keeps to it, and never disagrees."""
-
 from itertools import pairwise
 
 import numpy as np

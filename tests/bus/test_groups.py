@@ -1,5 +1,3 @@
-"""Which parameter belongs to which group, on the names of real models."""
-
 import pytest
 
 from rankscope.bus.groups import MAX_GROUPS, block_of, group_parameters

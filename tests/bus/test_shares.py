@@ -1,5 +1,3 @@
-"""What ranks send comes back as it was, and damaged bytes are an error."""
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,5 +1,3 @@
-"""Texts that are logged or recorded: without control characters, and without secrets."""
-
 import io
 import logging
 

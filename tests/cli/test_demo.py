@@ -1,5 +1,3 @@
-"""``rankscope demo``: what it shows of its two runs, and where it fails."""
-
 import json
 import shutil
 from functools import partial
@@ -17,7 +15,6 @@ METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
 
 
 def only_data(page, name, at=0):
-    """Rows of a figure's data: of its layer ``at``, in the order of the layers."""
     spec = page.specs[name]
     return spec["datasets"][spec.get("layer", [spec])[at]["data"]["name"]]
 

@@ -1,5 +1,3 @@
-"""``rankscope diff`` on trainings of real ranks, and on what is no run."""
-
 import json
 import re
 from functools import partial

@@ -117,8 +117,6 @@ def runs(recorded, tmp_path):
 
 @pytest.fixture
 def call(monkeypatch):
-    """Run the command with another standard output in this process; return its exit code."""
-
     def run(stdout, *words):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout)

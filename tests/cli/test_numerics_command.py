@@ -1,5 +1,3 @@
-"""``rankscope numerics``: tables, JSON, files and errors."""
-
 import functools
 import json
 

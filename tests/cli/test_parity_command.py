@@ -1,5 +1,3 @@
-"""``rankscope parity`` as a command: bad input is one sentence, and nothing is left behind."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""``rankscope replay``: what a bundle holds, and its batches run again, alone and on ranks."""
-
 import json
 import os
 import textwrap

@@ -1,5 +1,3 @@
-"""``rankscope run`` as a command: the script stays the process that it would be without."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""``rankscope verify`` on recorded runs."""
-
 import json
 
 import pytest

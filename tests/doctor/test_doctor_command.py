@@ -1,5 +1,3 @@
-"""The real command on real ranks, under the real launcher where that has a part in it."""
-
 import importlib
 import json
 import socket

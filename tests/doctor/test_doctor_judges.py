@@ -1,5 +1,3 @@
-"""What is made of the facts of all ranks, and of steps that are repeated on one."""
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -67,7 +67,6 @@ def assert_example_ran(command, ranks):
 
 
 def _report(command):
-    """Return the command that reports what an example recorded, and what the page shows of it."""
     run_dir = command.words[command.words.index("--run-dir") + 1]
     own = [c for c in commands() if c.page == command.page]
     [report] = [c for c in own if c.words[1:] == ["report", run_dir]]

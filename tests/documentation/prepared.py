@@ -87,7 +87,6 @@ def per_sample_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def run_blocks(rank: int, pages: dict[str, list[Block]], folder: str) -> dict[str, str]:
-    """Run all pages on one rank, and return what went wrong, by block; nothing when it ran."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     stay_here()
     torch.set_num_threads(1)
@@ -129,7 +128,6 @@ def record(path: Path) -> None:
 
 
 def run_page(page: str, found: list[Block]) -> dict[str, str]:
-    """Run the blocks of one page one after the other; each may use what those before it made."""
     kept: dict[str, Any] = {}
     problems = {}
     for block in found:

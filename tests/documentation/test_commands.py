@@ -1,5 +1,3 @@
-"""Every command line of README and docs runs, or is known to be one that would."""
-
 import json
 import re
 import shutil
@@ -55,7 +53,6 @@ def place(recorded, tmp_path, monkeypatch):
 
 
 def make_arguments(command, recorded, place):
-    """Put a run wherever the arguments of a command name one."""
     for word in command.words[2:]:
         name = word.split("/replay/")[0]
         if re.fullmatch(A_RUN, name) and not (place / name).exists():

@@ -1,5 +1,3 @@
-"""Every Python block of README and docs runs, on two ranks or in those of ``ADAPTERS``."""
-
 import ast
 import os
 import subprocess

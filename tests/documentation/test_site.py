@@ -1,5 +1,3 @@
-"""The documentation site: no warning, all pages, nothing loaded; and the files for clusters."""
-
 import html
 import os
 import re

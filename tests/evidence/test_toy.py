@@ -1,5 +1,3 @@
-"""A kind of evidence of one's own: a folder, from a column in Parquet to the page of causes."""
-
 import json
 import os
 import re

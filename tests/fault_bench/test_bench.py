@@ -1,5 +1,3 @@
-"""The fault bench: its trials on real ranks, catalogue, scores and command."""
-
 import json
 import re
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Digests of tensors: every bit and every position counts, and nothing else does."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Every kernel against the definition in float64; which is chosen, and replaced if it errs."""
-
 import logging
 import math
 

@@ -1,5 +1,3 @@
-"""What the Triton kernels compile to; their numbers are those of ``test_measure_many.py``."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""Launches on an accelerator: one like another before, and how many a step needs."""
-
 import pytest
 import torch
 

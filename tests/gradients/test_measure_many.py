@@ -1,5 +1,3 @@
-"""Many gradients measured in one call, against the definition and against one after the other."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The sketch as an estimator: unbiased, with the error that theory states, on any structure."""
-
 import math
 from collections.abc import Callable
 from itertools import combinations

@@ -170,7 +170,6 @@ def start_again():
 
 
 def train_with_accelerate(watch, *, steps=STEPS):
-    """Train as Accelerate does; ``watch`` is given accelerator, model, optimizer and loader."""
     start_again()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = make_model()

@@ -73,7 +73,6 @@ def under_ray(function):
 
 
 def train(watch, result=None):
-    """Train a little; return the scope, or the bits of the model where nothing watches."""
     import ray.train
     import ray.train.torch
     import torch

@@ -25,7 +25,6 @@ def start(*command, **variables):
 
 
 def start_on_ranks(run_dir, script, *words, **variables):
-    """Run a script on two forked ranks, where it does not matter who starts them."""
     command = [*RUN[3:], "--run-dir", str(run_dir), str(script), *words]
     ended = run_on_ranks(2, command, SCRIPTS, **variables)
     return subprocess.CompletedProcess(command, *ended)

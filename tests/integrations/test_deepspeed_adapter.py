@@ -1,5 +1,3 @@
-"""The DeepSpeed adapter, on two real ranks."""
-
 import numpy as np
 import pytest
 import torch

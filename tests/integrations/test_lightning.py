@@ -1,5 +1,3 @@
-"""The Lightning callback, on two real ranks that Lightning's own ``Trainer`` drives."""
-
 import contextlib
 import importlib
 import logging
@@ -16,15 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rankscope
-from integrations.adapters import (
-    OPTIONS,
-    assert_same_metrics,
-    bits,
-    hold_pages,
-    loud,
-    run_in,
-    run_pages,
-)
+from integrations import adapters
 from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
 from rankscope.integrations.beginning import begin
@@ -75,7 +65,6 @@ def make_module(**settings):
 
 
 def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
-    """Train with Lightning: two epochs, each with a validation, after a sanity check."""
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -103,14 +92,14 @@ def fit(rank, module, callbacks, *, steps=STEPS, accumulate=ACCUMULATE):
     trainer.fit(module, *loaders)
     assert trainer.global_step == steps
     assert not {"training_step", "backward"} & vars(trainer.strategy).keys(), "left behind"
-    return {**bits(module), "rng": torch.get_rng_state().numpy().tobytes()}
+    return {**adapters.bits(module), "rng": torch.get_rng_state().numpy().tobytes()}
 
 
 def train_by_hand(rank, run_dir):
     ddp = DistributedDataParallel(make_module())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(100 + rank)
-    scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **OPTIONS)
+    scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, **adapters.OPTIONS)
     for step in range(STEPS):
         for micro in range(ACCUMULATE):
             last = micro == ACCUMULATE - 1
@@ -153,19 +142,19 @@ def work(rank, folder):
     from rankscope.integrations.lightning import RankscopeCallback
 
     def callback(name):
-        return RankscopeCallback(f"{folder}/{name}", weight=tokens, **OPTIONS)
+        return RankscopeCallback(f"{folder}/{name}", weight=tokens, **adapters.OPTIONS)
 
     ended = fit_until_terminated(rank, f"{folder}/terminated")
     train_by_hand(rank, f"{folder}/by hand")
     watched = fit(rank, make_module(), [callback("healthy")])
     result = {"terminated": ended, "watched": watched, "unwatched": fit(rank, make_module(), [])}
     for factor in (2, 8):
-        multiplied = RankscopeCallback(f"{folder}/factor {factor}", **OPTIONS)
+        multiplied = RankscopeCallback(f"{folder}/factor {factor}", **adapters.OPTIONS)
         fit(rank, make_module(factor=factor), [multiplied], accumulate=1)
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
-    result["pages"] = run_pages(folder, PAGE)
+    result["pages"] = adapters.run_pages(folder, PAGE)
     dist.barrier()
     return result
 
@@ -175,12 +164,12 @@ trained = on_ranks(work, 2, prepare=import_lightning)
 
 def test_a_healthy_training_keeps_its_bits_is_recorded_as_by_hand_and_nothing_is_found(trained):
     ranks, folder = trained
-    run = run_in(folder, "healthy")
+    run = adapters.run_in(folder, "healthy")
     assert run.status == "complete"
     assert len(run.columns(Table.STEPS, "step")["step"]) == STEPS, "validation is not recorded"
     # Lightning validates with DDP around the module, which sends rank 0's buffers to all.
-    assert_same_metrics(run, run_in(folder, "by hand"), without=["buffer_digest"])
-    assert loud(run) == []
+    adapters.assert_same_metrics(run, adapters.run_in(folder, "by hand"), without=["buffer_digest"])
+    assert adapters.loud(run) == []
     assert run.info["config"]["accumulate_grad_batches"] == ACCUMULATE
     for rank in ranks:
         assert rank["watched"] == rank["unwatched"]
@@ -204,13 +193,13 @@ def test_several_optimizers_are_refused(trained):
 def test_a_training_that_a_signal_ends_is_incomplete_though_it_exits_with_0(trained):
     ranks, folder = trained
     assert [rank["terminated"] for rank in ranks] == [None, None]
-    run = run_in(folder, "terminated")
+    run = adapters.run_in(folder, "terminated")
     assert run.status == "incomplete"
     assert run.columns(Table.STEPS, "step")["step"].tolist() == [0, 1, 2]
     assert {end["why"] for end in run.info["ended"]} == {"its training raised SIGTERMException"}
 
 
-test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = hold_pages(PAGE)
+test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = adapters.hold_pages(PAGE)
 
 
 def test_without_lightning_it_says_what_to_install(monkeypatch):

@@ -1,5 +1,3 @@
-"""The Ray Train adapter, on two workers of a real Ray that is started once, for one training."""
-
 import contextlib
 import json
 import os

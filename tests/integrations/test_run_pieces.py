@@ -1,5 +1,3 @@
-"""The parts of rankscope run, and how the end of a script decides, without ranks."""
-
 import builtins
 import sys
 import threading

@@ -1,5 +1,3 @@
-"""``rankscope run`` on unmodified scripts with two real ranks, held against a watch by hand."""
-
 import importlib
 import json
 import socket
@@ -54,7 +52,6 @@ def train_in_phases(rank):
 
 @pytest.fixture(scope="module")
 def digests(folder):
-    """Return digests of the trainings without a monitor; the runs by hand lie in ``folder``."""
     return run_ranks(by_hand, 2, str(folder), timeout=240)
 
 

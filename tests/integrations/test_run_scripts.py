@@ -1,5 +1,3 @@
-"""``rankscope run`` on real ranks with a pipeline that is written by hand, and with TRL."""
-
 import importlib
 import json
 import sys

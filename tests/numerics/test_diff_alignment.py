@@ -1,5 +1,3 @@
-"""Which steps are compared: by number, or where batches say otherwise."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

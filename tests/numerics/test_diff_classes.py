@@ -1,5 +1,3 @@
-"""Each class of difference, in trainings that differ in one thing from one step on."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Local gradients: made up by kind, read from files, saved by a real job, recorded by ours."""
-
 import re
 from pathlib import Path
 

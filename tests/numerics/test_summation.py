@@ -1,5 +1,3 @@
-"""Sums in every order and type, and their spread, against loops, torch, theory and exact sums."""
-
 import itertools
 import json
 import math

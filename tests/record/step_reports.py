@@ -12,7 +12,6 @@ NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}
 
 
 def cell(signal, step, rank):
-    """Return the value of one column in one row; None for every seventh or so."""
     mark = 31 * step + 7 * rank + len(signal.name)
     if signal.dtype is DType.BOOL:
         return mark % 2 == 0
@@ -56,7 +55,6 @@ def make_differences(step, num_workers):
 
 
 def make_report(step, num_workers=4, *, micro=1, observed=True, groups=False, differences=False):
-    """Return a step in which rank 1 has no samples and each worker ``micro`` micro-batches."""
     ranks = range(num_workers)
     norms_WG = np.add.outer(np.arange(num_workers), [10.0, 20.0, 30.0])
     return StepReport(

@@ -1,5 +1,3 @@
-"""Roll-ups of long runs, overviews that are read from them, and bounded parts of long tables."""
-
 import shutil
 
 import numpy as np

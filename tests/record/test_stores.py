@@ -1,5 +1,3 @@
-"""Runs in object stores: a real S3 server, and a file system that fails for a while."""
-
 import json
 import os
 import socket

@@ -27,7 +27,6 @@ from report.recorded_runs import record_run
 
 @contextlib.contextmanager
 def full_disk(num_bytes):
-    """Let no file grow beyond ``num_bytes``: a write fails half-way, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,5 +1,3 @@
-"""Accumulators against exact arithmetic."""
-
 import math
 from fractions import Fraction
 

@@ -1,5 +1,3 @@
-"""What ``fixed_order`` makes of DDP's gradients in every mode, and what it refuses."""
-
 from typing import Any
 from unittest import mock
 

@@ -1,5 +1,3 @@
-"""What ``fixed_order`` makes of FSDP2's gradients, against sums that numpy has taken."""
-
 from dataclasses import replace
 
 import numpy as np

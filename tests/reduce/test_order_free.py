@@ -1,5 +1,3 @@
-"""Order-free gradients on real ranks: the same bits for any number of workers."""
-
 import copy
 import math
 from typing import Any

@@ -1,5 +1,3 @@
-"""What happens to a gradient between its micro-batches, and after the reduction, on real ranks."""
-
 import numpy as np
 import pytest
 

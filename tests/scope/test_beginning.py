@@ -1,5 +1,3 @@
-"""How a watch begins: its options, what can be watched, and what one rank alone cannot do."""
-
 import io
 import logging
 import re

@@ -1,5 +1,3 @@
-"""Canaries inside a training on real ranks: what they tell, and that they leave no trace."""
-
 import random
 import shlex
 
@@ -173,7 +171,6 @@ def test_a_model_that_cannot_replay_is_left_alone(trained):
 
 
 def why_none(run):
-    """Return the reason why no canary has run, as a run's report has it."""
     [waiting] = [text for text in assess(run).statements if "no canary has run yet: " in text]
     return waiting.partition("no canary has run yet: ")[2]
 

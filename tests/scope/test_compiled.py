@@ -1,5 +1,3 @@
-"""``torch.compile`` around and inside DDP, before and after ``watch``."""
-
 import logging
 import warnings
 from contextlib import ExitStack
@@ -34,7 +32,6 @@ class Net(nn.Module):
 
 
 def build(way, net, watch):
-    """Compile a model in one of many ways, before or after it is watched; return what is called."""
     where, when = way.split(", ")
     model = net if where.startswith("loop") else DistributedDataParallel(net)
     if when == "after":

@@ -11,15 +11,9 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.gradients.digest import digest_tensor
+from support import modes
 from support.loops import Loop, collect_warnings
 from support.models import make_batch
-from support.modes import (
-    MODES,
-    MORE_MODES,
-    POISONED_STEP,
-    Training,
-    micro_batches,
-)
 from support.ranks import alone_and_watched, on_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
 
@@ -28,7 +22,7 @@ STEPS = 4
 OTHERS = ("plain", "bucket views", "no_sync", "unused parameters")
 """Modes whose hooks are those of a harder one."""
 
-ALL = [mode for mode in MODES + MORE_MODES if mode.name not in OTHERS]
+ALL = [mode for mode in modes.MODES + modes.MORE_MODES if mode.name not in OTHERS]
 PARTS = {"first part": range(1, 3), "second part": range(3, 4)}
 """Steps of the third training that are watched, by the ends of their runs' names."""
 
@@ -42,17 +36,17 @@ def train_in_modes(rank, folder):
 
 
 def _train(rank, mode, run_dir):
-    alone = Training(rank, mode)
+    alone = modes.Training(rank, mode)
     for step in range(STEPS):
         alone.step(step)
-    watched = Training(rank, mode, run_dir, sketch_width=WIDTH, reduced="sketch")
+    watched = modes.Training(rank, mode, run_dir, sketch_width=WIDTH, reduced="sketch")
     result = {"truth": [], "reduced_norm": [], "grad_scale": []}
     for step in range(STEPS):
         result["truth"].append(watched.oracle(step))
         result["grad_scale"].append(watched.multiplier)
         result["reduced_norm"].append(watched.step(step))
     watched.close()
-    in_parts = Training(rank, mode)
+    in_parts = modes.Training(rank, mode)
     untouched = what_is_there(in_parts)
     for step in range(STEPS):
         for name, part in PARTS.items():
@@ -79,7 +73,7 @@ class ModeRun(Recorded):
     def __init__(self, ranks, folder, mode):
         self.ranks, self.mode, self._folder = [rank[mode.name] for rank in ranks], mode, folder
         super().__init__(Run.open(folder / mode.name), [rank["truth"] for rank in self.ranks])
-        self.overflowed_TW[POISONED_STEP, 1] = mode.scaler
+        self.overflowed_TW[modes.POISONED_STEP, 1] = mode.scaler
 
     def check_bits(self):
         for rank in self.ranks:
@@ -132,14 +126,14 @@ class ModeRun(Recorded):
         several = self.mode.accumulate if self.mode.accumulate > 1 else 0
         assert len(rows["step"]) == several * STEPS * len(self.ranks)
         for step, rank, micro, weight in zip(*rows.values(), strict=True):
-            labels = micro_batches(int(rank), int(step), self.mode)[micro]["labels"]
+            labels = modes.micro_batches(int(rank), int(step), self.mode)[micro]["labels"]
             assert weight == (labels != -100).sum()
         self.check_micro_norms()
 
     def check_scale_and_skipped_steps(self):
         expected_TW = np.array([rank["grad_scale"] for rank in self.ranks]).T
         np.testing.assert_allclose(self.per_worker("grad_scale"), expected_TW, rtol=1e-6)
-        skipped = self.mode.scaler * (np.arange(STEPS) == POISONED_STEP)
+        skipped = self.mode.scaler * (np.arange(STEPS) == modes.POISONED_STEP)
         calls = [[1 - skip] * len(self.ranks) for skip in skipped.tolist()]
         assert self.per_worker("optimizer_steps").tolist() == calls
         nonfinite_TW = self.per_worker("nonfinite").astype(bool)

@@ -1,5 +1,3 @@
-"""Losses that a loop computes with tensors of other ranks, checked in a reference step."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""What a watch costs and leaves behind: no memory, no secret, few calls."""
-
 import contextlib
 import gc
 import itertools
@@ -85,7 +83,6 @@ RUNS, WARM_RUNS, STEPS_OF_RUN = 12, 4, 8
 
 
 def train_in_turn(rank, folder):
-    """Train models in one process, each in a run of its own; count what is left after each."""
     warnings = collect_warnings()
     counts = []
     for number in range(RUNS):
@@ -113,7 +110,6 @@ def train_in_turn(rank, folder):
 
 @contextlib.contextmanager
 def called():
-    """Count the calls of Python's functions in this thread."""
     seen = Counter()
 
     def see(frame, event, given):
@@ -162,7 +158,6 @@ CONFIG = {
 
 
 def train_beside_secrets(rank, folder):
-    """Train with other secrets on each rank, so that what differs is told."""
     os.environ |= {name: f"{value}{rank}" for name, value in VARIABLES.items()}
     os.environ["NCCL_ALGO"] = f"of rank {rank}"
     logging.getLogger("rankscope").setLevel(logging.DEBUG)

@@ -1,5 +1,3 @@
-"""Starting, pausing and ending beside real training."""
-
 import contextlib
 import time
 from itertools import product
@@ -164,8 +162,6 @@ def test_a_callback_that_raises_changes_nothing(trained):
 
 
 def stopping_callback(rank, run_dir):
-    """Stop the training from the callback, which is called in the training's own thread."""
-
     stopped = []
 
     def stop(finding):

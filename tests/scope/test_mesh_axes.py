@@ -1,5 +1,3 @@
-"""Models on several axes of a mesh, on eight ranks."""
-
 import functools
 from pathlib import Path
 

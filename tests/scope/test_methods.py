@@ -1,5 +1,3 @@
-"""Loops that call methods of a model, or its parts, and never its forward pass."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""Models without wrapper, on real ranks: loops that reduce by themselves, rightly or wrongly."""
-
 import math
 
 import numpy as np

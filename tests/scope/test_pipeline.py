@@ -1,5 +1,3 @@
-"""Pipeline schedules over FSDP2: each stage is watched by itself, by the ranks that hold it."""
-
 import functools
 
 import numpy as np

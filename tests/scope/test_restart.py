@@ -1,5 +1,3 @@
-"""A job that is killed and restarted, on real ranks; and the record against what was live."""
-
 import contextlib
 import copy
 import os
@@ -42,7 +40,6 @@ def last_on_disk(run_dir):
 
 
 def move_while_training(rank, run_dir):
-    """Train, and rename the run's directory once some steps are in it; another run takes over."""
     loop = Loop(rank, run_dir, flush_seconds=0.0)
     for step in range(3):
         loop.step(step)
@@ -71,7 +68,6 @@ def test_a_run_goes_on_in_its_directory_where_that_is_moved(tmp_path):
 
 
 def copied_batches(rank, run_dir, num_steps, kill):
-    """Train with the same batches on both ranks; with ``kill``, die when all is on disk."""
     writer.STATE_BYTES_PER_FLUSH = 1  # so the state is older than the tables
     heard = []
     loop = Loop(rank, run_dir, flush_seconds=0.0, on_finding=heard.append)
@@ -210,7 +206,6 @@ class Noisy(nn.Module):
 
 
 def train(rank, run_dir, sharded, saved=None, *, copied=False, lost=()):
-    """Train from what was saved, ``copied`` from rank 0 in part; return what there is to save."""
     torch.manual_seed(0)
     net = Noisy(rank)
     if sharded:

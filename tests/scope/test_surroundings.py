@@ -1,5 +1,3 @@
-"""What surrounds a step of the training does not see the monitor, whatever it does inside."""
-
 import importlib
 
 import numpy as np
@@ -116,7 +114,6 @@ def left():
 
 
 def import_all():
-    """Import what would take every rank seconds to import."""
     for name in IMPORTED:
         importlib.import_module(name)
 

@@ -1,5 +1,3 @@
-"""A model under FSDP2 and tensor parallelism: reference steps, and clipping by the training."""
-
 from functools import partial
 
 import pytest

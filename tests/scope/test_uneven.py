@@ -1,5 +1,3 @@
-"""Workers that are slow, and workers that run out of data."""
-
 import time
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Groups of ranks in one job: four ranks, of which each pair reduces gradients by itself."""
-
 import functools
 
 import numpy as np

@@ -1,7 +1,4 @@
-"""A webhook, mail and a command on a finding: taken, refused, or not there for a while."""
-
 import json
-import logging
 import os
 import shlex
 import signal
@@ -22,12 +19,6 @@ from sinks.servers import MailServer, WebServer, running
 from support.accidents import state_of, wait_until
 
 CLOSED = finding(status="closed")
-
-
-@pytest.fixture
-def told(caplog):
-    caplog.set_level(logging.INFO, "rankscope")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def opened(tmp_path, sink):

@@ -1,6 +1,3 @@
-"""Sinks that are slow, hang or fail: alone, and never in the caller's way."""
-
-import logging
 import threading
 from collections import Counter
 
@@ -45,12 +42,6 @@ class Gated:
 
     def close(self):
         self.got.append(("close", None))
-
-
-@pytest.fixture
-def told(caplog):
-    caplog.set_level(logging.INFO, "rankscope")
-    return lambda: [record.getMessage() for record in caplog.records]
 
 
 def hub(tmp_path, **sinks):

@@ -1,5 +1,3 @@
-"""Sinks, alerts and open runs of trackers beside real training on two ranks; the example."""
-
 import contextlib
 import json
 import logging

@@ -1,5 +1,3 @@
-"""What a Prometheus server would read, over the loopback."""
-
 import os
 import socket
 import urllib.request

@@ -1,5 +1,3 @@
-"""Sinks as users name them."""
-
 import re
 from pathlib import Path
 

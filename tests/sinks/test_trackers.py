@@ -1,5 +1,3 @@
-"""Files and trackers: what is read back is what was written."""
-
 import json
 import math
 import os

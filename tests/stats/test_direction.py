@@ -1,5 +1,3 @@
-"""Directions against naive loops over gradients in float64, and what must not change them."""
-
 import math
 from itertools import combinations
 
@@ -9,21 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope.stats.direction import (
-    consensus_of,
-    cosines_from_gram,
-    fold,
-    from_upper_triangle,
-    gram,
-    has_direction,
-    leave_one_out,
-    leave_one_out_from_mean,
-    mean_and_min_cosine,
-    narrow,
-    norm_weighted_cosine,
-    step_values,
-    upper_triangle,
-)
+from rankscope.stats import direction
 
 NAN = float("nan")
 
@@ -62,18 +46,20 @@ def naive_mean(values):
 
 @given(gradients())
 def test_every_form_agrees_with_naive_loops(rows):
-    cosines_WW = cosines_from_gram(gram(rows))
+    cosines_WW = direction.cosines_from_gram(direction.gram(rows))
     pairs = naive_pairs(rows)
     defined = [value for value in pairs if not math.isnan(value)]
-    np.testing.assert_allclose(upper_triangle(cosines_WW), pairs, atol=1e-11)
+    np.testing.assert_allclose(direction.upper_triangle(cosines_WW), pairs, atol=1e-11)
     expected = naive_mean(pairs), min(defined, default=NAN)
-    np.testing.assert_allclose(mean_and_min_cosine(cosines_WW), expected, atol=1e-11)
-    np.testing.assert_allclose(norm_weighted_cosine(gram(rows)), naive_weighted(rows), atol=1e-11)
+    np.testing.assert_allclose(direction.mean_and_min_cosine(cosines_WW), expected, atol=1e-11)
+    np.testing.assert_allclose(
+        direction.norm_weighted_cosine(direction.gram(rows)), naive_weighted(rows), atol=1e-11
+    )
 
 
 @given(gradients(min_workers=2))
 def test_leave_one_out_agrees_with_the_sum_of_the_others(rows):
-    found = leave_one_out(gram(rows))
+    found = direction.leave_one_out(direction.gram(rows))
     for i, row in enumerate(rows):
         rest = np.delete(rows, i, axis=0).sum(axis=0)
         if np.linalg.norm(rest) == 0:
@@ -85,7 +71,7 @@ def test_leave_one_out_agrees_with_the_sum_of_the_others(rows):
 @given(gradients(min_workers=2))
 def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
     mean, norms_W = rows.mean(axis=0), np.linalg.norm(rows, axis=1)
-    found = leave_one_out_from_mean(norms_W, float(np.linalg.norm(mean)), rows @ mean)
+    found = direction.leave_one_out_from_mean(norms_W, float(np.linalg.norm(mean)), rows @ mean)
     for i, row in enumerate(rows):
         rest = np.delete(rows, i, axis=0).sum(axis=0)
         size = norms_W[i] + np.linalg.norm(rows.sum(axis=0))
@@ -96,11 +82,11 @@ def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
 @pytest.mark.parametrize(("num_workers", "scale"), [(2, 1e30), (3, 1.0), (130, 1e-30)])
 def test_identical_gradients_have_cosine_exactly_one(num_workers, scale):
     row = np.random.default_rng(num_workers).standard_normal(4093) * scale
-    gram_WW = gram(np.tile(row.astype(np.float32), (num_workers, 1)))
-    assert (cosines_from_gram(gram_WW) == 1.0).all()
-    assert (leave_one_out(gram_WW) == 1.0).all()
-    assert norm_weighted_cosine(gram_WW) == 1.0
-    assert mean_and_min_cosine(cosines_from_gram(gram_WW))[0] == 1.0
+    gram_WW = direction.gram(np.tile(row.astype(np.float32), (num_workers, 1)))
+    assert (direction.cosines_from_gram(gram_WW) == 1.0).all()
+    assert (direction.leave_one_out(gram_WW) == 1.0).all()
+    assert direction.norm_weighted_cosine(gram_WW) == 1.0
+    assert direction.mean_and_min_cosine(direction.cosines_from_gram(gram_WW))[0] == 1.0
 
 
 @pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
@@ -109,24 +95,26 @@ def test_a_worker_without_direction_is_left_out(poison):
     healthy = np.delete(rows, 1, axis=0)
     rows[1] = 0.0
     rows[1, 7] = poison
-    gram_WW = gram(rows)
-    cosines_WW = cosines_from_gram(gram_WW)
+    gram_WW = direction.gram(rows)
+    cosines_WW = direction.cosines_from_gram(gram_WW)
     assert np.isnan(cosines_WW[1]).all()
     assert np.isnan(cosines_WW[:, 1]).all()
     mean = naive_mean(naive_pairs(healthy))
-    assert mean_and_min_cosine(cosines_WW)[0] == pytest.approx(mean, abs=1e-12)
-    assert norm_weighted_cosine(gram_WW) == pytest.approx(naive_weighted(healthy), abs=1e-12)
-    rest = leave_one_out(gram_WW)
+    assert direction.mean_and_min_cosine(cosines_WW)[0] == pytest.approx(mean, abs=1e-12)
+    assert direction.norm_weighted_cosine(gram_WW) == pytest.approx(
+        naive_weighted(healthy), abs=1e-12
+    )
+    rest = direction.leave_one_out(gram_WW)
     assert math.isnan(rest[1])
     assert rest[0] == pytest.approx(naive_cosine(rows[0], rows[2] + rows[3]), abs=1e-12)
 
 
 @given(gradients(min_workers=3))
 def test_the_upper_triangle_holds_the_whole_matrix(rows):
-    cosines_WW = cosines_from_gram(gram(rows))
+    cosines_WW = direction.cosines_from_gram(direction.gram(rows))
     if np.isfinite(cosines_WW.diagonal()).sum() == 1:
         return  # a single direction has no pair that could tell of it
-    again = from_upper_triangle(upper_triangle(cosines_WW), len(rows))
+    again = direction.from_upper_triangle(direction.upper_triangle(cosines_WW), len(rows))
     np.testing.assert_array_equal(again, cosines_WW)
 
 
@@ -141,24 +129,23 @@ def workers(num_workers, seed=0, width=127, num_groups=2, common=0.3):
 
 def through_halves(rows):
     """Return rows as they arrive at the root when they are not folded."""
-    return narrow(rows, rows.shape[-1]).widened()
+    return direction.narrow(rows, rows.shape[-1]).widened()
 
 
 def check_against_pairs(sketches, groups, tolerance, given=None):
-    """Compare with all pairs of ``sketches``; the consensus is of ``given``, if that differs."""
-    consensus = consensus_of(*((sketches, groups) if given is None else given))
-    gram_WW = gram(sketches)
+    consensus = direction.consensus_of(*((sketches, groups) if given is None else given))
+    gram_WW = direction.gram(sketches)
     close = {"rtol": 0, "atol": tolerance, "equal_nan": True}
-    np.testing.assert_allclose(consensus.cosine_rest_W, leave_one_out(gram_WW), **close)
+    np.testing.assert_allclose(consensus.cosine_rest_W, direction.leave_one_out(gram_WW), **close)
     for g, rows in enumerate(groups):
-        exact_W = leave_one_out(gram(rows))
+        exact_W = direction.leave_one_out(direction.gram(rows))
         np.testing.assert_allclose(consensus.group_cosine_rest_Wg[:, g], exact_W, **close)
-    values = step_values(consensus)
-    exact_mean = mean_and_min_cosine(cosines_from_gram(gram_WW))[0]
+    values = direction.step_values(consensus)
+    exact_mean = direction.mean_and_min_cosine(direction.cosines_from_gram(gram_WW))[0]
     assert values["cosine_mean"] == pytest.approx(exact_mean, abs=tolerance, nan_ok=True)
-    exact_weighted = norm_weighted_cosine(gram_WW)
+    exact_weighted = direction.norm_weighted_cosine(gram_WW)
     assert values["cosine_weighted"] == pytest.approx(exact_weighted, abs=tolerance, nan_ok=True)
-    assert values["directions_undefined"] == (~has_direction(gram_WW)).sum()
+    assert values["directions_undefined"] == (~direction.has_direction(gram_WW)).sum()
     assert np.isnan(values["cosine_min"])
 
 
@@ -174,10 +161,12 @@ def test_it_finds_what_all_pairs_give(num_workers, common):
 def test_one_worker_that_is_not_finite_leaves_the_others_as_they_are_without_it(bad):
     sketches, groups = workers(9)
     sketches[4, 7] = groups[1, 4, 3] = bad
-    found = consensus_of(through_halves(sketches), np.stack([through_halves(r) for r in groups]))
+    found = direction.consensus_of(
+        through_halves(sketches), np.stack([through_halves(r) for r in groups])
+    )
     others = np.arange(9) != 4
     kept = np.stack([through_halves(rows[others]) for rows in groups])
-    expected = consensus_of(through_halves(sketches[others]), kept)
+    expected = direction.consensus_of(through_halves(sketches[others]), kept)
     np.testing.assert_array_equal(found.cosine_rest_W[others], expected.cosine_rest_W)
     assert found.cosine_mean == pytest.approx(expected.cosine_mean, abs=1e-12)
     assert found.cosine_weighted == pytest.approx(expected.cosine_weighted, abs=1e-12)
@@ -191,7 +180,9 @@ def test_identical_workers_have_cosine_one_exactly():
     [sketch], groups = workers(1)
     for num_workers in (2, 3, 100):
         rows = through_halves(np.stack([sketch] * num_workers))
-        found = consensus_of(rows, np.stack([np.repeat(g, num_workers, axis=0) for g in groups]))
+        found = direction.consensus_of(
+            rows, np.stack([np.repeat(g, num_workers, axis=0) for g in groups])
+        )
         assert set(found.cosine_rest_W) == {1.0}
         assert set(found.group_cosine_rest_Wg.ravel()) == {1.0}
         assert found.cosine_mean == found.cosine_weighted == 1.0
@@ -199,8 +190,10 @@ def test_identical_workers_have_cosine_one_exactly():
 
 def test_folding_is_linear_and_leaves_narrow_rows_alone():
     rows = np.random.default_rng(0).integers(-9, 9, size=(2, 1021)).astype(np.float32)
-    np.testing.assert_array_equal(fold(rows, 251).sum(axis=0), fold(rows.sum(0)[None], 251)[0])
-    assert fold(rows, 1021) is rows
-    signs = fold(np.eye(1021, dtype=np.float32), 251).sum(axis=1)
+    np.testing.assert_array_equal(
+        direction.fold(rows, 251).sum(axis=0), direction.fold(rows.sum(0)[None], 251)[0]
+    )
+    assert direction.fold(rows, 1021) is rows
+    signs = direction.fold(np.eye(1021, dtype=np.float32), 251).sum(axis=1)
     assert set(signs) == {-1.0, 1.0}
     assert abs(signs.sum()) < 100

@@ -1,5 +1,3 @@
-"""The examples in docstrings of `stats` and `bus` run."""
-
 import doctest
 import importlib
 import pkgutil

@@ -1,5 +1,3 @@
-"""The test of exchangeability: exact e-values, what it promises and remembers, and odd units."""
-
 from decimal import Decimal
 from itertools import permutations
 

@@ -1,5 +1,3 @@
-"""Spreads over workers against fractions, and exact e-values from micro-batches."""
-
 import itertools
 import math
 from fractions import Fraction
@@ -9,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.stats.spread import (
-    Units,
-    finite_mean,
-    pool_units,
-    population_std,
-    rank_bets,
-    spread_ranks,
-    value_range,
-)
+from rankscope.stats import spread
 
 
 def exact(values):
@@ -31,7 +21,9 @@ def exact(values):
 @given(st.lists(st.floats(width=64), max_size=9))
 def test_mean_spread_and_range_agree_with_fractions(values):
     expected = exact(values)
-    found = [f(np.array(values)) for f in (finite_mean, population_std, value_range)]
+    found = [
+        f(np.array(values)) for f in (spread.finite_mean, spread.population_std, spread.value_range)
+    ]
     if expected is None:
         assert all(math.isnan(value) for value in found)
         return
@@ -52,7 +44,7 @@ def units_of(values_W, weights_W=None):
         None if each is None else [np.asarray(own, float) for own in each]
         for each in (values_W, weights_W)
     )
-    units = pool_units(values, weights)
+    units = spread.pool_units(values, weights)
     assert units is not None
     return units
 
@@ -75,8 +67,8 @@ def weighted(rng):
 def test_e_values_of_healthy_streams_have_expectation_one(stream, same_index):
     data, draws = np.random.default_rng(5), np.random.default_rng(6)
     drawn = (units_of(*stream(data)) for _ in range(1500))
-    ranks = (spread_ranks(units, draws, same_index=same_index) for units in drawn)
-    e = np.array([np.concatenate(rank_bets(each)) for each in ranks])
+    ranks = (spread.spread_ranks(units, draws, same_index=same_index) for units in drawn)
+    e = np.array([np.concatenate(spread.rank_bets(each)) for each in ranks])
     error = e.std(axis=0) / math.sqrt(len(e))
     assert (error < 0.1).all()
     assert (np.abs(e.mean(axis=0) - 1) < 4 * error + 1e-12).all()
@@ -90,9 +82,9 @@ def test_over_all_arrangements_the_mean_is_one_to_rounding():
     for seed in range(3):
         e = []
         for order in orders:
-            units = Units(np.array(values)[order], np.array(weights)[order], index, starts)
-            ranks = spread_ranks(units, np.random.default_rng(seed), same_index=False)
-            e.append(rank_bets(ranks))
+            units = spread.Units(np.array(values)[order], np.array(weights)[order], index, starts)
+            ranks = spread.spread_ranks(units, np.random.default_rng(seed), same_index=False)
+            e.append(spread.rank_bets(ranks))
         e = np.array(e)
         assert e.std() > 0.1
         np.testing.assert_allclose(e.mean(axis=0), 1.0, rtol=1e-12)
@@ -100,5 +92,5 @@ def test_over_all_arrangements_the_mean_is_one_to_rounding():
 
 @pytest.mark.parametrize("values", [np.full((4, 3), 1e300), [[0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2]]])
 def test_values_that_are_equal_to_rounding_are_ties(values):
-    ranks = spread_ranks(units_of(values), np.random.default_rng(0), same_index=False)
+    ranks = spread.spread_ranks(units_of(values), np.random.default_rng(0), same_index=False)
     np.testing.assert_array_equal(ranks, 0.5)

@@ -1,5 +1,3 @@
-"""States: what an object remembers, there and back, and what it refuses."""
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""Studies that are stopped or lose a worker: what is left, and how they go on."""
-
 import os
 import shutil
 import signal

@@ -1,5 +1,3 @@
-"""Whole studies: real workers over gloo, as ``rankscope study`` starts them."""
-
 import importlib
 import json
 import re
@@ -212,7 +210,6 @@ def test_another_number_of_ranks_than_of_workers(study, command, tmp_path, monke
 
 @pytest.fixture
 def refused(study, tmp_path, monkeypatch, command):
-    """Return a function that runs the command here, expects that it refuses and changes nothing."""
     for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE"):
         monkeypatch.setenv(name, study.environment[name])
 

@@ -1,18 +1,16 @@
 """Trainings with an agent of their own, to which a test does what should never happen to them."""
 
 import contextlib
-import gc
 import json
 import mmap
 import os
 import signal
 import struct
 import time
-import traceback
 from itertools import count
 from pathlib import Path
 
-from support.ranks import forked
+from support.ranks import answer, forked
 
 _COUNT = struct.Struct("=q")
 
@@ -78,13 +76,11 @@ class Job:
         return [counter.value for counter in self.counters]
 
     def wait_for_steps(self, number):
-        """Wait until all ranks have ended so many steps; note the agent's process."""
         wait_until(lambda: min(self.done) >= number)
         if self.agent < 0:
             self.agent = self._find_agent()
 
     def kill(self, *ranks):
-        """Kill ranks at once; return when."""
         for rank in ranks:
             os.kill(self.ranks[rank].pid, signal.SIGKILL)
         return time.time()
@@ -135,18 +131,7 @@ def _command(pid):
 
 
 def _main(work, rank, num_ranks, store, folder, pipe):
-    import torch
-    import torch.distributed as dist
+    def of_rank(rank):
+        return work(Path(folder), rank, Counter(Path(folder) / f"steps-{rank}"))
 
-    torch.set_num_threads(1)
-    gc.freeze()  # as in run_ranks()
-    error, result = "", None
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks
-        )
-        result = work(Path(folder), rank, Counter(Path(folder) / f"steps-{rank}"))
-    except BaseException:
-        error = traceback.format_exc()
-    pipe.send((error, result))
-    pipe.close()
+    answer(of_rank, rank, num_ranks, store, pipe, ())

@@ -18,6 +18,5 @@ def to_arrays(collected):
 
 
 def to_array(collected):
-    """Join what a sample meter has collected into one int64 array."""
     arrays = [part.numpy() if isinstance(part, HostCopy) else part for part in collected]
     return np.concatenate([np.empty(0, np.int64), *arrays]).astype(np.int64, copy=False)

@@ -183,7 +183,6 @@ def run_micro_batch(rank, mode, step, micro, engine):
 
 
 def micro_gradients(rank, mode, step, engine):
-    """Return the gradient of each micro-batch, computed on a copy without DeepSpeed."""
     alone = _make_model(mode, 0.0).to(_DTYPES[mode.dtype])
     alone.load_state_dict(full_parameters(engine) | dict(engine.module.named_buffers()))
     gradients = []

@@ -14,11 +14,9 @@ def told(run, *kinds):
 
 
 def events_of(run_dir):
-    """Return the events of a run's findings so far; none before the first."""
     file = run_dir / "findings.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def faults(run):
-    """Return all findings above a note, by id."""
     return {f.id: f for f in run.findings() if f.severity > Severity.NOTE}

@@ -63,7 +63,6 @@ def wait_for(scope, step):
 def train_watched(
     model, optimizer, run_dir, num_steps, loss_of, before_update=lambda step: None, **options
 ):
-    """Train under ``watch``, if there is a place to record; ``loss_of`` returns a step's loss."""
     with watch(model, optimizer, run_dir=run_dir, **{"canary": False, **options}):
         for step in range(num_steps):
             loss_of(step).backward()
@@ -140,7 +139,6 @@ class Loop:
         return self.ddp(**batch)["loss"]
 
     def exact_norm(self, *batches, branch=()):
-        """Return the norm of the mean gradient over the next batches, from a copy without DDP."""
         alone = copy.deepcopy(self.model)
         alone.zero_grad()
         with torch.random.fork_rng(devices=[]):

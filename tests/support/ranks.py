@@ -132,11 +132,10 @@ def close_patiently():
     Scope.close.__defaults__ = (40.0,)
 
 
-def _main(work, rank, num_ranks, store, pipe, args):
+def answer(work, rank, num_ranks, store, pipe, args):
     import torch
     import torch.distributed as dist
 
-    close_patiently()
     torch.set_num_threads(1)
     gc.freeze()  # a full collection would copy all that the ranks share
     error, result = "", None
@@ -149,6 +148,13 @@ def _main(work, rank, num_ranks, store, pipe, args):
         error = traceback.format_exc()
     pipe.send((error, result))
     pipe.close()
-    if not error:
+    return error
+
+
+def _main(*call):
+    import torch.distributed as dist
+
+    close_patiently()
+    if not answer(*call):
         dist.barrier()
         dist.destroy_process_group()

@@ -77,7 +77,6 @@ class Recorded:
                 np.testing.assert_allclose(norm, np.linalg.norm(np.concatenate(parts)), rtol=rtol)
 
     def check_reduced(self, rtol, *, sketched=True):
-        """Hold the reduced gradient against the mean: its norm, and by its sketch, itself."""
         expected = [np.linalg.norm(self.gradients(step).mean(axis=0)) for step in self.steps]
         found = self.column("grad_norm_reduced")[self.steps]
         np.testing.assert_allclose(found, expected, rtol=rtol)
@@ -121,7 +120,6 @@ def cosines(gradients_WP):
 
 
 def cosines_with_the_rest(gradients_WP, sent_WP):
-    """Return the cosine of each worker's gradient with what is left of the sum without it."""
     rests_WP = sent_WP.sum(axis=0) - gradients_WP
     lengths_W = np.linalg.norm(gradients_WP, axis=1) * np.linalg.norm(rests_WP, axis=1)
     return np.sum(gradients_WP * rests_WP, axis=1) / lengths_W

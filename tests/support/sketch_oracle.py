@@ -18,7 +18,6 @@ class Truth:
 
 
 def signs_of(name: str, seed: int, num_rows: int) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the shift, the signs of the first rows and the signs of prime period."""
     period = torch.Generator().manual_seed(seed)
     own = torch.Generator().manual_seed(int.from_bytes(_digest(name, seed)[:8], "little") // 2)
     shift = torch.randint(PERIOD, (), generator=own).item()
@@ -36,7 +35,6 @@ def _digest(name: str, seed: int) -> bytes:
 
 
 def truth(name: str, seed: int, gradient: torch.Tensor, width: int, start: int = 0) -> Truth:
-    """Return the truth about a gradient that begins at position ``start`` of its parameter."""
     values = gradient.detach().double().flatten().numpy()
     position = start + np.arange(len(values))
     shift, row_sign, period_sign = signs_of(name, seed, (start + len(values)) // width + 1)

@@ -52,7 +52,6 @@ def train(model, optimizer, meter, step, local=None, between=None):
 
 
 def look(meter, step):
-    """See a state that rests."""
     meter.begin_step(step)
     meter.see_reduced()
     meter.before_update(None)

@@ -22,7 +22,6 @@ _MEMORIES = WeakKeyDictionary()
 
 
 def events_of(diagnosis, reports):
-    """Return what a diagnosis says of steps, in order."""
     reports = list(reports)
     return [
         event
@@ -33,7 +32,6 @@ def events_of(diagnosis, reports):
 
 
 def findings_of(cause, steps, plan=None):
-    """Return what a diagnosis says of a cause, in order, in steps that come one by one."""
     steps = list(steps)
     diagnosis = Diagnosis(RunFacts(steps[0].num_workers, plan=plan or Plan()))
     told = [finding for step in steps for finding in diagnosis.observe(summarize(step))]
@@ -59,12 +57,10 @@ def told_of(detector, reports, memory=None):
 
 
 def evidence_of(detector, *reports, memory=None):
-    """Return all that a detector finds in steps; see :func:`told_of`."""
     return [one for told in told_of(detector, reports, memory) for one in told]
 
 
 def observe(detector, step, width=4, **columns):
-    """Return what a detector says of one step in which workers report these columns."""
     columns = {"num_samples": [2] * width, **columns}
     samples = [np.array([100 * step + rank]) for rank in range(width)]
     return evidence_of(detector, StepReport(gathered(step, samples, **columns), {}))
@@ -86,11 +82,9 @@ def named_message(step, names):
 
 
 def describe(evidence):
-    """Return explanation and next check."""
     finding = finding_of(evidence, evidence.last_step)
     return finding.explanation, finding.next_check
 
 
 def words(evidence):
-    """Return explanation and next check as one text."""
     return " ".join(describe(evidence))

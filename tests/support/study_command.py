@@ -73,7 +73,6 @@ class StudyCommand:
         return words
 
     def run(self, output, **options):
-        """Run a study to its end, as a user does: with its figures, in a process of its own."""
         return subprocess.run(
             [sys.executable, "-m", "rankscope", *self.arguments(output, options)],
             stdin=subprocess.DEVNULL,
@@ -106,7 +105,6 @@ class Done:
 
 
 def has_rows(run):
-    """Return whether some steps of a run are on disk."""
     return any((run / "steps").glob("*.parquet"))
 
 

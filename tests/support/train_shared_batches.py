@@ -19,7 +19,6 @@ import rankscope
 
 
 def train(run_dir, steps):
-    """Train; return what this rank found, and in which step it was told first."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))

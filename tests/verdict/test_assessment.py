@@ -1,5 +1,3 @@
-"""Assessments of recorded runs whose samples, losses and gradients are simulated."""
-
 from dataclasses import replace
 from itertools import islice
 

@@ -1,5 +1,3 @@
-"""A verdict says no more than was measured, on every face and for all runs of a job."""
-
 import dataclasses
 import json
 

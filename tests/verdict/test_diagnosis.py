@@ -1,5 +1,3 @@
-"""Diagnoses of simulated jobs, healthy and not."""
-
 import importlib
 import itertools
 import pkgutil

@@ -1,5 +1,3 @@
-"""Assessments of runs that are too long to read whole, and numbers that stay as they were."""
-
 import math
 import shutil
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Detectors after a restart, and where steps come together: as without a break, and one by one."""
-
 import logging
 from dataclasses import replace
 from itertools import islice
@@ -239,7 +237,6 @@ def one_odd(step):
 
 
 def short_batches(step):
-    """Give the last worker a short batch now and then, two workers the same one, or none at all."""
     batches = list(step.samples)
     if step.step % 23 == 7:
         batches[-1] = batches[-1][:1]

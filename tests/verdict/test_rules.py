@@ -1,5 +1,3 @@
-"""The table of causes, the words for ranks, and which finding is a cause or settles another."""
-
 import ast
 import re
 from dataclasses import replace

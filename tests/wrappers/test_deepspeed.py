@@ -1,5 +1,3 @@
-"""DeepSpeed engines on real ranks: the gradient is recorded as it is, and no bit changes."""
-
 import sys
 from functools import partial
 
@@ -12,18 +10,8 @@ from torch import nn
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
 from rankscope.wrappers.deepspeed import is_deepspeed
+from support import deepspeed_modes as modes
 from support import loops
-from support.deepspeed_modes import (
-    MODES,
-    Mode,
-    accumulated,
-    import_deepspeed,
-    make_engine,
-    micro_gradients,
-    run_micro_batch,
-    state_of,
-    train_step,
-)
 from support.findings import faults, told
 from support.models import make_batch
 from support.ranks import on_ranks
@@ -32,8 +20,8 @@ from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, Truth
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 NUM_RANKS, STEPS = 2, 3
 ROUNDING = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 2e-3}  # of a reduction in this dtype
-ACCUMULATED = Mode("accumulated", 0, 2)
-IN_PARTS = Mode("in parts", 2, 2, in_parts=True)
+ACCUMULATED = modes.Mode("accumulated", 0, 2)
+IN_PARTS = modes.Mode("in parts", 2, 2, in_parts=True)
 REPLACED = {"_backward_prologue", "_backward_epilogue", "allreduce_gradients", "_take_model_step"}
 
 
@@ -42,70 +30,70 @@ watch = partial(loops.watch, sketch_width=WIDTH, reduced="sketch", canary=False,
 
 def truth_of(rank, mode, step, engine):
     with torch.random.fork_rng(devices=[]):
-        micro = micro_gradients(rank, mode, step, engine)
-    total = accumulated(mode, micro)
+        micro = modes.micro_gradients(rank, mode, step, engine)
+    total = modes.accumulated(mode, micro)
     gradient = {n: g.double().flatten().numpy() / mode.loss_scale for n, g in total.items()}
     norms = [torch.cat([g.double().flatten() for g in part.values()]).norm() for part in micro]
     return Truth(gradient, [float(norm) * mode.accumulate / mode.loss_scale for norm in norms])
 
 
 def train(rank, mode, folder):
-    engine = make_engine(rank, mode, dropout=0.0)
+    engine = modes.make_engine(rank, mode, dropout=0.0)
     truths = []
     with watch(engine, run_dir=f"{folder}/{mode.name}"):
         for step in range(STEPS - 1):
             truths.append(truth_of(rank, mode, step, engine))
-            train_step(rank, mode, step, engine)
-    train_step(rank, mode, STEPS - 1, engine)
+            modes.train_step(rank, mode, step, engine)
+    modes.train_step(rank, mode, STEPS - 1, engine)
     left = sum(len(p._backward_hooks or ()) for p in engine.module.parameters())
     left += len(REPLACED & vars(engine).keys())
-    alone = make_engine(rank, mode, dropout=0.0)
+    alone = modes.make_engine(rank, mode, dropout=0.0)
     for step in range(STEPS):
-        train_step(rank, mode, step, alone)
-    states = [state_of(each) for each in (engine, alone)]
+        modes.train_step(rank, mode, step, alone)
+    states = [modes.state_of(each) for each in (engine, alone)]
     for each in (engine, alone):
         each.destroy()
     return {"truths": truths, "states": states, "left": left}
 
 
 def watch_between_micro_batches(rank, mode, folder):
-    engine = make_engine(rank, mode, dropout=0.0)
-    run_micro_batch(rank, mode, 0, 0, engine)
+    engine = modes.make_engine(rank, mode, dropout=0.0)
+    modes.run_micro_batch(rank, mode, 0, 0, engine)
     engine.step()
     with watch(engine, run_dir=f"{folder}/late {mode.name}"):
         truths = [truth_of(rank, mode, 0, engine)]
-        run_micro_batch(rank, mode, 0, 1, engine)
+        modes.run_micro_batch(rank, mode, 0, 1, engine)
         engine.step()
         truths.append(truth_of(rank, mode, 1, engine))
-        train_step(rank, mode, 1, engine)
+        modes.train_step(rank, mode, 1, engine)
     return truths
 
 
 def raise_in_a_backward_pass(rank, mode, folder):
-    engine = make_engine(rank, mode, dropout=0.0)
+    engine = modes.make_engine(rank, mode, dropout=0.0)
     with watch(engine, run_dir=f"{folder}/raised"):
         handle = engine.module.embedding.weight.register_hook(lambda gradient: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            run_micro_batch(rank, mode, 0, 0, engine)
+            modes.run_micro_batch(rank, mode, 0, 0, engine)
         handle.remove()
-        train_step(rank, mode, 1, engine)
+        modes.train_step(rank, mode, 1, engine)
 
 
 def read_less_of_the_reduced_gradient(rank, mode, folder):
-    engine = make_engine(rank, mode, dropout=0.0)
+    engine = modes.make_engine(rank, mode, dropout=0.0)
     for reduced in ("norm", "off"):
         with watch(engine, run_dir=f"{folder}/{reduced} {mode.name}", reduced=reduced):
-            train_step(rank, mode, 0, engine)
+            modes.train_step(rank, mode, 0, engine)
 
 
 def look_before_importing():
     assert not is_deepspeed(nn.Linear(2, 2))
     assert "deepspeed" not in sys.modules
-    import_deepspeed()
+    modes.import_deepspeed()
 
 
 def do_all(rank, folder):
-    seen = {mode.name: train(rank, mode, folder) for mode in MODES}
+    seen = {mode.name: train(rank, mode, folder) for mode in modes.MODES}
     late = {}
     for mode in (ACCUMULATED, IN_PARTS):
         late[mode.name] = watch_between_micro_batches(rank, mode, folder)
@@ -113,7 +101,7 @@ def do_all(rank, folder):
     raise_in_a_backward_pass(rank, ACCUMULATED, folder)
     for name in CASES:
         train_summing(rank, name, folder)
-    assert not is_deepspeed(make_engine(rank, ACCUMULATED, dropout=0.0).module)
+    assert not is_deepspeed(modes.make_engine(rank, ACCUMULATED, dropout=0.0).module)
     dist.barrier()
     return {**seen, "late": late}
 
@@ -130,7 +118,7 @@ def check_what_passes_find(recorded, mode):
         assert (changes_TW < 1e-6).all()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", modes.MODES, ids=lambda mode: mode.name)
 def test_what_is_recorded_is_the_gradient_before_and_after_the_reduction(trained, mode):
     ranks, folder = trained
     run = Run.open(folder / mode.name)
@@ -152,7 +140,7 @@ def test_what_is_recorded_is_the_gradient_before_and_after_the_reduction(trained
     assert faults(run) == {}
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", modes.MODES, ids=lambda mode: mode.name)
 def test_every_bit_is_the_same_and_nothing_is_left_behind(trained, mode):
     for of_rank in trained[0]:
         watched, alone = of_rank[mode.name]["states"]
@@ -220,7 +208,6 @@ def drop_sums(engine):
 
 
 def change_one(engine):
-    """Change what the ranks hold of one parameter; its rows are spread over both."""
     parameters = dict(engine.module.named_parameters())
     optimizer, changed = engine.optimizer, parameters["hidden.weight"]
     for group, gradients in optimizer.all_grad_tensors.items():
@@ -232,7 +219,7 @@ def train_summing(rank, name, folder):
     """Train with four micro-batches a step; change their sum before the third one's pass."""
     mode, change = CASES[name]
     manual = name.endswith("manual")  # the engine takes each pass for a step's last
-    engine = make_engine(rank, mode, dropout=0.0)
+    engine = modes.make_engine(rank, mode, dropout=0.0)
     with loops.watch(engine, run_dir=f"{folder}/{name}", canary=False):
         for step in range(STEPS):
             for micro in range(MICRO):
@@ -242,21 +229,21 @@ def train_summing(rank, name, folder):
                     batch = make_batch(rank, MICRO * step + micro)
                     engine.backward(engine(**batch)["loss"] / MICRO)
                 else:
-                    run_micro_batch(rank, mode, step, micro, engine)
+                    modes.run_micro_batch(rank, mode, step, micro, engine)
                     engine.step()
             if manual:
                 engine.step()
     engine.destroy()
 
 
-CASES = {f"ZeRO {stage}, manual": (Mode("", stage), None) for stage in (0, 1, 3)} | {
-    "ZeRO 0, reset": (Mode("", 0, MICRO), zero_grad),
-    "ZeRO 1, doubled": (Mode("", 1, MICRO, zero={"overlap_comm": True}), scaled_by(2)),
-    "ZeRO 2, reset": (Mode("", 2, MICRO), drop_sums),
-    "ZeRO 2 fp32 sums, doubled": (Mode("", 2, MICRO, "bf16", "fp32"), scaled_by(2)),
-    "ZeRO 3, divided": (Mode("", 3, MICRO), scaled_by(1 / MICRO)),
-    "ZeRO 2, zero_grad": (Mode("", 2, MICRO), zero_grad),
-    "ZeRO 2, in part": (Mode("", 2, MICRO), change_one),
+CASES = {f"ZeRO {stage}, manual": (modes.Mode("", stage), None) for stage in (0, 1, 3)} | {
+    "ZeRO 0, reset": (modes.Mode("", 0, MICRO), zero_grad),
+    "ZeRO 1, doubled": (modes.Mode("", 1, MICRO, zero={"overlap_comm": True}), scaled_by(2)),
+    "ZeRO 2, reset": (modes.Mode("", 2, MICRO), drop_sums),
+    "ZeRO 2 fp32 sums, doubled": (modes.Mode("", 2, MICRO, "bf16", "fp32"), scaled_by(2)),
+    "ZeRO 3, divided": (modes.Mode("", 3, MICRO), scaled_by(1 / MICRO)),
+    "ZeRO 2, zero_grad": (modes.Mode("", 2, MICRO), zero_grad),
+    "ZeRO 2, in part": (modes.Mode("", 2, MICRO), change_one),
 }
 KINDS = ("sync.", "numerics.", "loss.scale")
 HARMLESS = ["ZeRO 0, manual", "ZeRO 3, manual", "ZeRO 2, zero_grad"]

@@ -1,5 +1,3 @@
-"""Training loops beyond the usual ones, steps that raise, and taps that come and go in one."""
-
 import copy
 import traceback
 

@@ -1,5 +1,3 @@
-"""What is recorded under FSDP2, against an unsharded copy of the model; and the same bits."""
-
 import numpy as np
 import pytest
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""Shards of a gradient and its parts against the whole; and which weights of stages are one."""
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-"""Parts of the wrappers, in one process: clocks, living objects, passes, surroundings, products."""
-
 import contextlib
 import sys
 import threading
@@ -61,7 +59,6 @@ class Event:
 
 
 def train(steps, *, host, kernels, own_host, own_kernels, spoilt=()):
-    """Train with one hook a step, which hands over the step before; return what each has lost."""
     device, step = Device(), 0
     clock = DeviceClock(device.event, Event.record, lambda: False)
     guard = Guard(pytest.fail, clock)

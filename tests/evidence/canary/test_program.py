@@ -1,5 +1,3 @@
-"""What a canary's forward pass runs, and what sets one worker apart."""
-
 import json
 from types import FunctionType, SimpleNamespace
 

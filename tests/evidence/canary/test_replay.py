@@ -1,5 +1,3 @@
-"""A canary on one worker: batches that are kept, and a run that leaves nothing behind."""
-
 import random
 from collections import namedtuple
 from types import SimpleNamespace
@@ -12,17 +10,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.bus.bundles import PlainBatch, pack_batch, unpack_batch
+from rankscope.evidence.canary import replay
 from rankscope.evidence.canary.batch import (
     MAX_BATCH_BYTES,
     CanaryDeclined,
     capture_batch,
     restore_batch,
-)
-from rankscope.evidence.canary.replay import (
-    PendingCanary,
-    loss_without_gradient,
-    run_batch,
-    state_digest,
 )
 from rankscope.gradients.totals import fold_signs
 from support.models import make_batch, make_model
@@ -169,7 +162,7 @@ def generators() -> tuple[object, ...]:
 
 
 def run(model, *args, seed=1, **kwargs):
-    return run_batch(model, capture_batch(args, kwargs).plain(), CPU, seed=seed).read()
+    return replay.run_batch(model, capture_batch(args, kwargs).plain(), CPU, seed=seed).read()
 
 
 def test_loss_and_gradient_are_those_of_the_batch():
@@ -184,17 +177,17 @@ def test_loss_and_gradient_are_those_of_the_batch():
 
 def test_the_state_of_a_model_has_another_digest_when_any_tensor_of_it_changes():
     model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(20)))
-    digests = [state_digest(model)]
+    digests = [replay.state_digest(model)]
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data += 1
-        digests.append(state_digest(model))
+        digests.append(replay.state_digest(model))
     assert len(set(digests)) == 1 + 20 * 5
 
 
 @pytest.mark.parametrize("arrived", [(True, True, True), (True, False, True)])
 def test_a_canary_can_be_read_once_all_its_results_have_arrived(arrived):
     results = tuple(SimpleNamespace(ready=one) for one in arrived)
-    assert PendingCanary(0, 1, results).ready == all(arrived)
+    assert replay.PendingCanary(0, 1, results).ready == all(arrived)
 
 
 class Attending(nn.Linear):
@@ -247,10 +240,10 @@ def test_a_model_that_talks_to_others_is_declined():
 
 def test_a_loss_alone_needs_no_gradient_and_leaves_nothing_behind():
     model, batch = make_model(), make_batch(0, 0)
-    before = [state_digest(model), generators()]
+    before = [replay.state_digest(model), generators()]
     kept = capture_batch((), batch).plain()
-    assert loss_without_gradient(model, kept, CPU, seed=1) == run(model, **batch).loss
-    assert [state_digest(model), generators()] == before
+    assert replay.loss_without_gradient(model, kept, CPU, seed=1) == run(model, **batch).loss
+    assert [replay.state_digest(model), generators()] == before
 
 
 def test_all_workers_take_the_same_algorithms_of_cudnn(monkeypatch):
@@ -259,6 +252,6 @@ def test_all_workers_take_the_same_algorithms_of_cudnn(monkeypatch):
     model, seen = nn.Linear(3, 3), []
     model.register_forward_hook(lambda *_: seen.append(torch.backends.cudnn.benchmark))
     batch = capture_batch((torch.ones(2, 3),), {}).plain()
-    run_batch(model, batch, torch.device("cpu"), seed=1)
+    replay.run_batch(model, batch, torch.device("cpu"), seed=1)
     assert seen == [False]
     assert torch.backends.cudnn.benchmark is wanted

@@ -1,5 +1,3 @@
-"""A canary leaves nothing behind, whatever a model does, and whatever goes wrong."""
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""When a canary is run, and what is told of its result."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -10,15 +8,8 @@ from rankscope.bus.detector import LATENESS, RunFacts
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.evidence.canary import schedule
 from rankscope.evidence.canary.judge import CanaryVerdicts
-from rankscope.evidence.canary.schedule import (
-    RETRY_AFTER,
-    SHARE,
-    SPACING,
-    CanaryPlan,
-    Planned,
-    Schedule,
-)
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import describe, evidence_of
 from support.streams import gathered
@@ -30,7 +21,7 @@ def finding(name="rank-2", cause="data.worker_outlier", ranks=(2,), status="open
     return Finding(name, cause, Severity.WARNING, ranks, 0, 5, "", "", status=status)
 
 
-def planned(plan: CanaryPlan, first: int, last: int, **events) -> list[Planned]:
+def planned(plan: schedule.CanaryPlan, first: int, last: int, **events) -> list[schedule.Planned]:
     """Show a range of steps, the events at the first; canaries end as soon as they have run."""
     found = []
     for step in range(first, last):
@@ -43,24 +34,24 @@ def planned(plan: CanaryPlan, first: int, last: int, **events) -> list[Planned]:
 
 
 def test_a_finding_leads_to_one_canary_of_its_worker_against_one_that_is_healthy():
-    [one] = planned(CanaryPlan(4), 50, 1000, findings=[finding(ranks=(2, 3))])
-    assert one == Planned("rank-2", suspect=2, peer=0, capture_at=66, run_at=82)
-    again = CanaryPlan(4)
+    [one] = planned(schedule.CanaryPlan(4), 50, 1000, findings=[finding(ranks=(2, 3))])
+    assert one == schedule.Planned("rank-2", suspect=2, peer=0, capture_at=66, run_at=82)
+    again = schedule.CanaryPlan(4)
     assert len(planned(again, 50, 500, findings=[finding()])) == 1
     assert planned(again, 500, 1000, findings=[finding()]) == []  # the same finding
 
 
 def test_where_all_workers_are_concerned_the_next_is_the_peer():
-    [one] = planned(CanaryPlan(2), 0, 300, findings=[finding(ranks=(1, 0))])
+    [one] = planned(schedule.CanaryPlan(2), 0, 300, findings=[finding(ranks=(1, 0))])
     assert (one.suspect, one.peer) == (1, 0)
 
 
 def test_a_canary_that_a_worker_missed_is_tried_once_more():
-    plan = CanaryPlan(3)
+    plan = schedule.CanaryPlan(3)
     first = plan.observe(10, [finding()])
     assert first is not None
     assert plan.give_up()
-    seen = [plan.observe(step) for step in range(11, first.run_at + RETRY_AFTER + 1)]
+    seen = [plan.observe(step) for step in range(11, first.run_at + schedule.RETRY_AFTER + 1)]
     assert seen[:-1] == [None] * (len(seen) - 1)
     again = seen[-1]
     lead = 2 * LAG  # the worker may have learned of it too late
@@ -71,7 +62,7 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
 
 @pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (0.1, 0.0001)])
 def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost):
-    plan, runs = CanaryPlan(4, Schedule()), []
+    plan, runs = schedule.CanaryPlan(4, schedule.Schedule()), []
     num_steps = 20_000
     for step in range(num_steps):
         if plan.current is not None and step == plan.current.run_at:
@@ -80,15 +71,18 @@ def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost
         plan.observe(step, seconds=step_seconds)
     assert runs[0] < 50
     if cost / step_seconds > 1:
-        assert (len(runs) - 1) * cost <= SHARE * num_steps * step_seconds
-        assert (len(runs) + 1) * cost >= 0.8 * SHARE * num_steps * step_seconds
+        assert (len(runs) - 1) * cost <= schedule.SHARE * num_steps * step_seconds
+        assert (len(runs) + 1) * cost >= 0.8 * schedule.SHARE * num_steps * step_seconds
     gaps = np.diff(runs)
-    assert gaps.min() >= SPACING
-    assert cost / step_seconds > 1 or gaps.max() <= SPACING + 2 * LAG + 1
+    assert gaps.min() >= schedule.SPACING
+    assert cost / step_seconds > 1 or gaps.max() <= schedule.SPACING + 2 * LAG + 1
 
 
 def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_to_nothing():
-    plan, begun = CanaryPlan(4, Schedule()), [0]  # the first is known without a word
+    plan, begun = (
+        schedule.CanaryPlan(4, schedule.Schedule()),
+        [0],
+    )  # the first is known without a word
     for step in range(20_000):
         if plan.current is not None and step == plan.current.run_at:
             assert not plan.give_up()

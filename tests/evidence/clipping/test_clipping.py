@@ -1,5 +1,3 @@
-"""What is recorded of torch's clipping, and its laws in simulated shards, kept and broken."""
-
 import copy
 import math
 from dataclasses import replace
@@ -17,14 +15,7 @@ from rankscope import Run
 from rankscope.bus.finding import Severity
 from rankscope.bus.probe import StepEnd
 from rankscope.bus.step import StepReport
-from rankscope.evidence.clipping.judge import (
-    BETWEEN,
-    ClippedBetween,
-    ClippedNothing,
-    FactorLaw,
-    NormLaw,
-    StageNorm,
-)
+from rankscope.evidence.clipping import judge
 from rankscope.evidence.clipping.probe import ClippingProbe
 from support.ranks import run_ranks
 from support.stepping import evidence_of, words
@@ -49,7 +40,7 @@ def whole(parts_W):
 def watch(factors_of, *, detectors=None, spread=0.0, planned=None, **columns):
     """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``."""
     rng, reports = np.random.default_rng(1), []
-    detectors = detectors or (FactorLaw(), NormLaw(planned))
+    detectors = detectors or (judge.FactorLaw(), judge.NormLaw(planned))
     for step, parts_W in enumerate(parts()):
         factors_W = factors_of(parts_W) * (1 + 1e-8 * rng.standard_normal(W))
         given = {n: value(parts_W) if callable(value) else value for n, value in columns.items()}
@@ -131,12 +122,12 @@ def test_a_limit_that_follows_the_norms_is_silent():
     def drifting(parts_W):
         return np.broadcast_to(min(1.0, next(limits) / whole(parts_W)), W)
 
-    assert watch(drifting, detectors=[NormLaw(None)]) == {}
+    assert watch(drifting, detectors=[judge.NormLaw(None)]) == {}
 
 
 def test_a_stage_of_a_pipeline_that_clips_by_its_own_norm():
     def stage(norm, **columns):
-        return watch(by(norm), detectors=[StageNorm(None)], **called(), **columns)
+        return watch(by(norm), detectors=[judge.StageNorm(None)], **called(), **columns)
 
     [found] = stage(whole, schedule_scale=0.5).values()
     assert (found.key, found.severity, found.first_step) == (
@@ -151,20 +142,22 @@ def test_clipping_between_micro_batches_is_a_warning():
         return np.full(W, 0.5)
 
     steps = {"clips_between": [3] * W, "micro_batches": [4] * W}
-    [found] = watch(alone, detectors=[ClippedBetween()], **steps).values()
-    assert (found.key, found.severity, found.count) == (BETWEEN, Severity.WARNING, 40)
+    [found] = watch(alone, detectors=[judge.ClippedBetween()], **steps).values()
+    assert (found.key, found.severity, found.count) == (judge.BETWEEN, Severity.WARNING, 40)
     assert "after each of 4 micro-batches" in words(found)
-    assert watch(alone, detectors=[ClippedBetween()], clips_between=[0] * W) == {}
+    assert watch(alone, detectors=[judge.ClippedBetween()], clips_between=[0] * W) == {}
 
 
 def test_clipping_that_scales_nothing_is_a_warning():
     def unscaled(_):
         return np.ones(W)
 
-    [found] = watch(unscaled, detectors=[ClippedNothing()], clips_of_nothing=[1] * W).values()
+    [found] = watch(unscaled, detectors=[judge.ClippedNothing()], clips_of_nothing=[1] * W).values()
     assert (found.key, found.severity, found.count) == ("clip-of-nothing", Severity.WARNING, 40)
-    assert watch(unscaled, detectors=[ClippedNothing()], clips_of_nothing=[0] * W) == {}
-    halves = watch(lambda _: np.full(W, 0.5), detectors=[ClippedNothing()], clips_of_nothing=1)
+    assert watch(unscaled, detectors=[judge.ClippedNothing()], clips_of_nothing=[0] * W) == {}
+    halves = watch(
+        lambda _: np.full(W, 0.5), detectors=[judge.ClippedNothing()], clips_of_nothing=1
+    )
     assert halves == {}  # the training scales by code of its own
 
 

@@ -1,5 +1,3 @@
-"""Averages of the weights, and copies for an engine, beside trainings on real ranks."""
-
 import copy
 import gc
 import math
@@ -80,7 +78,6 @@ def with_buffers(task, *, follow_too, training=False):
 
 
 def averaged(task):
-    """Update torch's own average, whose parameters are not frozen."""
     average = AveragedModel(task.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     return lambda: average.update_parameters(task.model)
 
@@ -99,7 +96,6 @@ KINDS = {
 
 
 def train(rank, run_dir, kind, steps=2 * STEPS, earlier=None, *, counts=True):
-    """Train, perhaps with what an earlier training has saved: with its count of updates or not."""
     torch.manual_seed(0)
     task = Task(*[nn.BatchNorm1d(6)] * kind.startswith("buffers"))
     wrapped = DistributedDataParallel(task)

@@ -1,5 +1,3 @@
-"""Workers that are all too similar, or all too different, in simulated jobs."""
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Settings of the training that differ between ranks, named once."""
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +15,6 @@ RANKS, ODD = 3, 1
 
 
 def settings(width=4, **odd):
-    """Return settings of ranks, of which the last one has others."""
     usual = dict.fromkeys(odd, "usual")
     return [usual] * (width - 1) + [odd]
 

@@ -1,5 +1,3 @@
-"""What a worker runs on and trains, by name, and loaders that draw with replacement."""
-
 import json
 import math
 import os
@@ -13,26 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    BatchSampler,
-    ChainDataset,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
 from rankscope.files import to_plain
 from rankscope.verdict.diagnosis import diagnose_run
-from rankscope.wrappers.facts import (
-    draws_with_replacement,
-    environment_facts,
-    source_revision,
-    training_facts,
-)
+from rankscope.wrappers import facts as worker_facts
 from rankscope.wrappers.optimizers import JointOptimizer
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -48,7 +33,7 @@ def no_variables(monkeypatch):
 
 
 def test_versions_and_flags_are_told_in_plain_values():
-    facts = environment_facts(CPU)
+    facts = worker_facts.environment_facts(CPU)
     assert facts["python"] == platform.python_version()
     assert facts["torch"] == torch.__version__
     assert facts["numpy"] == np.__version__
@@ -62,7 +47,7 @@ def test_variables_that_decide_how_a_job_computes_are_told(monkeypatch):
         monkeypatch.setenv(name, "3")
     monkeypatch.setenv("MY_OWN", "3")
     monkeypatch.setenv("RANKSCOPE_RUN_PID", "3")  # of `rankscope run`: another on each worker
-    facts = environment_facts(CPU)
+    facts = worker_facts.environment_facts(CPU)
     for name in ("NCCL_ALGO", "TOKENIZERS_PARALLELISM", "PYTHONHASHSEED", "LOCAL_RANK"):
         assert facts[name] == "3"
     assert not {"MY_OWN", "RANKSCOPE_RUN_PID"} & facts.keys()
@@ -71,7 +56,7 @@ def test_variables_that_decide_how_a_job_computes_are_told(monkeypatch):
 @pytest.mark.parametrize("name", ["HF_TOKEN", "hf_token", "NCCL_AUTHORIZATION", "HF_OF_MY_OWN"])
 def test_variables_that_are_not_known_are_never_told(monkeypatch, name):
     monkeypatch.setenv(name, "tell-nobody")
-    assert "tell-nobody" not in json.dumps(environment_facts(CPU))
+    assert "tell-nobody" not in json.dumps(worker_facts.environment_facts(CPU))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +69,7 @@ def test_variables_that_are_not_known_are_never_told(monkeypatch, name):
 )
 def test_of_an_address_the_host_alone_is_told(monkeypatch, value):
     monkeypatch.setenv("HF_ENDPOINT", value)
-    assert environment_facts(CPU)["HF_ENDPOINT"].lower() == "https://example.org/…"
+    assert worker_facts.environment_facts(CPU)["HF_ENDPOINT"].lower() == "https://example.org/…"
 
 
 def git(folder, *command):
@@ -99,9 +84,12 @@ def test_the_source_revision_is_the_commit_and_whether_files_differ(tmp_path):
     git(tmp_path, "commit", "-q", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "notes.txt").write_text("not part of the source")
-    assert source_revision(tmp_path) == {"revision": commit, "revision_changed": False}
+    assert worker_facts.source_revision(tmp_path) == {
+        "revision": commit,
+        "revision_changed": False,
+    }
     (tmp_path / "train.py").write_text("lr = 2\n")
-    assert source_revision(tmp_path) == {"revision": commit, "revision_changed": True}
+    assert worker_facts.source_revision(tmp_path) == {"revision": commit, "revision_changed": True}
 
 
 def make_model(width=3, dtype=torch.float32):
@@ -112,7 +100,7 @@ def make_model(width=3, dtype=torch.float32):
 
 def facts_of(model=None, optimizer=None, loader=None, wrapper=None, group=None):
     model = make_model() if model is None else model
-    facts = training_facts(wrapper or model, model, optimizer, loader, group)
+    facts = worker_facts.training_facts(wrapper or model, model, optimizer, loader, group)
     assert json.loads(json.dumps(to_plain(facts))) == to_plain(facts)
     return facts
 
@@ -210,7 +198,7 @@ DATA = list(range(12))
 NUM_SHARDS, SHARD, BATCH = 12, 24, 6
 
 
-class ResampledShards(IterableDataset):
+class ResampledShards(data.IterableDataset):
     """Names of shards, drawn with replacement, as webdataset's class of this name does."""
 
     def __init__(self, seed: int) -> None:
@@ -221,7 +209,7 @@ class ResampledShards(IterableDataset):
             yield int(self.rng.integers(NUM_SHARDS))
 
 
-class Pipeline(IterableDataset):
+class Pipeline(data.IterableDataset):
     """A source and what is done to it, as webdataset's ``DataPipeline`` has it."""
 
     def __init__(self, *stages) -> None:
@@ -231,24 +219,24 @@ class Pipeline(IterableDataset):
         return (shard * SHARD + sample for shard in self.pipeline[0] for sample in range(SHARD))
 
 
-class RepeatedAugmentation(DistributedSampler):
+class RepeatedAugmentation(data.DistributedSampler):
     num_repeats = 3
 
 
 def test_loaders_that_draw_with_replacement_are_recognised():
-    again = RandomSampler(DATA, replacement=True)
+    again = data.RandomSampler(DATA, replacement=True)
     resampled = Pipeline(ResampledShards(0), str)
     for loader in (
-        DataLoader(DATA, sampler=again),
-        DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 12)),
-        DataLoader(DATA, batch_sampler=BatchSampler(again, 3, drop_last=True)),
-        DataLoader(DATA * 100, batch_sampler=BatchSampler(again, 3, drop_last=True)),
-        DataLoader(resampled, batch_size=BATCH),
-        Pipeline(DataLoader(resampled, batch_size=None)),
-        DataLoader(ChainDataset([resampled])),
-        DataLoader(DATA, sampler=RepeatedAugmentation(DATA, 2, 0)),
+        data.DataLoader(DATA, sampler=again),
+        data.DataLoader(DATA, sampler=data.WeightedRandomSampler([1.0] * 12, 12)),
+        data.DataLoader(DATA, batch_sampler=data.BatchSampler(again, 3, drop_last=True)),
+        data.DataLoader(DATA * 100, batch_sampler=data.BatchSampler(again, 3, drop_last=True)),
+        data.DataLoader(resampled, batch_size=BATCH),
+        Pipeline(data.DataLoader(resampled, batch_size=None)),
+        data.DataLoader(data.ChainDataset([resampled])),
+        data.DataLoader(DATA, sampler=RepeatedAugmentation(DATA, 2, 0)),
     ):
-        assert draws_with_replacement(loader)
+        assert worker_facts.draws_with_replacement(loader)
 
 
 def test_other_loaders_are_not():
@@ -264,17 +252,17 @@ def test_other_loaders_are_not():
         3,
         DATA,
         itself,
-        DataLoader(DATA, shuffle=True),
-        DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)),
-        DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 12, 3, replacement=False)),
-        DataLoader(Pipeline(range(3))),
+        data.DataLoader(DATA, shuffle=True),
+        data.DataLoader(DATA, sampler=data.DistributedSampler(DATA, 2, 0)),
+        data.DataLoader(DATA, sampler=data.WeightedRandomSampler([1.0] * 12, 3, replacement=False)),
+        data.DataLoader(Pipeline(range(3))),
     ):
-        assert not draws_with_replacement(loader)
+        assert not worker_facts.draws_with_replacement(loader)
 
 
 def train_on_shards(rank, folder):
     for tell in (True, False):
-        loader = DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
+        loader = data.DataLoader(Pipeline(ResampledShards(rank)), batch_size=BATCH)
         known = {"loader": loader} if tell else {}
         loop = Loop(rank, f"{folder}/{tell}", plan={}, tier="scalars", **known)
         for step, ids in zip(range(32), loader, strict=False):

@@ -1,5 +1,3 @@
-"""Workers that run on something else than the others, in another precision or mode."""
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,15 +14,7 @@ from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
-from rankscope.evidence.environment.judge import (
-    CAUSE,
-    DROPOUT,
-    EVALUATES,
-    DifferentModes,
-    EnvironmentMismatch,
-    EvaluationMode,
-    make_combiner,
-)
+from rankscope.evidence.environment import judge
 from rankscope.evidence.environment.probe import ModeMeter
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter, environment_facts, precision_words
 from support.loops import train_watched
@@ -51,7 +41,7 @@ def facts(width=4, **odd):
 
 
 def told(of, num_steps=5, **columns):
-    return run(EnvironmentMismatch(of), num_steps, **columns)
+    return run(judge.EnvironmentMismatch(of), num_steps, **columns)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +56,7 @@ def told(of, num_steps=5, **columns):
 )
 def test_the_odd_rank_is_told_once_with_what_differs(odd, text):
     [found] = told(facts(**odd))
-    assert (found.cause, found.severity, found.ranks) == (CAUSE, Severity.WARNING, (3,))
+    assert (found.cause, found.severity, found.ranks) == (judge.CAUSE, Severity.WARNING, (3,))
     assert text in words(found)
     json.dumps(found.numbers)
 
@@ -92,18 +82,18 @@ def test_what_is_equal_or_what_every_rank_has_for_itself_is_no_finding(of):
 
 
 def test_another_precision_is_told_after_three_steps_in_a_row():
-    detector = EnvironmentMismatch()
+    detector = judge.EnvironmentMismatch()
     assert run(detector, 2, precision=BF16) == []
     assert observe(detector, 2, precision=[7] * 4) == []
     assert run(detector, 2, start=3, precision=BF16) == []
     (found,) = observe(detector, 5, precision=BF16)
-    assert (found.cause, found.severity, found.ranks) == (CAUSE, Severity.WARNING, (2,))
+    assert (found.cause, found.severity, found.ranks) == (judge.CAUSE, Severity.WARNING, (2,))
     assert (found.first_step, found.last_step) == (3, 5)
     assert "in the forward pass of rank 2, types, autocast or torch.backends differ" in words(found)
 
 
 def test_a_precision_that_changes_on_all_workers_together_is_no_finding():
-    detector = EnvironmentMismatch()
+    detector = judge.EnvironmentMismatch()
     for step in range(30):
         assert observe(detector, step, precision=[step] * 4) == []
 
@@ -203,8 +193,8 @@ class Workers:
     def __init__(self) -> None:
         self.models = [make_model() for _ in range(4)]
         self.meters = [ModeMeter(one) for one in self.models]
-        self.combiner = make_combiner(Layout(num_workers=4))
-        self.detector = DifferentModes()
+        self.combiner = judge.make_combiner(Layout(num_workers=4))
+        self.detector = judge.DifferentModes()
         self.sent = 0
 
     def step(self, number: int):
@@ -256,13 +246,13 @@ def test_batch_normalisation_counts_once_the_model_was_in_training_mode():
 @pytest.mark.parametrize(
     ("off", "key", "said"),
     [
-        ([1] * 4, DROPOUT, "in evaluation mode in training steps since step 0"),
-        ([2] * 4, EVALUATES, "in evaluation mode in training steps since step 0, and was in"),
+        ([1] * 4, judge.DROPOUT, "in evaluation mode in training steps since step 0"),
+        ([2] * 4, judge.EVALUATES, "in evaluation mode in training steps since step 0, and was in"),
         ([1, 1, 1, 0], None, ""),
     ],
 )
 def test_what_is_off_everywhere_is_a_note(off, key, said):
-    told = run(EvaluationMode(), 3, width=4, dropout_off=off)
+    told = run(judge.EvaluationMode(), 3, width=4, dropout_off=off)
     assert [one.key for one in told] == ([key] * 2 if key else [])
     if key:
         assert (told[0].severity, told[0].first_step, told[0].ranks) == (Severity.NOTE, 0, ())

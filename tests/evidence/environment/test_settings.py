@@ -1,5 +1,3 @@
-"""Settings, calls, schedules and seeds that differ between workers, from the plan, or too fast."""
-
 import json
 import math
 from dataclasses import replace

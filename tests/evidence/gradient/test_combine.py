@@ -1,5 +1,3 @@
-"""What a loop has made of the workers' gradients: told by sketches, against what it was made of."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""Parameters that begin to train after ``watch`` are in the verdict, with their names."""
-
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,3 @@
-"""What a loss was divided and multiplied by, read from autograd."""
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,5 +1,3 @@
-"""Losses, their weights and multipliers as they are met, and which models shift their labels."""
-
 import math
 import weakref
 from types import SimpleNamespace
@@ -80,7 +78,6 @@ def test_a_factor_inside_a_given_loss_is_told_apart_from_its_mean_over_tokens(me
 
 
 def losses_of_samples(size=3):
-    """Return one loss per sample ``[B]``."""
     return nn.Linear(4, 1)(torch.randn(size, 4)).square().flatten()
 
 

@@ -1,5 +1,3 @@
-"""Label tokens against how losses are weighted, and multipliers that are wrong."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -8,15 +6,8 @@ import pytest
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import as_recorded
+from rankscope.evidence.loss import scale
 from rankscope.evidence.loss.judge import MICRO, STARVED, TokenWeighting
-from rankscope.evidence.loss.scale import (
-    LONG_WINDOW,
-    ONE_WORKER,
-    SHORT_WINDOW,
-    UNSCALED_TWICE,
-    LossScale,
-    UnevenWindows,
-)
 from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
@@ -102,7 +93,7 @@ def test_means_of_means_between_micro_batches():
 def test_weights_that_follow_the_tokens_are_silent(micro, ratio):
     steps = [(t, by_tokens(t)) for t in lengths(60, micro=micro, ratio=ratio)]
     assert watch(TokenWeighting(W, None), steps) == {}
-    assert watch(LossScale(W), steps) == {}
+    assert watch(scale.LossScale(W), steps) == {}
 
 
 def test_what_is_meant_is_silent():
@@ -118,7 +109,7 @@ def test_one_short_batch_at_an_epochs_end_is_silent():
         tokens[1] = 4 if step % 33 == 32 else 64
         steps.append((tokens, np.ones((W, 1))))
     assert watch(TokenWeighting(W, None), steps) == {}
-    assert watch(LossScale(W), steps) == {}
+    assert watch(scale.LossScale(W), steps) == {}
 
 
 def test_a_fault_in_the_middle_of_a_run_is_found_in_a_window():
@@ -160,7 +151,7 @@ def constant(value, *, micro=1, width=W, steps=20):
     ],
 )
 def test_a_wrong_factor_is_named(value, micro, words):
-    found = watch(LossScale(W), constant(value, micro=micro))
+    found = watch(scale.LossScale(W), constant(value, micro=micro))
     assert set(found) == {"loss.scale"}
     evidence = found["loss.scale"]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
@@ -170,7 +161,7 @@ def test_a_wrong_factor_is_named(value, micro, words):
 
 @pytest.mark.parametrize(("summed", "found"), [(W, 0), (1.0, 13)])
 def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summed, found):
-    detector = LossScale(W, by_loop=True)
+    detector = scale.LossScale(W, by_loop=True)
     assert len(told(detector, constant(1 / W), summed_workers=summed)) == found
 
 
@@ -178,11 +169,11 @@ def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summ
 def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severity):
     sizes = [*others, *([4] * 5 + [6]) * 3]
     steps = [constant(1 / 4, micro=micro, steps=1)[0] for micro in [4, *sizes]]
-    found = watch(LossScale(W), steps)
-    evidence = found[LONG_WINDOW]
+    found = watch(scale.LossScale(W), steps)
+    evidence = found[scale.LONG_WINDOW]
     assert (evidence.severity, evidence.count) == (severity, 3)
     assert "with 6 micro-batches, the gradient is 1.5 times their mean" in describe(evidence)[0]
-    assert set(found) == {LONG_WINDOW, *([SHORT_WINDOW] if others else [])}
+    assert set(found) == {scale.LONG_WINDOW, *([scale.SHORT_WINDOW] if others else [])}
 
 
 def sums(detector, tokens=None, **columns):
@@ -191,8 +182,8 @@ def sums(detector, tokens=None, **columns):
 
 
 def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped():
-    assert {one.severity for one in sums(LossScale(W))} == {Severity.NOTE}
-    [*_, last] = sums(LossScale(W), clip_limit=1.0)
+    assert {one.severity for one in sums(scale.LossScale(W))} == {Severity.NOTE}
+    [*_, last] = sums(scale.LossScale(W), clip_limit=1.0)
     assert last.severity is Severity.WARNING
     words, check = describe(last)
     assert "the number of its label tokens" in words
@@ -201,15 +192,15 @@ def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped()
 
 def test_a_gradient_scaler_that_is_the_number_of_tokens_by_chance_is_silent():
     unscaled = {"clip_limit": 1.0, "clip_factor": 1e-3, "applied_scale": 1e-3 / 65536}
-    assert sums(LossScale(W), tokens=65536, **unscaled) == []
-    assert sums(LossScale(W), tokens=65536) == []  # it is not known what became of it
+    assert sums(scale.LossScale(W), tokens=65536, **unscaled) == []
+    assert sums(scale.LossScale(W), tokens=65536) == []  # it is not known what became of it
 
 
-@pytest.mark.parametrize(("power", "keys"), [(-1, set()), (-2, {UNSCALED_TWICE})])
+@pytest.mark.parametrize(("power", "keys"), [(-1, set()), (-2, {scale.UNSCALED_TWICE})])
 def test_gradients_that_are_divided_by_the_scaler_twice_are_a_warning(power, keys):
     steps = [(tokens, [[4096.0]] * W) for tokens in lengths(20)]
     clipped = {"clip_factor": 0.5, "applied_scale": 0.5 * 4096.0**power}
-    found = told(LossScale(W), steps, **clipped)
+    found = told(scale.LossScale(W), steps, **clipped)
     assert {one.key for one in found} == keys
     assert all("gets 1/4,096 of each gradient" in describe(one)[0] for one in found)
 
@@ -225,7 +216,7 @@ def test_gradients_that_are_divided_by_all_weights_need_the_number_of_workers(ti
 
     columns = {} if known else {"loss_weight": np.nan}
     steps = [(t, t) for t in lengths(20, micro=3)]
-    found = told(LossScale(W), steps, applied_scale=applied, clip_limit=1.0, **columns)
+    found = told(scale.LossScale(W), steps, applied_scale=applied, clip_limit=1.0, **columns)
     if words:
         assert {one.severity for one in found} == {Severity.WARNING}
         assert words in describe(found[-1])[0]
@@ -247,7 +238,7 @@ def test_gradients_that_are_divided_by_all_weights_need_the_number_of_workers(ti
 )
 def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, said):
     columns = {"schedule_scale": schedule, "applied_scale": applied}
-    found = told(LossScale(W), constant(loss, micro=3), **columns)
+    found = told(scale.LossScale(W), constant(loss, micro=3), **columns)
     assert bool(found) == bool(said)
     for evidence in found[-1:]:
         assert said in describe(evidence)[0]
@@ -256,14 +247,14 @@ def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, 
 def test_a_division_by_micro_batches_that_never_come_is_named():
     """Accelerate divides each loss by gradient_accumulation_steps; accumulate() was forgotten."""
     steps = constant(0.2, micro=1)
-    assert watch(LossScale(W), steps) == {}
-    [found] = watch(LossScale(W, declared=5), steps).values()
+    assert watch(scale.LossScale(W), steps) == {}
+    [found] = watch(scale.LossScale(W, declared=5), steps).values()
     assert found.severity is Severity.WARNING
     assert (
         "1 of the 5 micro-batches that gradient_accumulation_steps declares"
         in (found.fields["factor"])
     )
-    assert watch(LossScale(W, declared=5), constant(1.0, micro=1)) == {}
+    assert watch(scale.LossScale(W, declared=5), constant(1.0, micro=1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -273,26 +264,26 @@ def test_a_division_by_micro_batches_that_never_come_is_named():
 )
 def test_other_factors_are_silent(values):
     steps = [step for value in values for step in constant(value, steps=1)]
-    assert watch(LossScale(W), steps) == {}
+    assert watch(scale.LossScale(W), steps) == {}
 
 
 def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_their_number():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
     uneven = [tuple([np.full(n, value) for n in (4, 4, 4, 3)] for value in (64.0, 0.25))]
     full = constant(0.25, micro=4, steps=15)
-    found = watch(LossScale(W), (full + rest + uneven) * 10)
-    assert set(found) == {SHORT_WINDOW}
-    note = found[SHORT_WINDOW]
+    found = watch(scale.LossScale(W), (full + rest + uneven) * 10)
+    assert set(found) == {scale.SHORT_WINDOW}
+    note = found[scale.SHORT_WINDOW]
     assert (note.severity, note.first_step, note.count) == (Severity.NOTE, 15, 10)
     assert "with 2 micro-batches, the gradient is 0.5 of their mean" in words(note)
-    often = watch(LossScale(W), (full[:1] + rest) * 16)
-    assert often[SHORT_WINDOW].severity is Severity.WARNING
-    assert watch(LossScale(W), (full + constant(0.5, micro=2, steps=1) + uneven) * 10) == {}
+    often = watch(scale.LossScale(W), (full[:1] + rest) * 16)
+    assert often[scale.SHORT_WINDOW].severity is Severity.WARNING
+    assert watch(scale.LossScale(W), (full + constant(0.5, micro=2, steps=1) + uneven) * 10) == {}
 
 
 @pytest.mark.parametrize(("idle", "severity"), [(0, Severity.WARNING), (1, None)])
 def test_a_micro_batch_that_is_left_out_on_purpose_makes_no_short_window(idle, severity):
-    windows = UnevenWindows()
+    windows = scale.UnevenWindows()
     found = list(windows.observe(0, 1.0, 4, 0, W))
     for step in range(1, 17):
         found += windows.observe(step, 0.75, 3, idle, W)
@@ -301,14 +292,16 @@ def test_a_micro_batch_that_is_left_out_on_purpose_makes_no_short_window(idle, s
 
 def test_a_first_window_that_lacks_its_beginning_is_a_note_once_a_full_one_follows():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
-    assert watch(LossScale(W), rest) == {}
-    [note] = watch(LossScale(W), rest + constant(0.25, micro=4, steps=3)).values()
-    assert (note.key, note.severity, note.first_step) == (SHORT_WINDOW, Severity.NOTE, 0)
+    assert watch(scale.LossScale(W), rest) == {}
+    [note] = watch(scale.LossScale(W), rest + constant(0.25, micro=4, steps=3)).values()
+    assert (note.key, note.severity, note.first_step) == (scale.SHORT_WINDOW, Severity.NOTE, 0)
 
 
 def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():
     last = constant(1.0, micro=2, steps=1) + constant(1.0, micro=1, steps=1)
-    found = watch(LossScale(W), constant(1.0, micro=4, steps=5) + last + constant(1.0, micro=4))
+    found = watch(
+        scale.LossScale(W), constant(1.0, micro=4, steps=5) + last + constant(1.0, micro=4)
+    )
     assert found["loss.scale"].first_step == 7
 
 
@@ -316,9 +309,9 @@ def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():
 def test_a_worker_with_a_factor_of_its_own_is_named(width):
     scales = np.ones((width, 1))
     scales[2] = 2.5
-    found = watch(LossScale(width), [(np.full((width, 1), 64.0), scales)] * 3)
-    assert set(found) == {ONE_WORKER}
-    evidence = found[ONE_WORKER]
+    found = watch(scale.LossScale(width), [(np.full((width, 1), 64.0), scales)] * 3)
+    assert set(found) == {scale.ONE_WORKER}
+    evidence = found[scale.ONE_WORKER]
     assert (evidence.cause, evidence.severity) == ("loss.scale", Severity.WARNING)
     assert (evidence.ranks, evidence.first_step, evidence.count) == ((2,), 0, 3)
     words, _ = describe(evidence)
@@ -328,15 +321,15 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
 def test_of_several_factors_the_farthest_is_told_with_its_worker():
     scales = np.ones((9, 1))
     scales[[1, 3, 5, 6], 0] = 0.5, 2.0, 4.0, 0.0625
-    found = watch(LossScale(9), [(np.full((9, 1), 64.0), scales)] * 3)[ONE_WORKER]
+    found = watch(scale.LossScale(9), [(np.full((9, 1), 64.0), scales)] * 3)[scale.ONE_WORKER]
     words, _ = describe(found)
     assert "that is 0.0625 times the others' on rank 6, the farthest of 4 workers, and" in words
     assert found.numbers["ratios"] == {"1": 0.5, "3": 2.0, "5": 4.0, "6": 0.0625}
 
 
 def test_of_two_workers_nobody_tells_who_is_wrong():
-    found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
-    evidence = found[ONE_WORKER]
+    found = watch(scale.LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
+    evidence = found[scale.ONE_WORKER]
     assert evidence.ranks == (0, 1)
     words, _ = describe(evidence)
     assert "loss of rank 1 has a factor before backward that is 2 times rank 0's" in words
@@ -345,4 +338,4 @@ def test_of_two_workers_nobody_tells_who_is_wrong():
 def test_factors_that_change_from_step_to_step_are_silent():
     rng = np.random.default_rng(0)
     steps = [(np.full((W, 1), 64.0), rng.uniform(0.5, 2, (W, 1))) for _ in range(60)]
-    assert watch(LossScale(W), steps) == {}
+    assert watch(scale.LossScale(W), steps) == {}

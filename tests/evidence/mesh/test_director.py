@@ -1,5 +1,3 @@
-"""Replicas along an axis and weights that stages share: which difference is a fault's cause."""
-
 import math
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""What is said of an optimizer that a session does not begin with as it should."""
-
 import copy
 from dataclasses import replace
 
@@ -67,7 +65,6 @@ def ended_with(ranks, *, saved=True):
 
 
 def after_restart(ranks, change, on=None):
-    """Return what is said of ranks that go on after a change of each, or of some."""
     detector, resumed = ended_with(ranks), judge.OptimizerStart()
     resumed.restore(unpack_state(pack_state(detector.state())))
     again = copy.deepcopy(ranks)
@@ -119,7 +116,6 @@ def shifted(rank):
 
 
 def stepped(rank):
-    """Make an update with zero gradients and a rate of 0 after loading."""
     for group in rank.optimizer.param_groups:
         group["lr"] = 0.0
     rank.step_without_gradients()
@@ -371,7 +367,6 @@ def test_ranks_that_hold_states_of_their_own_parameters_alone_begin_alike():
 
 
 def rates_after(before, after):
-    """Return what is said of learning rates of a run, and of those after its restart."""
     rank, detector, found = Rank(), judge.OptimizerStart(), []
     for number, rate in enumerate([*before, *after]):
         if number == len(before):

@@ -1,5 +1,3 @@
-"""Pairs and blocks of workers that resemble each other too much."""
-
 import numpy as np
 import pytest
 

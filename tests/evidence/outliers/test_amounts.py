@@ -1,5 +1,3 @@
-"""How much each worker is given, and what follows from sizes."""
-
 from dataclasses import replace
 
 import numpy as np

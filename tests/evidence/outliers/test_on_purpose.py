@@ -1,5 +1,3 @@
-"""Workers that differ on purpose: parts of a sequence, by what they exchange or by a constant."""
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,5 +1,3 @@
-"""Workers that differ: blamed, described, merged, healed; and ties that nothing breaks."""
-
 import re
 from dataclasses import replace
 from functools import reduce

@@ -1,5 +1,3 @@
-"""Parameters that a layout holds in flat tensors, in parts, or as experts of several ranks."""
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""What ranks record of shards adds up to the whole, and the training does not notice."""
-
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Random numbers that workers share or should share, and states that a restart restores."""
-
 import json
 from dataclasses import replace
 

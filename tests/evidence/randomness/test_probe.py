@@ -1,5 +1,3 @@
-"""Which random generators move: global ones, private ones, and those of loaders' processes."""
-
 import random
 from functools import partial
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""The audit of reductions: simulated gradients, reduced in one type or another, or corrupted."""
-
 from dataclasses import replace
 
 import numpy as np
@@ -85,7 +83,6 @@ def healthy(num_workers=4, dtype="float32", sizes=SIZES, **kinds):
 
 
 def flipped(values, rng, bit):
-    """Flip a bit of one element whose magnitude is among the largest 1 %."""
     values = values.copy()
     largest = np.argsort(np.abs(values))[-max(len(values) // 100, 1) :]
     values.view(np.uint32)[rng.choice(largest)] ^= np.uint32(1 << bit)
@@ -221,8 +218,6 @@ def test_gradients_that_may_overflow_in_float16_are_no_error():
 
 
 def compressed(lossy, begin, sizes=SIZES):
-    """Keep the largest elements alone in some groups, from some step on."""
-
     def make(t, rng):
         local, (result, *_) = healthy(sizes=sizes)(t, rng)
         for name in lossy if t >= begin else ():

@@ -20,8 +20,6 @@ class Attach(Function):
 
 
 class Scale(Function):
-    """Multiplies by the number."""
-
     @staticmethod
     def forward(ctx, output, number):
         ctx.save_for_backward(output, number)
@@ -34,8 +32,6 @@ class Scale(Function):
 
 
 class Pass(Function):
-    """Hands on both, as wrappers do with what a module is given."""
-
     @staticmethod
     def forward(ctx, output, number):
         return output.view_as(output), number.view_as(number)

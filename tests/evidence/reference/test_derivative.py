@@ -1,5 +1,3 @@
-"""Directional derivatives of one rank, against gradients of autograd that are right or wrong."""
-
 import numpy as np
 import pytest
 import torch
@@ -45,7 +43,6 @@ def one_rank():
 
 
 def train(model, *, factor=0.5):
-    """Run two micro-batches forward and backward; return them."""
     micros = []
     for number in range(2):
         draw = torch.Generator().manual_seed(number)

@@ -1,5 +1,3 @@
-"""A micro-batch's gradient, computed again, and what parameters get past a model's outputs."""
-
 import random
 
 import numpy as np
@@ -76,7 +74,6 @@ def loss_of(output, batch, kind):
 
 
 def train(model, kind, *, autocast=False, num_micro=3):
-    """Run micro-batches forward and backward; return them, and the gradient that each added."""
     micros, gradients = [], []
     for number in range(num_micro):
         batch = make_batch(number)
@@ -170,7 +167,6 @@ def test_the_gradient_of_a_parameter_of_millions_of_elements_agrees(clipped):
 
 
 def sketched(gradient):
-    """Return the sketch of a gradient ``[1, k]``."""
     sketcher = Sketcher(CPU, Groups(("weight",), {"weight": 0}), 251, seed=3)
     totals = sketcher.new_totals()
     measure_gradients(sketcher, ("weight",), [gradient], totals)

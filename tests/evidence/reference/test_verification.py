@@ -1,5 +1,3 @@
-"""The reference step's arithmetic, against gradients whose making is known."""
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +25,6 @@ def gradients(seed=0):
 
 
 def summed(units, weights):
-    """Return the weighted sum, rounded as float32 rounds it."""
     return np.einsum("wm,wmpk->pk", weights, units).astype(np.float32)
 
 

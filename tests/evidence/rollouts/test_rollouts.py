@@ -1,5 +1,3 @@
-"""The gap between trainer and rollout: what it is, whose is another, and which is gross."""
-
 import logging
 import math
 
@@ -37,8 +35,6 @@ def told_of(detector, stream, steps, changed=lambda step, gaps_W: gaps_W, first=
 
 
 def stale(workers):
-    """Return what lets workers have a gap of 0.2 from a step on."""
-
     def changed(step, gaps_W):
         if step >= FIRST:
             gaps_W[workers] *= 0.2 / 0.013

@@ -1,5 +1,3 @@
-"""Batches of other numbers, the same batches again, and runs in which that is healthy."""
-
 from itertools import islice
 
 import numpy as np
@@ -181,7 +179,6 @@ NORMS = [1.0, 1.3, 0.9, 0.7]
 
 
 def found(num_steps=4, batches=PAIRS, by_loop=False, **columns):
-    """Return what is found in steps in which workers with one number draw one batch."""
     columns = {"loss": LOSSES, "grad_norm": NORMS, **columns}
     detector = DuplicateBatches(4, by_loop=by_loop)
     for step in range(num_steps):

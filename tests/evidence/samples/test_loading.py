@@ -1,5 +1,3 @@
-"""What loaders yield, or rows of data sets, stand for samples where the training changes them."""
-
 import gc
 import itertools
 import threading
@@ -295,7 +293,6 @@ def test_what_is_made_anew_or_has_no_content_has_none(data):
 
 
 def places_fed(probe, batches):
-    """Return the places that the probe knows of each batch; ``[]`` where it leaves samples out."""
     found = []
     for batch in batches:
         probe.on_inputs((batch + 1,), {}, 0)

@@ -1,5 +1,3 @@
-"""Samples on real ranks: restarted jobs, and forward passes that only arm hooks."""
-
 import copy
 from itertools import islice
 
@@ -64,7 +62,6 @@ def train_on_streams(rank, folder):
 
 
 def train_by_closure(rank, run_dir, seed, who):
-    """Train with ``optimizer.step(closure)`` on batches of rank ``who``."""
     torch.manual_seed(seed)
     wrapped = DistributedDataParallel(nn.Linear(6, 6))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)

@@ -1,5 +1,3 @@
-"""Restarts inside an epoch: how the data go on, and what only looks like a fault."""
-
 from dataclasses import replace
 from itertools import chain, count, islice
 
@@ -271,7 +269,6 @@ GLOBAL = WORKERS * SAMPLES
 
 
 def whole_epochs(size, first=0, begin=0, *, shuffled=True, every=False):
-    """Yield batches of epochs of the rest from a step on: of the first epoch, or of ``every``."""
     for epoch in count(first):
         order = np.random.default_rng(epoch).permutation(size) if shuffled else np.arange(size)
         batches = order[: size // GLOBAL * GLOBAL].reshape(-1, WORKERS, SAMPLES)

@@ -1,5 +1,3 @@
-"""Shards that overlap, and data that no worker ever draws, in streams whose reach is known."""
-
 from itertools import islice
 from types import SimpleNamespace
 
@@ -82,7 +80,6 @@ def test_a_worker_whose_epochs_end_at_other_steps_overlaps_with_nobody():
 
 
 def one_step_late(batch):
-    """Yield batches of two workers: the second draws what the first draws a step later."""
     for step in range(100):
         yield [np.arange(batch) + batch * (step + rank) for rank in range(2)]
 
@@ -149,7 +146,6 @@ def test_rows_that_become_other_samples_in_each_epoch_prove_nothing(rows, named,
 
 
 def smallest_chance(rng, p, num_repeats):
-    """Toss repeats one by one and return the smallest chance that was ever stated."""
     test, smallest = _ShareTest(), 1.0
     for own in rng.random(num_repeats) < p:
         test.add(int(not own), int(own), p)

@@ -1,5 +1,3 @@
-"""Exact digests of a model's state: what is read, and what is told of it."""
-
 import copy
 import math
 

@@ -1,5 +1,3 @@
-"""How a model's state is dealt out to slots, roles of parameters, and those that never change."""
-
 import numpy as np
 import pytest
 import torch
@@ -8,18 +6,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rankscope.bus.replicas import StateKind
+from rankscope.evidence.state import roles as state_roles
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.plan import DigestSchedule, read_roles, replaced_parameters, survey
-from rankscope.evidence.state.roles import (
-    Role,
-    Roles,
-    UnchangedParameters,
-    alike_shards,
-    replaced_differences,
-    role_differences,
-    role_word,
-    unchanged_differences,
-)
 from support.state import KINDS, look, make
 
 
@@ -94,23 +83,23 @@ def test_many_small_parameters_share_a_digest():
 
 
 NAMES = ("embedding.weight", "block.weight", "block.bias", "head.weight")
-PLAIN = Role.TRAINED | Role.OWNED
+PLAIN = state_roles.Role.TRAINED | state_roles.Role.OWNED
 FREE = (StateKind.PARAMETER, StateKind.REDUCED)
 HELD = (StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED)
 
 
 def messages(*words_WN, left_out=({}, {}, {})):
     return [
-        Roles(NAMES, tuple(words), alone).to_json(named=rank == 0)
+        state_roles.Roles(NAMES, tuple(words), alone).to_json(named=rank == 0)
         for rank, (words, alone) in enumerate(zip(words_WN, left_out, strict=False))
     ]
 
 
 def test_what_differs_is_named_with_all_words():
-    plain = (int(PLAIN), int(PLAIN), int(PLAIN), role_word(PLAIN, NAMES[0]))
-    frozen = (plain[0], int(Role.OWNED), *plain[2:])
+    plain = (int(PLAIN), int(PLAIN), int(PLAIN), state_roles.role_word(PLAIN, NAMES[0]))
+    frozen = (plain[0], int(state_roles.Role.OWNED), *plain[2:])
     untied = (*plain[:3], int(PLAIN))
-    found = role_differences(messages(plain, frozen, untied))
+    found = state_roles.role_differences(messages(plain, frozen, untied))
     assert {d.kind for d in found} == {StateKind.ROLE}
     assert [d.name for d in found] == ["block.weight", "head.weight"]
     assert found[0].digests_W.tolist() == [plain[1], frozen[1], plain[1]]
@@ -120,8 +109,8 @@ def test_what_differs_is_named_with_all_words():
 def test_parameters_that_are_not_reduced_are_compared_where_all_have_them():
     words = (PLAIN,) * 4
     alone = ({"a (2,)": 1, "b (2,)": 5, "c (1,)": 1}, {"a (2,)": 1, "b (2,)": 6}, {"a (2,)": 1})
-    assert role_differences(messages(words, words, words, left_out=alone)) == ()
-    [found] = role_differences(messages(words, words, left_out=alone))
+    assert state_roles.role_differences(messages(words, words, words, left_out=alone)) == ()
+    [found] = state_roles.role_differences(messages(words, words, left_out=alone))
     assert (found.kind, found.name) == (StateKind.LEFT_OUT, "b (2,)")
     assert found.digests_W.tolist() == [5, 6]
 
@@ -130,7 +119,7 @@ class Training:
     """Digests of two parameters in turns: ``own`` is held by the optimizer, ``other`` may be."""
 
     def __init__(self, *, kinds=FREE):
-        self.unchanged, self.kinds, self.found = UnchangedParameters(), kinds, []
+        self.unchanged, self.kinds, self.found = state_roles.UnchangedParameters(), kinds, []
 
     def step(self, step, *, own, other, gradient, updates=False):
         kinds = (*HELD, *self.kinds)
@@ -148,10 +137,10 @@ def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_ra
         training.step(step, own=step, other=1, gradient=500 + step)
     found = [(step, name, rests) for step, name, _, rests in training.found]
     assert found == [(step, "other", True) for step in (2, 4, 8, 16)]
-    assert all(not role & Role.OWNED for *_, role, _ in training.found)
+    assert all(not role & state_roles.Role.OWNED for *_, role, _ in training.found)
     training.step(20, own=20, other=2, gradient=1)
     assert training.found[-1][::3] == (20, False)
-    [difference] = unchanged_differences([training.found[-1][1:]], 3)
+    [difference] = state_roles.unchanged_differences([training.found[-1][1:]], 3)
     assert not difference.unchanged_W.any()
     assert len(difference.digests_W) == 3
 
@@ -181,7 +170,7 @@ def test_nothing_that_changes_is_told_after_32_updates(kinds):
         training.step(step, own=0, other=1, gradient=500 + step, updates=True)
     found = [(step, name, rests) for step, name, _, rests in training.found]
     assert found == [(34, "own", True), (34, "other", True)]
-    assert all(role & Role.ALL_REST for *_, role, _ in training.found)
+    assert all(role & state_roles.Role.ALL_REST for *_, role, _ in training.found)
     training.step(40, own=0, other=2, gradient=1, updates=True)
     assert training.found[-1][::3] == (40, False)
     for step in range(41, 80):
@@ -191,18 +180,18 @@ def test_nothing_that_changes_is_told_after_32_updates(kinds):
 
 def test_a_replaced_parameter_counts_once_all_workers_have_seen_it_rest():
     def roles(*replaced_W):
-        return [Roles(NAMES, (1,) * 4, {}, of).to_json(named=True) for of in replaced_W]
+        return [state_roles.Roles(NAMES, (1,) * 4, {}, of).to_json(named=True) for of in replaced_W]
 
     before = roles({"block.weight": 1, "block.bias": 2}, {"block.weight": 3, "block.bias": 2})
     now = roles({"block.weight": 1, "block.bias": 2}, {"block.weight": 3, "block.bias": 4})
-    assert replaced_differences((), now) == ()
-    [found] = replaced_differences(before, now)
+    assert state_roles.replaced_differences((), now) == ()
+    [found] = state_roles.replaced_differences(before, now)
     assert (found.kind, found.name) == (StateKind.RESTING, "block.weight")
-    assert np.all(found.digests_W & Role.REPLACED)
+    assert np.all(found.digests_W & state_roles.Role.REPLACED)
 
 
 def names_of(*starts_W):
-    return [found.name for found in alike_shards(starts_W)]
+    return [found.name for found in state_roles.alike_shards(starts_W)]
 
 
 def test_all_matrices_have_to_begin_alike_on_all_ranks():
@@ -226,13 +215,13 @@ def test_the_role_of_each_parameter_is_seen():
     optimizer = torch.optim.SGD(layers[name].weight for name in ("held", "twice", "frozen"))
     optimizer.param_groups[0]["params"].append(layers["twice"].weight)
     roles, left_out = read_roles(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
-    held = Role.TRAINED | Role.OWNED
+    held = state_roles.Role.TRAINED | state_roles.Role.OWNED
     assert dict(zip(roles.names, roles.words, strict=True)) == {
         "held.weight": held,
-        "twice.weight": held | Role.TWICE,
-        "forgotten.weight": Role.TRAINED | Role.LEFT_OUT,
-        "tied.weight": role_word(held, "held.weight"),
-        "frozen.weight": Role.OWNED | Role.LEFT_OUT,
+        "twice.weight": held | state_roles.Role.TWICE,
+        "forgotten.weight": state_roles.Role.TRAINED | state_roles.Role.LEFT_OUT,
+        "tied.weight": state_roles.role_word(held, "held.weight"),
+        "frozen.weight": state_roles.Role.OWNED | state_roles.Role.LEFT_OUT,
     }
     assert left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
 

@@ -1,5 +1,3 @@
-"""Faults of state in short trainings on two real ranks, each beside its healthy twin."""
-
 import copy
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -176,7 +174,6 @@ def adapted(wrap, rank, trained):
 
 
 def beside_teachers(rank, seed):
-    """Keep two teachers of one class outside of the model; one is the same on all ranks."""
     student = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     beside = [
         make_teacher(seed(rank)),

@@ -1,5 +1,3 @@
-"""State that differs between workers or moves between forward passes: who, why, until when."""
-
 import functools
 import operator
 from dataclasses import replace
@@ -13,15 +11,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.probe import StepEnd
 from rankscope.bus.replicas import StateDifference, StateDigests, StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.state.judge import (
-    ALONE,
-    FROZEN_MOVES,
-    HELD,
-    NOTHING,
-    OTHERS_MOVE,
-    MovesInPasses,
-    NotUpdated,
-)
+from rankscope.evidence.state import judge
 from rankscope.evidence.state.probe import PassMeter
 from rankscope.evidence.state.roles import Role, numbered, role_word
 from rankscope.evidence.state.unequal import AVERAGES, UnequalState
@@ -262,8 +252,8 @@ def tell(detector, found_by_step):
 
 def test_what_rests_is_named_until_it_moves():
     steps = {4: [resting("a"), resting("b")], 8: [resting("a")], 9: [resting("a", rests=False)]}
-    found = tell(NotUpdated(), {**steps, 10: [resting("b", Role.OWNED, rests=False)]})
-    assert [one.key for one in found] == [ALONE] * 4
+    found = tell(judge.NotUpdated(), {**steps, 10: [resting("b", Role.OWNED, rests=False)]})
+    assert [one.key for one in found] == [judge.ALONE] * 4
     assert {one.severity for one in found} == {Severity.WARNING}
     assert (found[0].first_step, found[1].last_step) == (4, 8)
     assert "a and b have a gradient, are in no parameter group" in words(found[0])
@@ -272,16 +262,22 @@ def test_what_rests_is_named_until_it_moves():
 
 
 def test_what_the_optimizer_holds_is_a_note():
-    [found] = tell(NotUpdated(), {4: [resting("scale", Role.OWNED)]})
-    assert (found.key, found.cause, found.severity) == (HELD, ALONE, Severity.NOTE)
+    [found] = tell(judge.NotUpdated(), {4: [resting("scale", Role.OWNED)]})
+    assert (found.key, found.cause, found.severity) == (judge.HELD, judge.ALONE, Severity.NOTE)
 
 
 def test_that_nothing_changes_is_a_warning():
     found = resting("scale", Role.OWNED, Role.ALL_REST)
-    still, over = tell(NotUpdated(), {40: [found], 60: [resting("scale", Role.OWNED, rests=False)]})
-    assert (still.key, still.cause, still.severity) == (NOTHING, ALONE, Severity.WARNING)
+    still, over = tell(
+        judge.NotUpdated(), {40: [found], 60: [resting("scale", Role.OWNED, rests=False)]}
+    )
+    assert (still.key, still.cause, still.severity) == (
+        judge.NOTHING,
+        judge.ALONE,
+        Severity.WARNING,
+    )
     assert "there are gradients (scale)" in words(still)
-    assert (over.key, over.status) == (NOTHING, "closed")
+    assert (over.key, over.status) == (judge.NOTHING, "closed")
 
 
 @pytest.mark.parametrize(
@@ -329,7 +325,6 @@ class Averaged(nn.Module):
 
 
 def moved(*, in_forward, passes, steps=24):
-    """Return the changes of a step by name, over steps in which the student moves as well."""
     torch.manual_seed(0)
     model = Averaged()
     optimizer = torch.optim.SGD(model.student.parameters(), 0.1)
@@ -365,11 +360,11 @@ def test_frozen_parameters_are_a_warning_and_others_a_note():
     frozen = difference("passes", [4, 4, 4, 4], name="teacher.weight", unchanged=range(4))
     once = difference("passes", [1, 1, 1, 1], name="other", unchanged=range(4))
     centre = difference("passes", [4, 4, 4, 4], name="centre")
-    detector = MovesInPasses()
+    detector = judge.MovesInPasses()
     told = [e for n in range(5) for e in evidence_of(detector, step(n, frozen, once, centre))]
     assert {(e.key, e.severity, e.fields["names"]) for e in told} == {
-        (FROZEN_MOVES, Severity.WARNING, "teacher.weight"),
-        (OTHERS_MOVE, Severity.NOTE, "centre"),
+        (judge.FROZEN_MOVES, Severity.WARNING, "teacher.weight"),
+        (judge.OTHERS_MOVE, Severity.NOTE, "centre"),
     }
     assert min(e.last_step for e in told) == 2
-    assert evidence_of(MovesInPasses(), *(step(n, once) for n in range(9))) == []
+    assert evidence_of(judge.MovesInPasses(), *(step(n, once) for n in range(9))) == []

@@ -1,5 +1,3 @@
-"""Stragglers in simulated jobs, whose workers are busy for about 300 ms a step."""
-
 import numpy as np
 import pytest
 

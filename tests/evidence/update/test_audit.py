@@ -1,5 +1,3 @@
-"""Updates that are computed again, against what the optimizers themselves do; and what is found."""
-
 import io
 import math
 

@@ -1,5 +1,3 @@
-"""Audited updates in a training on real ranks, under FSDP2 and tensor parallelism."""
-
 from pathlib import Path
 from typing import Any
 

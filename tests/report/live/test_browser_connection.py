@@ -1,5 +1,3 @@
-"""The live page in a browser, and its server: links with a token, tabs unseen, late news."""
-
 import shutil
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The server as a viewer meets it: addresses, who may see them, and what is pushed."""
-
 import contextlib
 import os
 import re

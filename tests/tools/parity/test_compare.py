@@ -70,7 +70,6 @@ def training(change=None, *, num_steps=2, workers=1, passes=1, noise=1e-7, seed=
 
 
 def against(b, a=None, moved=None):
-    """Return the answer for a side beside a healthy one, with a perturbation run of the latter."""
     a = a or training()
     return compare(Bounds(a, replace(b, name="B"), a, moved or training(seed=9)))
 

@@ -1,5 +1,3 @@
-"""Pairs of layouts on real ranks: healthy ones are the same, faults are found where they are."""
-
 from pathlib import Path
 from types import SimpleNamespace
 
