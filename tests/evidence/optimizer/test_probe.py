@@ -14,12 +14,12 @@ from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY, judge
 from rankscope.evidence.optimizer.probe import (
     WINDOW,
+    AutocastCheck,
     CopiesBefore,
     MissedGradients,
     OptimizerProbe,
     RestMeter,
 )
-from rankscope.evidence.optimizer.probe import StaleCopies as StaleMeter
 from support.stepping import evidence_of, named_message, words
 from support.streams import gathered
 
@@ -183,7 +183,7 @@ def test_an_optimizer_of_the_model_itself_has_no_copies():
 def test_copies_that_autocast_keeps_over_updates_are_named(around, cache, said):
     """The oracle is whether a forward pass changes with the weights."""
     net = nn.Linear(4, 4)
-    meter, detector, found, old = StaleMeter(net), judge.StaleCopies(), [], False
+    meter, detector, found, old = AutocastCheck(net), judge.StaleCopies(), [], False
     half = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
     outer, inner = (half, nullcontext()) if around else (nullcontext(), half)
     inputs, before = torch.ones(2, 4), None
@@ -204,6 +204,6 @@ def test_copies_that_autocast_keeps_over_updates_are_named(around, cache, said):
 
 
 def test_stale_copies_are_not_looked_for_where_nothing_is_updated():
-    meter = StaleMeter(nn.Linear(4, 4))
+    meter = AutocastCheck(nn.Linear(4, 4))
     with torch.autocast("cpu", torch.bfloat16):
         assert [meter.before_forward(3) for _ in range(4)] == [None] * 4

@@ -527,7 +527,7 @@ class CopiesBefore:
 _LOOKED_FOR = 64  # steps of a session in which stale copies are looked for
 
 
-class StaleCopies:
+class AutocastCheck:
     """Looks for copies of weights that autocast keeps from before an update.
 
     Autocast keeps the copy of a float32 weight until it is left. A number of our own is cast before
@@ -580,7 +580,7 @@ class OptimizerProbe(Probe):
         self._missed = MissedGradients(job.wrapped.module, job.optimizer)
         self._readings: dict[StateKind, PendingHoldings | Awaited[dict[str, int]]] = {}
         self._copies: CopiesBefore | None = None
-        self._stale = StaleCopies(job.wrapped.module)
+        self._stale = AutocastCheck(job.wrapped.module)
         self._stale_at = -1  # step
         self._caller: Any = None  # one of several optimizers, whose calls count
         self._begun = False
