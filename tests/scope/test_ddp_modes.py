@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope import Run
+from rankscope import Run, watch
 from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.gradients.digest import digest_tensor
 from support import modes
 from support.loops import Loop, collect_warnings
 from support.models import make_batch
-from support.ranks import alone_and_watched, on_ranks
+from support.ranks import alone_and_watched, on_ranks, run_ranks
 from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -267,3 +267,22 @@ def test_a_trace_holds_what_the_training_held_and_changes_no_bit(trained, way):
     for step, kind, name, digest, norm in seen:
         assert found[step, kind, name] == (digest, pytest.approx(norm, rel=1e-6))
     assert {len(row["sketch"]) for row in rows} == {TRACE_WIDTH}
+
+
+def train_two_parts(rank, folder):
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(8)))
+    parts = [DistributedDataParallel(part) for part in (body, torch.nn.Linear(4, 4))]
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+    draw = torch.Generator().manual_seed(rank)
+    with watch(parts, optimizer, run_dir=folder):
+        for _ in range(12):
+            parts[1](parts[0](torch.randn(2, 4, generator=draw))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_two_parts_of_one_loss_are_measured_in_every_step(tmp_path):
+    """A backward pass begins in the part whose output is not the first one's."""
+    run_ranks(train_two_parts, 2, str(tmp_path / "run"))
+    assert Run.open(tmp_path / "run").columns(Table.STEPS, "observed")["observed"].all()

@@ -309,7 +309,8 @@ class DDPTap(HookedTap):
         """Have as few hooks as the next backward pass needs, unless one runs."""
         if in_backward():
             return
-        several = self._stream is None and self._noticed and not self._prepared_late
+        noticed = self._noticed and not self._unnoticed
+        several = self._stream is None and noticed and not self._prepared_late
         hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
         self._hooks.keep(hooked)
         self._noticed = False
@@ -348,7 +349,8 @@ class DDPTap(HookedTap):
             step.synchronises = self._prepared_late = True
             step.spoiled |= not self._hooks.all
             self._measure = self._due
-        step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
+        self._unnoticed = not self._noticed
+        step.spoiled |= self._unnoticed and not self._hooks.all  # it may be reduced by now
         if self._stream is None:
             synchronises = step.synchronises and step.route is not StepRoute.PAST_DDP
             self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)

@@ -205,6 +205,7 @@ class HookedTap(GradientTap):
         self._counted: list[str] = []  # calls of hooks that only count, in this pass
         self._phase = PassPhase.IDLE
         self._noticed = False  # a backward pass since the last forward pass, at the model's output
+        self._unnoticed = False  # the last one began before that, as in another part of the model
         self._measure = False
         self._announce: Callable[[], None] | None = None  # of the pass that runs
         self._reached: list[Callable[[], None]] = []  # called if it trains

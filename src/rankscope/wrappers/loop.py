@@ -178,7 +178,8 @@ class LoopTap(HookedTap):
         if not self._looked_for_others:
             self._looked_for_others = True
             self._reading.never_late = self._hooks.go_first()
-        self._hooks.keep(self._reading.hooked(synchronises=False) if self._noticed else self._all)
+        noticed = self._noticed and not self._unnoticed
+        self._hooks.keep(self._reading.hooked(synchronises=False) if noticed else self._all)
         self._noticed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
@@ -189,7 +190,8 @@ class LoopTap(HookedTap):
         self._keep_taken()
         step = self._step
         step.spoiled |= step.settled  # it adds to the gradient that the optimizer has used
-        step.spoiled |= not (self._hooks.all or self._noticed)
+        self._unnoticed = not self._noticed
+        step.spoiled |= self._unnoticed and not self._hooks.all
         self._reading.begin_pass(first, measure=self._measure, synchronises=False)
         if self._measure and not step.begun:
             step.begun = True
