@@ -100,7 +100,7 @@ class Catch:
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
         self._called: Any = None  # the first of them that a training step called
-        self._scope: Any = None  # of the present run
+        self._scope: Callable[[], Any] = lambda: None  # of the present run
         self._ending = Ending()
         self._watched: Any = weakref.WeakSet()  # models of the present run
         self._optimizers: Any = weakref.WeakSet()  # of the present run
@@ -136,8 +136,9 @@ class Catch:
         Where a model is watched, optimizers of others are shown to the run.
         """
         try:
-            if self._scope is not None and optimizer not in self._optimizers:
-                self._scope.see_other_update(optimizer)
+            scope = self._scope()
+            if scope is not None and optimizer not in self._optimizers:
+                scope.see_other_update(optimizer)
             if self._done or not _has_several_ranks():
                 return
             calls = self._calls[optimizer] = self._calls.get(optimizer, 0) + 1
@@ -237,7 +238,7 @@ class Catch:
         if watching is None:
             return
         self._ending.attach(watching)
-        self._scope = watching.scope
+        self._scope = weakref.ref(watching.scope)
         self._num_runs += 1
         self._watched = weakref.WeakSet(watching.models)
         self._optimizers = weakref.WeakSet(watching.optimizers)

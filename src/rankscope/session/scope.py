@@ -550,7 +550,7 @@ class Scope:
 
     def see_other_update(self, optimizer: Any) -> None:
         """Notice a call of an optimizer that may be none of the run's."""
-        if not self._closed:
+        if not (self._closed or traced()):
             self._guard(self._collector.call, "see_other_update", optimizer)
 
     def _before_engine_step(self, *args: Any, **kwargs: Any) -> None:

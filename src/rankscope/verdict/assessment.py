@@ -288,7 +288,7 @@ def measure(run: Run) -> Values:
     drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
-    ends = 2 * _ENDS if "," in optimizer_class(run) else _ENDS  # whose losses may alternate
+    ends = 2 * _ENDS if "," in _optimizer_class(run) else _ENDS  # whose losses may alternate
     if run.num_workers == 1:  # nothing to be apart from
         columns |= {name: np.full(len(losses), math.nan) for name in _MEANS}
     return {
@@ -308,7 +308,7 @@ def measure(run: Run) -> Values:
     }
 
 
-def optimizer_class(run: Run) -> str:
+def _optimizer_class(run: Run) -> str:
     """Return the class of a run's optimizer, or of all of them; empty where it is not known."""
     found: Any = run.info.get("training")
     for key in ("optimizer", "class"):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import importlib.metadata
 import math
 import os
@@ -462,14 +461,17 @@ def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
 
 
 def owned_names(parameters: Container[int]) -> list[str]:
-    """Return the names of parameters, given by ids, in the modules that hold them, with these."""
-    return sorted(
-        f"{kind.__name__}.{name}"
-        for thing in gc.get_objects()
-        if nn.Module in (kind := type(thing)).__mro__
-        for name, parameter in thing.named_parameters(recurse=False)
-        if id(parameter) in parameters
-    )
+    """Return a name of each of some parameters, given by ids, in a module that holds it."""
+    modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+    names: dict[int, str] = {}
+    for module in modules:
+        if isinstance(module, torch.fx.GraphModule):  # of the compiler
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in parameters:
+                own = f"{type(module).__name__}.{name}"
+                names[id(parameter)] = min(own, names.get(id(parameter), own))
+    return sorted(names.values())
 
 
 def _group(group: Mapping[str, Any]) -> Facts:

@@ -14,6 +14,8 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 8), nn.Linear(8, 1)
+    twin = nn.Linear(8, 1)
+    twin.weight = critic.weight  # which is one parameter all the same
     wrapped = DistributedDataParallel(generator)
     first = torch.optim.SGD(generator.parameters(), lr=0.1)
     second = torch.optim.SGD(critic.parameters(), lr=0.1)

@@ -49,6 +49,7 @@ from rankscope.wrappers.optimizers import all_of
 
 _MASK = (1 << 64) - 1
 _MOST_SLOTS = 1024  # in memory
+_MOST_IN_TURN = 16  # optimizers; more have a parameter or a layer each, and the first call counts
 _SLOT_EACH_STEP = PACE.state_in_turn
 """Steps of a run that have a slot each, to compare the initial state at once."""
 _ALONE_STEPS = 7
@@ -233,7 +234,7 @@ class StateMeter(Probe):
             self._see_replaced()
         if self._slot is NO_SLOT or self._optimizer is None:
             return
-        if len(all_of(self._optimizer)) > 1:
+        if 1 < len(all_of(self._optimizer)) <= _MOST_IN_TURN:
             self._read_in_turn(optimizer)
         elif StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
