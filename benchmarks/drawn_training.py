@@ -110,6 +110,8 @@ def _fit_model(drawn: dict[str, Any]) -> dict[str, Any]:
         drawn["checkpointed"] = False  # running statistics would count each batch twice
     if drawn["model"] == "tied":
         drawn["frozen"] = "nothing"
+    if drawn["data"] == "stream":
+        drawn["loaders"] = 0  # a new process for each epoch would not know which one it is
     if drawn["precision"] == "bfloat16":
         drawn["averaged"] = False  # the average would round away what it follows
     return drawn
