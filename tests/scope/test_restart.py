@@ -117,6 +117,7 @@ def test_a_killed_job_goes_on_where_its_detectors_stood(tmp_path):
     results = run_ranks(copied_batches, 2, str(tmp_path / "sft"), 10, False)
     second = Run.open(tmp_path / "sft-2")
     assert (second.info["continues"], second.info["first_step"]) == ("sft", last + 1)
+    assert second.info["after_complete"] is (first.status == "complete")
     assert read_state(second.path / START_FILE)["num_steps"] == last + 1
     steps = second.columns(Table.STEPS, "step")["step"]
     assert steps.tolist() == list(range(last + 1, last + 11))

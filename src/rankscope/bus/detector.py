@@ -59,6 +59,7 @@ class RunFacts:
     unheld: bool = False  # whether the optimizer is known to hold fewer tensors than are trained
     # each rank's settings of the training that differ between ranks; empty when unknown
     settings: Sequence[Mapping[str, Any]] = ()
+    after_complete: bool = False  # whether it continues a run whose training had ended by itself
     # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 

@@ -37,7 +37,14 @@ from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.private import find
-from rankscope.record.begin import begin_run, end_lost_run, is_alive, is_run, writer_is_gone
+from rankscope.record.begin import (
+    INFO_FILE,
+    begin_run,
+    end_lost_run,
+    is_alive,
+    is_run,
+    writer_is_gone,
+)
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
 from rankscope.sinks import PlannedSink, plan_alerts, plan_sinks
@@ -309,6 +316,8 @@ def _begin(
         described = dict(info)
         if previous is not None and start is not None:
             described |= {"continues": previous.name, "first_step": start["step"] + 1}
+            status = parse(read_file(previous / INFO_FILE)).get("status")
+            described |= {"after_complete": status == "complete"}
         try:
             packed = b"" if start is None else pack_state(start)
             written = begin_run(path, described, packed, request.share)

@@ -279,6 +279,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             declared_micro_batches=_declared_of(info),
             unheld=_holds_fewer(info),
             settings=settings if all(isinstance(one, Mapping) for one in settings) else (),
+            after_complete=info.get("after_complete") is True,
         )
     )
 

@@ -53,8 +53,8 @@ def step_of(number, kind, ranks, rate=0.01):
     return StepReport(replace(one, **rows), {})
 
 
-def ended_with(ranks, *, saved=True):
-    detector = judge.OptimizerStart()
+def ended_with(ranks, *, saved=True, rows=None):
+    detector = judge.OptimizerStart(rows=rows)
     assert evidence_of(detector, step_of(0, StateKind.STARTED, ranks)) == []
     for rank in ranks:
         rank.train(3)
@@ -285,6 +285,27 @@ def test_lost_moments_beside_new_parameters_begin_anew(change, saved, said):
     assert (begun is not None) is (said is not None)
     if said is not None:
         assert said in words(begun)
+
+
+@pytest.mark.parametrize(
+    ("complete", "change", "rate", "rows", "said"),
+    [
+        (True, emptied, 0.003, 100, "a learning rate of 0.003 (0.01 before)"),
+        (True, emptied, 0.01, 50, "a data set of 50 rows (100 before)"),
+        (True, emptied, 0.01, 100, None),  # a restart that lost its moments
+        (True, lambda rank: None, 0.003, 50, None),  # it has its moments
+        (False, emptied, 0.003, 50, None),  # the job before was cut off
+    ],
+)
+def test_another_job_after_one_that_ended_by_itself_begins_anew(complete, change, rate, rows, said):
+    ranks = three_ranks()
+    before = ended_with(ranks, rows=100)
+    after = judge.OptimizerStart(complete, rows)
+    after.restore(unpack_state(pack_state(before.state())))
+    for rank in ranks:
+        change(rank)
+    begun = after.begins_anew(step_of(3, StateKind.STARTED, ranks, rate).gathered)
+    assert (begun is None) if said is None else (said in words(begun))
 
 
 def test_the_state_of_another_rank_is_named():

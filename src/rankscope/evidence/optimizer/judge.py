@@ -47,6 +47,8 @@ ROUNDED = "parameters-rounded"
 
 _MOST_SAVED = 16
 _FIRST_RATES = 4
+_LAST_RATES = 17
+_JUMP = 32  # times the largest change from one of those to the next
 _STALE_FROM = 3  # steps
 _MOST_RATES = 4096  # of the run, that a restarted schedule is compared with
 _PARAMETERS = "parameters"
@@ -163,7 +165,8 @@ class OptimizerStart(RestartDetector):
     - A restarted job whose moments and counters are those of a saved state, bit for bit, and whose
       parameters are not: those of the run's first step, or others on some ranks alone.
     - A restarted job with an empty optimizer, and with the parameters of the run's first step or of
-      no step that is known: another training, which begins anew.
+      no step that is known: another training, which begins anew. So it is with other settings or
+      other data, if the job before had ended by itself.
     - Step counters that differ between ranks, or state that some ranks do not have at all, before
       the first update: they have not loaded one checkpoint.
     - Step counters that lag on some ranks alone, of parameters whose moments are zero or missing
@@ -174,15 +177,20 @@ class OptimizerStart(RestartDetector):
       narrower type than their parameters: notes.
     """
 
-    def __init__(self) -> None:
+    SETTINGS = ("_after_complete", "_own_rows")
+
+    def __init__(self, after_complete: bool = False, rows: int | None = None) -> None:
         super().__init__()
+        self._after_complete = after_complete  # whether the job before had ended by itself
+        self._own_rows = rows  # of this job's data sets; None if unknown
+        self._rows = rows or 0  # of those of the last job
         self._first = _Holdings()
         self._last = _Holdings()  # at the last moment that was read
         self._saved: deque[_Holdings] = deque(maxlen=_MOST_SAVED)
         self._counts: dict[str, int] = {}  # of findings, by cause or key
         self._first_rates: list[float] = []  # of the run's steps before the restart
         self._rates: list[float] | None = None  # of those of a session that continues it
-        self._rate = math.nan  # before the restart
+        self._last_rates: deque[float] = deque(maxlen=_LAST_RATES)  # before the restart
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report what is wrong where a session begins."""
@@ -214,8 +222,12 @@ class OptimizerStart(RestartDetector):
                 )
         else:
             yield from self._compare(now)
-            yield from self._settings(now)
+            if changed := self._changed_settings(now):
+                yield self._finding(
+                    RESUMED, Severity.NOTE, now, {"words": listed(changed)}, key=SETTINGS
+                )
         self._last = now
+        self._rows = self._own_rows or self._rows
         yield from self._precision(now)
 
     def begins_anew(self, gathered: GatheredStep) -> FaultEvidence | None:
@@ -238,14 +250,39 @@ class OptimizerStart(RestartDetector):
             what = (
                 "an empty optimizer, and with parameters that no earlier step is known to have had"
             )
+        elif other := self._other_job(now, float(np.fmax.reduce(gathered.workers["lr"]))):
+            what = f"{listed(other)}, after the one before had ended by itself"
         else:
             return None
         return self._finding(RESUMED, Severity.NOTE, now, {"what": what}, key=BEGUN_ANEW)
 
+    def _other_job(self, now: _Holdings, rate: float) -> list[str]:
+        """Return in words how a job that loaded no moments differs from the one before.
+
+        Nothing where that one may have been cut off: a restart has to go on as it was.
+        """
+        if not self._after_complete or not (now.is_empty or now.is_zero):
+            return []
+        other = []
+        if self._lost_moments(now):
+            changed = self._changed_settings(now)
+            other += [f"other settings of it ({listed(changed)})"] if changed else []
+            last = self._last_rates[-1] if self._last_rates else math.nan
+            changes = np.abs(np.diff(self._last_rates))
+            far = abs(rate - last) > max(_JUMP * changes.max(initial=0), last / 20)
+            if far and not any(math.isclose(rate, earlier) for earlier in self._first_rates):
+                other.append(f"a learning rate of {rate:.4g} ({last:.4g} before)")
+        if self._own_rows and self._rows and self._own_rows != self._rows:
+            other.append(f"a data set of {self._own_rows:,} rows ({self._rows:,} before)")
+        return ["an empty optimizer", *other] if other else []
+
+    def _lost_moments(self, now: _Holdings) -> bool:
+        before = (self._last, self._first, *self._saved)
+        return (now.is_empty or now.is_zero) and not all(one.is_empty for one in before)
+
     def _is_unknown(self, now: _Holdings) -> bool:
         """Return whether moments were lost, and no rank has the parameters of a saved state."""
-        before = (self._last, self._first, *self._saved)
-        if not (now.is_empty or now.is_zero) or all(one.is_empty for one in before):
+        if not self._lost_moments(now):
             return False
         width = len(now.get(_OWN_BITS))
         return all(len(now.differs(saved, _OWN_BITS)) == width for saved in self._saved)
@@ -328,32 +365,28 @@ class OptimizerStart(RestartDetector):
             fields = {"saved": f"{saved.step:,}", "number": count(int(were.max()), "parameter")}
             yield self._finding(RESUMED, Severity.NOTE, now, fields, key=ROUNDED)
 
-    def _settings(self, now: _Holdings) -> Iterable[FaultEvidence]:
+    def _changed_settings(self, now: _Holdings) -> list[str]:
         before = self._last.settings
-        changed = [
+        return [
             f"{name} is {' and '.join(values)} and was {' and '.join(before[name])}"
             for name, values in now.settings.items()
             if name in before and set(values) != set(before[name])
         ]
-        if changed:
-            yield self._finding(
-                RESUMED, Severity.NOTE, now, {"words": listed(changed)}, key=SETTINGS
-            )
 
     def _follow_rate(self, step: int, rate: float) -> Iterable[FaultEvidence]:
         """Report a learning rate that begins again as in the first steps of the run."""
         if self._rates is None:
             if len(self._first_rates) < _MOST_RATES:
                 self._first_rates.append(rate)
-            self._rate = rate
+            self._last_rates.append(rate)
             return
         self._rates.append(rate)
         if len(self._rates) < _FIRST_RATES:
             return
         rates, self._rates = self._rates, None
         at = _place_of(rates, self._first_rates)
-        if at is not None and not math.isclose(rates[0], self._rate):
-            words = {"rate": f"{rates[0]:.4g}", "before": f"{self._rate:.4g}",
+        if at is not None and not math.isclose(rates[0], self._last_rates[-1]):
+            words = {"rate": f"{rates[0]:.4g}", "before": f"{self._last_rates[-1]:.4g}",
                      "again": "the first steps of the run" if at == 0
                      else f"steps {at:,} to {at + _FIRST_RATES - 1:,} of the run"}  # fmt: skip
             start = _Holdings(step - _FIRST_RATES + 1, self._last.values)
@@ -822,7 +855,7 @@ class StaleCopies(Detector):
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
-        OptimizerStart(),
+        OptimizerStart(run.after_complete, run.data_rows),
         LostUpdates(),
         OptimizerWithoutGradients(),
         ReplacedWeights(),
