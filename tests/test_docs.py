@@ -32,7 +32,7 @@ NO_COLUMNS = {
     *("num_batches_tracked", "num_replicas", "num_workers", "prepare_data_loader", "state_dict"),
     *("overlap_comm", "reduce_dtype", "requires_grad", "set_epoch", "set_gradient_divide_factor"),
     *("split_by_node", "split_by_worker", "split_dataset_by_node", "worker_init_fn"),
-    *("data_fields", "zero_grad", "zero_grad_buffer"),
+    *("after_complete", "data_fields", "zero_grad", "zero_grad_buffer"),
 }
 """What else the pages on causes and evidence write like a column: numbers of findings, and options
 of torch and others."""

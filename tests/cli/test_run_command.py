@@ -133,16 +133,23 @@ def ended(folder, *words, **variables):
     return subprocess.run([sys.executable, *words], check=False, **options)
 
 
-def both(project, *words, flags=("-X", "dev", "-B")):
+def both(project, *words, flags=("-X", "dev", "-B"), **variables):
     return [
-        ended(project.parent, *flags, *command, *words, **environment(project))
+        ended(project.parent, *flags, *command, *words, **(environment(project) | variables))
         for command in ((), ("-m", "rankscope", "run", "--every", "2"))
     ]
 
 
-def test_a_script_is_the_same_process_with_and_without(project):
+def test_a_user_can_switch_the_command_off(project):
+    _, off = both(project, "a project/train.py", RANKSCOPE_RUN="0", RANK="0")
+    assert (off.returncode, off.stderr) == (3, "rankscope: not watched, since RANKSCOPE_RUN is 0\n")
+    assert not any("rankscope" in path for path in json.loads(off.stdout)["path"])
+
+
+@pytest.mark.parametrize("variables", [{}, {"RANKSCOPE_RUN": "0"}], ids=["watched", "off"])
+def test_a_script_is_the_same_process_with_and_without(project, variables):
     words = ["a project/train.py", "--help", "two words", "-x", "--", "--every=3", ""]
-    plain, watched = both(project, *words)
+    plain, watched = both(project, *words, **variables)
     assert watched.returncode == plain.returncode == 3
     assert watched.stderr == plain.stderr == ""
     expected, found = json.loads(plain.stdout), json.loads(watched.stdout)

@@ -21,6 +21,7 @@ from typing import Any
 from rankscope.errors import UsageError
 
 VARIABLE = "RANKSCOPE_RUN"  # the job as JSON; inherited by all processes that the script starts
+_OFF = "0"  # given by the user in that variable: the script is not watched
 
 PID_VARIABLE = "RANKSCOPE_RUN_PID"  # the process that the command became
 
@@ -141,11 +142,17 @@ def check_interpreter() -> None:
 
 def become(command: Sequence[str], job: ScriptJob) -> None:
     """Replace this process by the training; UsageError if that fails."""
+    environment = dict(os.environ)
+    if environment.get(VARIABLE) == _OFF:
+        if environment.get("RANK", "0") == "0":
+            print(f"rankscope: not watched, since {VARIABLE} is {_OFF}", file=sys.stderr)
+    else:
+        job = replace(job, unreported=_new_file())
+        environment = job.to_environment(environment)
     sys.stdout.flush()
     sys.stderr.flush()
-    job = replace(job, unreported=_new_file())
     try:
-        os.execve(command[0], list(command), job.to_environment(dict(os.environ)))
+        os.execve(command[0], list(command), environment)
     except OSError as error:
         job.mark_reported()
         raise UsageError(f"rankscope run cannot start {command[0]}: {error.strerror}") from error
