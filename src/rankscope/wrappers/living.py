@@ -104,7 +104,7 @@ _CONTAINERS = (dict, OrderedDict, list)
 
 def living_containers(shortest: int, longest: int) -> list[Any]:
     """Return the plain dicts and lists that begin with a tensor and have a length within these."""
-    exact = {id(kind): kind for kind in _CONTAINERS}
+    exact: dict[int, type] = {id(kind): kind for kind in _CONTAINERS}
     found = _objects_of(exact)
     fits = map(range(max(shortest, 1), longest + 1).__contains__, map(len, found))
     return [one for one in compress(found, fits) if issubclass(type(_first(one)), Tensor)]

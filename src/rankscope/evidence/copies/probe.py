@@ -260,7 +260,7 @@ def find_kept(
     trained, parts = _trained_in(model, optimizer)
     models: list[dict[str, Tensor]] = []
     for part in parts.values():
-        named = {canonical_name(name): p for name, p in part.named_parameters()}
+        named: dict[str, Tensor] = {canonical_name(n): p for n, p in part.named_parameters()}
         models += [named, {name: p for name, p in named.items() if id(p) in trained}]
     lengths = {len(each) for each in models}
     longest = max(lengths, default=0) + sum(1 for _ in model.buffers())
