@@ -342,7 +342,7 @@ def _cut_graphs(
             sums_N = torch.zeros(len(graph_N), dtype=torch.float64)
             sums_N.index_add_(0, theirs, places_N[ours] ** power)
             columns.append(sums_N.float()[:, None])
-    return torch.cat(columns, 1).split(sizes.tolist())
+    return torch.split(torch.cat(columns, 1), sizes.tolist())
 
 
 def _lengths_in(values: Iterable[Any], most: int) -> Sequence[int]:
