@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, RareProbe, is_power
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.copies import KEY
+from rankscope.evidence.copies import AGAIN, KEY
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import Floats, digest_of
@@ -254,7 +254,7 @@ def find_kept(
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     """Return dicts and lists of tensors that may be averages: their name, tensors, and the model's.
 
-    Those with tensors that are ``known``, or share memory with the model's, are left out, and so
+    Those that share memory with the model or with tensors that are ``known`` are left out, and so
     are several of one name: ranks, and later sessions, could take one for the other.
     """
     trained, parts = _trained_in(model, optimizer)
@@ -266,19 +266,20 @@ def find_kept(
     longest = max(lengths, default=0) + sum(1 for _ in model.buffers())
     if not lengths:
         return []
-    inside = {id(p) for p in (*known, *model.parameters())}
-    memory = {p.data_ptr() for named in models for p in map(own, named.values()) if p.numel()}
+    inside = {_memory(p) for p in (*known, *model.parameters())} - {0}
     found: dict[str, list[tuple[str, list[Tensor], list[Tensor]]]] = {}
     for kept in living_containers(min(lengths), longest):
         pairs = next(filter(None, (_pairs(kept, named) for named in models)), None)
-        if pairs is None or any(id(theirs) in inside for theirs, _ in pairs):
+        if pairs is None or any(_memory(theirs) in inside for theirs, _ in pairs):
             continue
         theirs, sources = map(list, zip(*pairs, strict=True))
-        if any(own(one).data_ptr() in memory for one in theirs if own(one).numel()):
-            continue
         label = f"{container_name(kept)} ({sum(own(one).numel() for one in theirs):,} elements)"
         found.setdefault(label, []).append((label, theirs, sources))
     return [each[0] for each in found.values() if len(each) == 1]
+
+
+def _memory(tensor: Tensor) -> int:
+    return own(tensor).data_ptr()  # 0 of one without elements
 
 
 def _pairs(kept: Any, named: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]] | None:
@@ -315,7 +316,7 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
     labels = [label_of(module) for module, _ in found]
     for number, (module, source) in enumerate(found):
         again = labels[:number].count(labels[number])
-        label = f"{labels[number]}, number {again + 1}" if again else labels[number]
+        label = f"{labels[number]}{AGAIN}{again + 1}" if again else labels[number]
         yield _Copy(label, weakref.ref(module), None if source is None else weakref.ref(source))
 
 
