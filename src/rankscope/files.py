@@ -216,16 +216,14 @@ def replace(path: Path, content: bytes, *, after: int = 0) -> None:
 
 
 def overwrite(path: Path, content: bytes) -> None:
-    """Write over a file within the room that it has on its disk, which may be full.
-
-    What the old content had beyond the new one becomes spaces.
-    """
+    """Write over a file within the room that it has on its disk, which may be full."""
     try:
         with path.open("r+b", buffering=0) as file:
             now = os.fstat(file.fileno())
             if len(content) > max(now.st_size, now.st_blocks * _BLOCK):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            file.write(content.ljust(now.st_size))
+            file.write(content)
+            file.truncate(len(content))
             os.fsync(file.fileno())
     except OSError as error:
         raise write_error(path, error) from error

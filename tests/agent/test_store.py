@@ -1,10 +1,8 @@
 import errno
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -179,37 +177,6 @@ def test_a_record_that_cannot_be_written_to_its_end_says_so(tmp_path, monkeypatc
         missing = {"first_step": whole, "steps": 5 - whole, "why": "File exists"}
         assert (run.status, run.info["unwritten"]) == ("incomplete", missing)
         assert "could not be written (File exists)" in assess(run).headline
-
-
-FILLED = """
-import os
-from record.step_reports import make_report
-from rankscope.agent.recorder import Recorder
-from rankscope.record import RunWriter
-
-record = Recorder(RunWriter("run", {"num_workers": 4}))
-record.add_many([make_report(step) for step in range(2)])
-assert record.flush()
-filler = os.open("filler", os.O_CREAT | os.O_WRONLY)
-try:
-    while True:
-        os.write(filler, bytes(512))
-except OSError:
-    record.add_many([make_report(step) for step in range(2, 60)])
-    record.close("complete")
-"""
-
-
-def test_a_record_on_a_disk_that_is_full_says_so(tmp_path):
-    mounted = f"cd {tmp_path} && mount -t tmpfs -o size=512k tmpfs . && cd {tmp_path}"
-    steps = f"{mounted} && ! {sys.executable} -c '{FILLED}' && cat run/run.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", steps], env=environment, capture_output=True, check=True
-    )
-    info = json.loads(done.stdout)
-    missing = {"first_step": 2, "steps": 58, "why": os.strerror(errno.ENOSPC)}
-    assert (info["status"], info["unwritten"]) == ("incomplete", missing)
 
 
 @pytest.mark.parametrize("taken", [False, True])

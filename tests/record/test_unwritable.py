@@ -107,6 +107,10 @@ def test_a_disk_that_fills_at_the_end_leaves_the_run_open(tmp_path):
     assert read_info(run.path)["status"] == "running"
     run.close()
     assert read_info(run.path)["status"] == "complete"
+    run = RunWriter(tmp_path / "long", {"numbers": list(range(500))})
+    with full_disk(3_000):  # no room for another file
+        run.end_early(why="full")
+    assert (read_info(run.path)["status"], read_info(run.path)["why"]) == ("incomplete", "full")
 
 
 def test_a_finding_that_does_not_fit_leaves_no_half_line(tmp_path):
