@@ -118,7 +118,7 @@ def container_name(container: Any) -> str:
     """Return the attribute or variable that holds a dict or list; its kind if none is found."""
     for holder in gc.get_referrers(container):
         names = holder if type(holder) is dict else _attributes_of(holder)
-        for name, value in names.items():
+        for name, value in [*names.items()]:  # other threads may add some
             if value is container and type(name) is str:
                 owner = type(holder).__name__ if names is not holder else _owner_of(names)
                 return f"{owner}.{name}" if owner else name

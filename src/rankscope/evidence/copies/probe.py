@@ -51,6 +51,7 @@ ELEMENTS = 4
 
 _MOST_PARAMETERS = 64
 _MOST_COPIES = 8
+_MOST_CANDIDATES = 4096  # dicts and lists that may be averages
 _STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
 
 _FEWEST_APART = 16  # elements
@@ -267,11 +268,14 @@ def find_kept(
     if not lengths:
         return []
     inside = {_memory(p) for p in (*known, *model.parameters())} - {0}
-    found: dict[str, list[tuple[str, list[Tensor], list[Tensor]]]] = {}
-    for kept in living_containers(min(lengths), longest):
+    candidates = living_containers(min(lengths), longest)
+    matching = []
+    for kept in candidates if len(candidates) <= _MOST_CANDIDATES else ():
         pairs = next(filter(None, (_pairs(kept, named) for named in models)), None)
-        if pairs is None or any(_memory(theirs) in inside for theirs, _ in pairs):
-            continue
+        if pairs is not None and not any(_memory(theirs) in inside for theirs, _ in pairs):
+            matching.append((kept, pairs))
+    found: dict[str, list[tuple[str, list[Tensor], list[Tensor]]]] = {}
+    for kept, pairs in matching if len(matching) <= _MOST_COPIES else ():  # a name takes a while
         theirs, sources = map(list, zip(*pairs, strict=True))
         label = f"{container_name(kept)} ({sum(own(one).numel() for one in theirs):,} elements)"
         found.setdefault(label, []).append((label, theirs, sources))
