@@ -448,8 +448,9 @@ def _members(value: object) -> Mapping[Any, Any]:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
-    store = vars(value).get("_store") if type(value).__dictoffset__ else None
-    return store if isinstance(store, Mapping) else {}  # of PyTorch Geometric's data
+    if any(kind.__module__ == "torch_geometric.data.data" for kind in type(value).__mro__):
+        return cast("Any", value).to_dict()  # type: ignore[no-any-return]
+    return {}
 
 
 _LOWEST = -(1 << 63)

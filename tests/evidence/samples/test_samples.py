@@ -160,7 +160,9 @@ def test_the_samples_of_a_batch_of_graphs_are_its_graphs():
     for last in shifted:
         edges = torch.cat([torch.tensor(chain), last], 1)
         named = {"batch": graph, "edge_index": edges, "x": x, "y": torch.rand(3)}
-        several = (x, edges, graph), (named,), (SimpleNamespace(_store=named),)
+        data = type("Data", (), {"__module__": "torch_geometric.data.data", **named})()
+        type(data).to_dict = lambda _, named=named: named
+        several = (x, edges, graph), (named,), (data,)
         found += [digest_inputs(inputs, {}).tolist() for inputs in several]
     assert found == [found[0]] * 3 + [found[-1]] * 3
     assert len(set(found[0])) == 3  # the same nodes, and other edges
