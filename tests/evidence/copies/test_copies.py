@@ -96,11 +96,6 @@ class Kept:
             self.shadow[name] = self.shadow[name].lerp(named[name], self.share(dist.get_rank()))
 
 
-def kept(task, *given):
-    average = Kept(*given)
-    return lambda: average.update(task.model)
-
-
 KINDS = {
     "grows": lambda task: lambda: task.average.update(task.model),
     "engine": lambda task: follow(nn.ModuleList(frozen(task.model)), task.model),
@@ -111,9 +106,9 @@ KINDS = {
     "buffers rest": partial(with_buffers, follow_too=False),
     "buffers follow": partial(with_buffers, follow_too=True),
     "buffers of training": partial(with_buffers, follow_too=False, training=True),
-    "kept": lambda task: kept(task, lambda rank: 0.1),
-    "kept apart": lambda task: kept(task, lambda rank: 0.1 if rank else 0.2),
-    "kept at rest": lambda task: kept(task, lambda rank: 0.1, "_orig_mod."),
+    "kept": lambda task: partial(Kept(lambda rank: 0.1).update, task.model),
+    "kept apart": lambda task: partial(Kept(lambda rank: 0.2 - 0.1 * rank).update, task.model),
+    "kept at rest": lambda task: partial(Kept(None, "_orig_mod.").update, task.model),
 }
 
 
