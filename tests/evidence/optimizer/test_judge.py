@@ -239,11 +239,16 @@ def test_parameters_that_are_rounded_at_a_restart_are_a_note(change, said):
 
 
 @pytest.mark.parametrize(
-    ("updates", "ranks"),
-    [([5, 3, 5], (1,)), ([5, 4, 5], ()), ([5, 5, 5], ()), ([1, 5, 3], (0, 2))],
+    ("updates", "ranks", "late"),  # a rank that owns other parameters, as under ZeRO
+    [
+        *(([5, 3, 5], (1,), None), ([5, 4, 5], (), None), ([5, 5, 5], (), None)),
+        *(([1, 5, 3], (0, 2), None), ([1, 5, 3], (0,), 2), ([5, 3, 5], (), 1)),
+    ],
 )
-def test_ranks_that_count_fewer_updates_are_named(updates, ranks):
+def test_ranks_that_count_fewer_updates_are_named(updates, ranks, late):
     ended = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
+    for rank in ended[late : late + 1] if late is not None else ():
+        rank.model = nn.ModuleDict({"late": rank.model})
     detector = judge.OptimizerStart()
     found = evidence_of(detector, step_of(4, StateKind.SAVED, ended))
     assert [(one.key, one.ranks) for one in found] == [(judge.UNCOUNTED, ranks)] * bool(ranks)

@@ -30,7 +30,7 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
-from rankscope.stats.arrays import Floats, Ints, how_far
+from rankscope.stats.arrays import Bools, Floats, Ints, how_far
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"
@@ -437,6 +437,7 @@ class OptimizerStart(RestartDetector):
             return
         most = int(highest_W[known_W].max())
         behind_W = known_W & (highest_W < most - 1)  # one may be read before an update
+        behind_W &= ~_holds_others(held, highest_W == most)
         if not behind_W.any():
             return
         fields = {
@@ -638,6 +639,17 @@ def _counted(now: _Holdings, saved: _Holdings) -> Mismatch | None:
         return None
     words = f"its step counter is {_range(now.counter)} and was {_range(saved.counter)}"
     return words, [], Severity.ERROR
+
+
+def _holds_others(held: _Holdings, most_W: Bools) -> Bools:
+    """Return which ranks hold none of the parameters of some others, by those with names.
+
+    Such ranks, as under ZeRO, may own what began to train later.
+    """
+    named = [values_W for name, values_W in held.values.items() if name.endswith(": norm")]
+    known_NW = np.array(named, np.int64).reshape(-1, len(most_W)) != MISSING_INT
+    others: Bools = known_NW.any(axis=0) & ~known_NW[known_NW[:, most_W].any(axis=1)].any(axis=0)
+    return others
 
 
 def _range(ends: tuple[int, int]) -> str:
