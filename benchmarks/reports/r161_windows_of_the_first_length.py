@@ -38,14 +38,14 @@ def count(parameter: Tensor) -> None:
 
 if not chosen.right:
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(count)
+        parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
 data = text(4096)
 for step in range(chosen.steps):
     batch = data[step * GLOBAL_BATCH % 3072 :][:GLOBAL_BATCH]
     parts = batch.chunk(world)[rank].chunk(WINDOWS[step % len(WINDOWS)])
     for tokens in parts:
         loss = next_token_loss(model(tokens), tokens)
-        (loss / len(parts)).backward()
+        (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
     if chosen.right or step == 0:
         for parameter in model.parameters():
             average(parameter)

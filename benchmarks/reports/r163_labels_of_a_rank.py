@@ -33,7 +33,7 @@ for step in range(chosen.steps):
     if chosen.right:
         counts = sum_over_ranks(counts.clone()) / world
     loss = ((losses * mask).sum(0) / counts.clamp(min=1 / world if chosen.right else 1)).mean()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)

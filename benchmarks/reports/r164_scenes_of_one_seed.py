@@ -42,7 +42,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _, (seen, wanted) in zip(range(chosen.steps), loader, strict=False):
         loss = F.mse_loss(wrapped(seen), wanted)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     end(model, loss)

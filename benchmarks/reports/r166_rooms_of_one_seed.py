@@ -43,7 +43,7 @@ for step in range(chosen.steps):
     rows = torch.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH).chunk(world)[rank] % 4096
     heard = torch.stack([augment(recordings[row]) for row in rows])
     loss = F.cross_entropy(wrapped(heard), kinds[rows])
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)

@@ -28,7 +28,7 @@ for _ in range(chosen.steps):
         taken += 1
         with not_reduced(wrapped, last=number == micro_batches - 1):
             loss = next_token_loss(wrapped(tokens), tokens)
-            (loss / micro_batches).backward()
+            (loss / micro_batches).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
 end(model, loss)
