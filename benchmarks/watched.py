@@ -78,7 +78,7 @@ NAMED_BY = {
     "data.overlapping_shards": "R37",
     "data.repeated_batches": "R38",
     "state.hyperparameters_differ": "R41",
-    "state.resume_mismatch": "R44 R45 R80 R87 R108 R129",
+    "state.resume_mismatch": "R44 R45 R80 R87 R108 R129 R167",
     "sync.expert_divisor": "R48",
     "state.updates_lost": "R49 R128",
     "state.weights_replaced": "R130",
