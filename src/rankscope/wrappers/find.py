@@ -8,7 +8,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,6 +119,8 @@ class Wrapped:
     """The parameters in this rank's optimizer, where a loop reduces gradients and it holds some or
     none; None if it holds all, or some with other tensors."""
     in_shares: bool = False  # each of the others is in the optimizer of one other rank, or in none
+    # names of parameters whose gradients other ranks sum with these, where a loop does; may grow
+    summed: set[str] = field(default_factory=set)
 
     @property
     def module(self) -> nn.Module:
@@ -203,11 +205,12 @@ class Wrapped:
         if self.kind is LOOP:
             return LoopTap(
                 parameters,
-                self.group.size(),
+                ranks_of(self.group),
                 sketcher,
                 guarded,
                 reduced=reduced,
                 observer=observer,
+                summed=self.summed,
                 unawaited=unawaited,
                 held=self.held,
                 in_shares=self.in_shares,

@@ -49,7 +49,8 @@ class Rank:
 def step_of(number, kind, ranks, rate=0.01):
     messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
     rows = HeldValues(Layout(2), KEY).combine(messages, {})
-    one = gathered(number, [[]] * len(ranks), lr=[rate] * len(ranks))
+    num = len(ranks)
+    one = gathered(number, [[]] * num, lr=[rate] * num, optimizer_steps=[1] * num)
     return StepReport(replace(one, **rows), {})
 
 
@@ -419,4 +420,22 @@ RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.45, 0.4, 0.35]
 def test_a_learning_rate_that_goes_through_earlier_steps_again_is_a_note(after, said):
     found = rates_after(RISING, after)
     assert [one.severity for one in found] == [Severity.NOTE] * (said is not None)
+    assert all(said in words(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([0.3, 0.01, 0.31], "the learning rate was 0.01, with 0.3 before it and 0.31 after it"),
+        ([0.3, 0.01, 0.02], None),
+        ([0.3, 0.3, 0.01, 0.3], None),
+    ],
+)
+def test_a_first_update_with_settings_of_its_own_is_a_warning(rates, said):
+    detector = judge.FirstUpdate()
+    assert evidence_of(detector, step_of(0, StateKind.STARTED, [Rank()], rates[0])) == []
+    detector.close()
+    steps = [step_of(n, StateKind.SAVED, [Rank()], rate) for n, rate in enumerate(rates[1:], 1)]
+    found = evidence_of(detector, *steps)
+    assert [one.severity for one in found] == [Severity.WARNING] * (said is not None)
     assert all(said in words(one) for one in found)
