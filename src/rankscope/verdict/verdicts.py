@@ -155,7 +155,7 @@ def statements(
         describe_end(progress) if progress.cut_short and causes else "",
         progress.endings.describe() if progress.cut_short else "",
         _describe_coverage(coverage),
-        _describe_loss(values),
+        _describe_loss(values, coverage),
         _describe_metrics(values),
         describe_dispersion(values),
         describe_noise_scale(values, causes),
@@ -469,12 +469,15 @@ def _describe_coverage(coverage: MeasuredParts | None) -> str:
     return f"Measured: {'; '.join(parts)}." if parts else ""
 
 
-def _describe_loss(values: Values) -> str:
+def _describe_loss(values: Values, coverage: MeasuredParts | None) -> str:
     first = values["loss_first"]
     last = values["loss_last"]
     if first is None or last is None:
         return "No loss was measured, so the workers' losses were not compared."
     began, ended = short_pair(first, last)
+    if coverage is not None and not coverage.has_losses:
+        known = f"{coverage.losses:,} of {count(coverage.steps, 'step')}"
+        return f"The averaged loss is known, and finite, in {known}: {began}, and {ended} at last."
     return (
         f"The averaged loss went from {began} to {ended} over "
         f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rankscope.bus.steps import LEAST_SCALER
 from rankscope.wrappers.backward_calls import BackwardCalls, reaches
 from rankscope.wrappers.calls import ModuleHook
-from rankscope.wrappers.labels import is_spread
+from rankscope.wrappers.labels import IGNORED_LABEL, is_spread, labels_in
 from rankscope.wrappers.loss_form import (
     PASSING,
     averaged_tokens,
@@ -74,6 +74,7 @@ class BackwardLoss:
         self._give = give
         self._model = models[0]
         self._outputs: dict[Any, Tensor | None] = {}
+        self._labels: Tensor | None = None  # given to the last forward pass
         self._parameters = frozenset(id(p) for model in models for p in model.parameters())
         self._step = -1
         self._works = True
@@ -109,6 +110,7 @@ class BackwardLoss:
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not self._scope.training or self._scope.repeating:
             return
+        self._labels = labels_in(kwargs, shifted=False)[0]
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 self._outputs[tensor.grad_fn] = tensor if tensor.dim() == 0 else None
@@ -146,7 +148,7 @@ class BackwardLoss:
         if len(losses) > 1:
             self._give(torch.stack([loss.detach().sum() for loss in losses]).sum())
             return
-        found = unscaled(losses[0], self._outputs)
+        found = unscaled(losses[0], self._outputs, self._labels)
         self._give(
             found.loss,
             found.tokens,
@@ -177,10 +179,13 @@ class Unscaled(NamedTuple):
     tokens: Tensor | float | None = None
 
 
-def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
+def unscaled(
+    root: Tensor, outputs: dict[Any, Tensor | None], labels: Tensor | None = None
+) -> Unscaled:
     """Return the loss behind the scalar on which ``backward`` is called.
 
     ``outputs`` are the model's scalar outputs by their node of the graph; None for other outputs.
+    ``labels`` were given to the model.
     """
     constant = 1.0
     multiplied: list[float] = []
@@ -197,8 +202,10 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         factor, before = step
         if isinstance(factor, Tensor):
             scaler.append(factor)
-        elif not is_mean_node(before) and any(
-            each != 1 and math.isclose(factor * each, 1) for each in multiplied
+        elif (
+            factor < 1
+            and not is_mean_node(before)
+            and any(each != 1 and math.isclose(factor * each, 1) for each in multiplied)
         ):
             of_sum = True  # a mean times its number
             break
@@ -215,7 +222,7 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
     if is_mean_node(node):
         return Unscaled(root, whole, tokens=averaged_tokens(node))
     own = math.prod(map(_without_scaler, scaler), start=constant)
-    return Unscaled(root, whole, own, _summed(node))
+    return Unscaled(root, whole, own, _summed(node, outputs, labels))
 
 
 def _without_scaler(factor: Tensor) -> Tensor:
@@ -225,7 +232,9 @@ def _without_scaler(factor: Tensor) -> Tensor:
     return torch.where(is_power | (factor >= LEAST_SCALER), 1.0, factor)
 
 
-def _summed(node: Any) -> tuple[Tensor | float, Tensor | float] | None:
+def _summed(
+    node: Any, outputs: dict[Any, Tensor | None], labels: Tensor | None
+) -> tuple[Tensor | float, Tensor | float] | None:
     """Return the number of label tokens that a loss sums over, and the sum's divisor, or None."""
     divisor = divisor_of(node)
     whole = 1.0 if divisor is None else divisor.detach()
@@ -234,7 +243,24 @@ def _summed(node: Any) -> tuple[Tensor | float, Tensor | float] | None:
         factor, node = step
         whole = whole / factor if factor else math.nan
     count = None if node is None else summed_tokens(node)
+    if count is None and labels is not None:
+        count = _given_labels(node, outputs, labels)
     return None if count is None else (count, whole)
+
+
+def _given_labels(node: Any, outputs: dict[Any, Tensor | None], labels: Tensor) -> Tensor | None:
+    """Return how many labels a sum over an output of the model's own has, a loss per label."""
+    if not type(node).__name__.startswith("SumBackward0"):
+        return None
+    sizes = tuple(node._saved_self_sym_sizes)
+    first = labels.shape[-1] - sizes[-1] if sizes[:-1] == labels.shape[:-1] else -1
+    before, place = node.next_functions[0]
+    while before is not None and before not in outputs:
+        through = type(before).__name__.startswith(("NegBackward", "_DDPSink"))
+        before, place = before.next_functions[place] if through else (None, 0)
+    if before is None or first not in (0, 1):
+        return None
+    return (labels.detach()[..., first:] != IGNORED_LABEL).sum()
 
 
 def _constant(node: Any) -> tuple[Tensor | float, Any] | None:

@@ -220,16 +220,25 @@ def in_chunks(logits):
         (lambda logits: per_token(logits).sum() / 3, 3),
         (lambda logits: per_token(logits).view(2, 2).sum() / (LABELS >= 0).sum() / 2, 3),
         (lambda logits: in_chunks(logits).sum() / torch.tensor(3), 3),
+        (lambda logits: per_token(logits).sum() * 2 / torch.tensor(3) / 2, 3),
         (lambda logits: per_token(logits, weight=torch.ones(5)).sum() / 3, None),
         (lambda logits: (in_chunks(logits) + 1).sum() / 3, None),
         (lambda logits: F.mse_loss(logits, logits.detach(), reduction="none").sum() / 3, None),
     ],
-    ids=["one per token", "viewed", "chunks", "weights of classes", "shifted", "squares"],
+    ids=["one per token", "viewed", "chunks", "factors", "weights", "shifted", "squares"],
 )
 def test_label_tokens_of_losses_per_token_are_counted(make, count):
     logits = torch.randn(4, 5, requires_grad=True)
     summed = unscaled(make(logits), {}).summed
     assert (None if summed is None else float(summed[0])) == count
+
+
+@pytest.mark.parametrize(("first", "width", "count"), [(1, 3, 4), (0, 4, 5), (0, 2, None)])
+def test_label_tokens_of_losses_that_the_model_returns_are_those_of_its_labels(first, width, count):
+    labels = torch.tensor([[-100, 1, 2, -100], [3, 1, 1, -100]])
+    of_model = torch.randn(2, width, requires_grad=True) * 1.0
+    found = unscaled((-of_model).sum() / torch.tensor(9), {of_model.grad_fn: None}, labels).summed
+    assert (None if found is None else float(found[0])) == count
 
 
 @pytest.mark.parametrize(

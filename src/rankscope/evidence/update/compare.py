@@ -143,6 +143,7 @@ class UpdateVerdict:
 
     compared: tuple[str, ...]  # names of the parameters that were compared, beyond rounding
     unseen: tuple[str, ...]  # names of those whose update rounding may hide
+    finite: bool  # whether all updates are
     # names, and shares of elements with a gradient that are not moved
     resting: tuple[tuple[str, float], ...]
     # names of those that change after the update, and by how many times the update
@@ -277,6 +278,7 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
             by_name.setdefault(part.name, {})[rank] = part
     compared = dict[str, float]()
     unseen = list[str]()
+    finite = True
     odd = list[OddUpdate]()
     resting = []
     later = []
@@ -286,6 +288,7 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
             updates = [_Update(list(parts.values()), ())]
         if not all(one.finite for one in updates):
             unseen.append(name)
+            finite = False
             continue
         found = [each for one in updates for each in one.odd()]
         odd += _merged(found, len(parts))
@@ -308,6 +311,7 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     return UpdateVerdict(
         compared=tuple(compared),
         unseen=tuple(unseen),
+        finite=finite,
         resting=tuple(resting),
         later=tuple(later),
         odd=tuple(odd),

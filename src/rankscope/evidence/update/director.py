@@ -40,7 +40,8 @@ def in_words(
             yield _differing(cause, odd, hooks, step)
     declined = {kind: why for share in shares_W for kind, why in share.declined.items()}
     if declined or not (verdict.compared or verdict.odd):
-        yield _declined(declined, step)
+        small = "it is too small to be seen beside rounding"
+        yield _declined(declined or {"": small if verdict.finite else "it is not finite"}, step)
     num_seen = len(verdict.compared) + len(verdict.unseen)
     if verdict.compared and not verdict.odd:
         fields = {
@@ -92,8 +93,7 @@ def _differing(cause: str, odd: Sequence[OddUpdate], hooks: Sequence[str], step:
 
 
 def _declined(declined: Mapping[str, str], step: int) -> Finding:
-    unseen = {"": "it is too small to be seen beside rounding"}
-    reasons = [f"{kind}: {why}" if kind else why for kind, why in (declined or unseen).items()]
+    reasons = [f"{kind}: {why}" if kind else why for kind, why in declined.items()]
     fields = {"step": f"{step:,}", "why": "; ".join(reasons)}
     return finding_at(step, "update.declined", Severity.NOTE, (), fields, {"why": fields["why"]})
 
