@@ -43,16 +43,19 @@ FRAMEWORKS = (
 )
 _ON_FOUR_RANKS = """
 R08 R09 R10 R11 R21 R33 R46 R47 R48 R61 R67 R77 R78 R79 R82 R86 R91 R97 R125
+R162 R168 R169 R171
 H06 H12 H14 H17 H21 H26 H29 H32
 """
 ON_FOUR_RANKS = frozenset(_ON_FOUR_RANKS.split())
-_LAUNCHED_TWICE = "R04 R07 R24 R44 R45 R54 R76 R80 R87 R102 R103 R108 R121 R126 R127 R128 R129 R130"
+_LAUNCHED_TWICE = """
+R04 R07 R24 R44 R45 R54 R76 R80 R87 R102 R103 R108 R121 R126 R127 R128 R129 R130 R167
+"""
 LAUNCHED_TWICE = frozenset(_LAUNCHED_TWICE.split())
 """They save at the end of the first launch, and go on in the second one."""
 
 NAMED_BY = {
     "loss.scale": "R02 R11 R14 R17 R32 R39 R40 R64",
-    "data.duplicate_batches": "R03 R151",
+    "data.duplicate_batches": "R03 R151 R164",
     "data.resume_mismatch": "R04 R54 R102 R103",
     "compute.modes_differ": "R05",
     "compute.stale_copies": "R123",
@@ -67,7 +70,7 @@ NAMED_BY = {
     "data.coverage": "R16",
     "sync.not_reduced": "R20",
     "sync.clip_norm": "R21 R30 R85",
-    "sync.accumulation": "R22 R43 R55 R101 R132",
+    "sync.accumulation": "R22 R43 R55 R101 R132 R161",
     "state.other_tensors_held": "R26",
     "counters-of-ranks-differ": "R29 R120",
     "state.replicas_differ": "R33 R61",
@@ -75,7 +78,7 @@ NAMED_BY = {
     "data.overlapping_shards": "R37",
     "data.repeated_batches": "R38",
     "state.hyperparameters_differ": "R41",
-    "state.resume_mismatch": "R44 R45 R80 R87 R108 R129",
+    "state.resume_mismatch": "R44 R45 R80 R87 R108 R129 R167",
     "sync.expert_divisor": "R48",
     "state.updates_lost": "R49 R128",
     "state.weights_replaced": "R130",
@@ -87,6 +90,7 @@ NAMED_BY = {
     "state.adapted_trains": "R67",
     "state.shards_alike": "R84",
     "update.differs": "R74",
+    "verify.parameters": "R160",
 }
 """Causes of warnings and errors that name a fault, and the reports that have it."""
 

@@ -215,6 +215,23 @@ def replace(path: Path, content: bytes, *, after: int = 0) -> None:
         hidden.replace(path)
 
 
+def overwrite(path: Path, content: bytes) -> None:
+    """Write over a file within the room that it has on its disk, which may be full."""
+    try:
+        with path.open("r+b", buffering=0) as file:
+            now = os.fstat(file.fileno())
+            if len(content) > max(now.st_size, now.st_blocks * _BLOCK):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            file.write(content)
+            file.truncate(len(content))
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+_BLOCK = 512  # bytes, the unit of st_blocks on every system
+
+
 @contextlib.contextmanager
 def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
     """Write a file to the disk under a unique hidden name, for the caller to rename or link.

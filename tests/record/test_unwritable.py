@@ -107,6 +107,10 @@ def test_a_disk_that_fills_at_the_end_leaves_the_run_open(tmp_path):
     assert read_info(run.path)["status"] == "running"
     run.close()
     assert read_info(run.path)["status"] == "complete"
+    run = RunWriter(tmp_path / "long", {"numbers": list(range(500))})
+    with full_disk(3_000):  # no room for another file
+        run.end_early(why="full")
+    assert (read_info(run.path)["status"], read_info(run.path)["why"]) == ("incomplete", "full")
 
 
 def test_a_finding_that_does_not_fit_leaves_no_half_line(tmp_path):
@@ -116,17 +120,11 @@ def test_a_finding_that_does_not_fit_leaves_no_half_line(tmp_path):
     with full_disk(size + 50), pytest.raises(RunError, match=r"cannot write .*findings\.jsonl"):
         run.add_findings([make_finding("b")])
     run.add_findings([make_finding("c")])
+    with (run.path / "findings.jsonl").open("ab") as file:  # as if it could not be cut back
+        file.write(b'{"id": "d", "ca')
+    run.add_findings([make_finding("e")])
     lines = (run.path / "findings.jsonl").read_text().splitlines()
-    assert [json.loads(line)["id"] for line in lines] == ["a", "c"]
-
-
-def test_a_line_that_could_not_be_cut_back_is_gone_before_the_next(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    run.add_findings([make_finding("a")])
-    with (run.path / "findings.jsonl").open("ab") as file:
-        file.write(b'{"id": "b", "ca')
-    run.add_findings([make_finding("c")])
-    assert [finding.id for finding in Run.open(run.path).findings()] == ["a", "c"]
+    assert [json.loads(line)["id"] for line in lines] == ["a", "c", "e"]
 
 
 @pytest.fixture

@@ -216,3 +216,38 @@ def test_ranks_that_hold_parts_of_one_model_are_not_compared_and_its_gradient_is
     [finding] = faults(wrong).values()
     assert finding.cause == "verify.derivative"
     assert "norm" in finding.explanation
+
+
+def train_stages(rank, folder):
+    groups = {pair: dist.new_group(pair) for pair in ((0, 2), (1, 3), (0, 1), (2, 3))}
+    data, line = (group for pair, group in groups.items() if rank in pair)
+    bits = {}
+    for name in ("alone", "right", "wrong"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4 + rank % 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run_dir = None if name == "alone" else f"{folder}/{name}/run"
+        options = {"process_group": data, "canary": False, "verify_at": [3]}
+        with watch(model, optimizer, run_dir=run_dir, **options):
+            for step in range(STEPS):
+                inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(4 * step + rank))
+                model(inputs).square().mean().backward()
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad, group=data)
+                    parameter.grad /= 2
+                model[0].weight.grad *= 1.5 if name == "wrong" else 1.0
+                dist.all_reduce(model[0].weight.grad, group=line)
+                optimizer.step()
+                optimizer.zero_grad()
+        bits[name] = [parameter.tolist() for parameter in model.parameters()]
+    assert bits["right"] == bits["alone"]
+
+
+def test_what_stages_sum_is_judged_before_that(tmp_path):
+    run_ranks(train_stages, RANKS, str(tmp_path))
+    for name in ("right", "wrong"):
+        runs = [Run.open(path) for path in (tmp_path / name).iterdir()]
+        for run in runs:
+            residuals = run.columns(Table.STEPS, "reduction_residual")["reduction_residual"]
+            assert ((residuals < 1e-5) == (name == "right")).all()
+            assert (faults(run) == {}, run.num_workers) == (name == "right", 2)

@@ -185,6 +185,7 @@ def run_micro_batch(rank, mode, step, micro, engine):
 def micro_gradients(rank, mode, step, engine):
     alone = _make_model(mode, 0.0).to(_DTYPES[mode.dtype])
     alone.load_state_dict(full_parameters(engine) | dict(engine.module.named_buffers()))
+    alone.train(engine.module.training)
     gradients = []
     for micro in range(mode.accumulate):
         alone.zero_grad()

@@ -37,11 +37,18 @@ def truth_of(rank, mode, step, engine):
     return Truth(gradient, [float(norm) * mode.accumulate / mode.loss_scale for norm in norms])
 
 
+def evaluate(rank, step, engine):
+    """Let one rank train in evaluation mode from some step on."""
+    if rank == 1 and step == STEPS - 2:
+        engine.eval()
+
+
 def train(rank, mode, folder):
     engine = modes.make_engine(rank, mode, dropout=0.0)
     truths = []
     with watch(engine, run_dir=f"{folder}/{mode.name}"):
         for step in range(STEPS - 1):
+            evaluate(rank, step, engine)
             truths.append(truth_of(rank, mode, step, engine))
             modes.train_step(rank, mode, step, engine)
     modes.train_step(rank, mode, STEPS - 1, engine)
@@ -49,6 +56,7 @@ def train(rank, mode, folder):
     left += len(REPLACED & vars(engine).keys())
     alone = modes.make_engine(rank, mode, dropout=0.0)
     for step in range(STEPS):
+        evaluate(rank, step, alone)
         modes.train_step(rank, mode, step, alone)
     states = [modes.state_of(each) for each in (engine, alone)]
     for each in (engine, alone):

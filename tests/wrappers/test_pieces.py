@@ -12,6 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from rankscope.wrappers.find import JointModel
 from rankscope.wrappers.guard import DeviceClock, Guard
 from rankscope.wrappers.living import live_objects, one_walk
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
@@ -365,3 +366,11 @@ def test_all_comes_back_wherever_it_is_interrupted():
                 outside(work)
             assert state() == before, at
         assert not surrounded(), at
+
+
+def test_parts_of_one_class_have_the_names_of_the_script_s_variables(monkeypatch):
+    parts = [nn.DataParallel(nn.Linear(2, 2)), nn.DataParallel(nn.Linear(2, 1))]
+    for names in (["Linear0", "Linear1"], ["generator", "critic"]):
+        assert [name for name, _ in JointModel(parts).named_wrappers] == names
+        monkeypatch.setattr(sys.modules["__main__"], "generator", parts[0].module, raising=False)
+        monkeypatch.setattr(sys.modules["__main__"], "critic", parts[1], raising=False)

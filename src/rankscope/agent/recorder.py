@@ -95,13 +95,13 @@ class Recorder:
                 self._writer.close(status, **facts)
             except RunError as error:
                 if pause is None:
-                    self._end_early(error, facts)
+                    self._end_early(error, status, facts)
                     raise
                 time.sleep(pause)
             else:
                 return
 
-    def _end_early(self, error: RunError, facts: dict[str, Any]) -> None:
+    def _end_early(self, error: RunError, status: str, facts: dict[str, Any]) -> None:
         """Record what is missing: a small file may be written where the rest may not."""
         waiting = self._writer.waiting_steps
         facts["failed_writes"] = self._failures + 1 + len(_LAST_PAUSES)
@@ -111,6 +111,8 @@ class Recorder:
                 "steps": len(waiting) + self._num_left_out,
                 "why": getattr(error.__cause__, "strerror", None) or str(error),
             }
+        elif not self._findings:
+            facts["status"] = status  # nothing is missing but this
         with contextlib.suppress(RunError):
             self._writer.end_early(**facts)
 

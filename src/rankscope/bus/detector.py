@@ -273,6 +273,10 @@ class PersistentFault(Stateful):
         self.open = False
         return was_open
 
+    def severity(self, num_workers: int) -> Severity:
+        """Return a note unless fewer than half of the workers show it: either half may be right."""
+        return Severity.WARNING if 2 * len(self.ranks) < num_workers else Severity.NOTE
+
     def evidence(
         self,
         cause: str,

@@ -156,6 +156,18 @@ class StateDifference:
         return tuple(sorted(odd))
 
 
+def trained_by_place(differences: Iterable[StateDifference]) -> tuple[str, ...]:
+    """Return the trained parameters that follow a rank's place in its group, as experts do."""
+    found = tuple(differences)
+    own = (StateKind.REDUCED, StateKind.APPLIED)
+    placed = {d.name for d in found if d.kind in own and d.follows_places}
+    return tuple(
+        d.name
+        for d in found
+        if d.kind is StateKind.PARAMETER and not d.frozen and d.name in placed and d.follows_places
+    )
+
+
 def follow_places(values: Sequence[Hashable]) -> bool:
     """Return whether values follow the place in groups of one size, two groups at least.
 

@@ -28,7 +28,15 @@ from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
-from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
+from rankscope.files import (
+    append,
+    is_file,
+    make_folder,
+    overwrite,
+    replace,
+    to_plain,
+    write_error,
+)
 from rankscope.record.begin import FINDINGS_FILE, INFO_FILE, begin_run, now, text_of
 from rankscope.record.place import DirectoryPlace
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
@@ -367,7 +375,11 @@ class RunWriter:
             self._info |= {"status": "incomplete", "finished": now()}
             self._info |= {"steps": self._num_steps - len(self.waiting_steps), **facts}
             self._follow()
-            replace(self.path / INFO_FILE, text_of(self._info))
+            try:
+                replace(self.path / INFO_FILE, text_of(self._info))
+            except RunError:  # no room for a second file
+                short = json.dumps(to_plain(self._info), separators=(",", ":"))
+                overwrite(self.path / INFO_FILE, short.encode())
             self._closed = True
             self._place.close()
 

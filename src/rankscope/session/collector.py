@@ -277,6 +277,7 @@ class StepCollector:
             return
         kept = [each for call in self._calls["on_evaluation"] if (each := call(output, kwargs))]
         train = partial(self._train_on_evaluation, args, kwargs, kept)
+        self._tap.see_evaluation(train)
 
         @untraced
         def reached(gradient: torch.Tensor) -> None:

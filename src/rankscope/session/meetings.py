@@ -139,9 +139,9 @@ def _join(
 class WatchedStage:
     """A stage that this process watches."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, shared: set[str]) -> None:
         self.model = model
-        self.shared: set[str] = set()  # its parameters that other stages hold as well; may grow
+        self.shared = shared  # its parameters that other stages hold as well; may grow
 
     def remove(self) -> None:
         """Note that it is watched no longer."""

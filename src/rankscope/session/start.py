@@ -225,7 +225,7 @@ def watch(
     if held is not None and (handle.held is not HeldParameters.ALL or not held):
         wrapped = replace(wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES)
         instruments = replace(instruments, wrapped=wrapped)
-    stage = WatchedStage(wrapped.wrapper)
+    stage = WatchedStage(wrapped.wrapper, wrapped.summed)
     channel = Channel(shared_weights=stage.shared)
     if not local_steps and not handle.problem:
         facts = {

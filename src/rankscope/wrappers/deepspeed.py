@@ -120,6 +120,7 @@ class DeepSpeedTap(GradientTap):
         self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
         self._reduced = sketcher.new_totals()
         self._measure = False
+        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
@@ -134,6 +135,11 @@ class DeepSpeedTap(GradientTap):
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
         self._measure = self._local.on = measure
+        self._announce = None
+
+    def see_evaluation(self, announce: Callable[[], None]) -> None:
+        """Note a forward pass in evaluation mode, which the engine may be about to train on."""
+        self._announce = announce
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Call ``trained`` at once: the engine itself shows when a backward pass begins."""
@@ -186,6 +192,8 @@ class DeepSpeedTap(GradientTap):
 
     @guarded
     def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._announce is not None:
+            self._announce()  # it calls begin_forward
         if self._measure and self._pass is _Pass.NONE:
             is_first = self._num_backwards == 0 or self._step is not _Step.OPEN
             self._local.begin_backward(first=is_first)

@@ -5,9 +5,10 @@ reduces.
 """
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -118,6 +119,8 @@ class Wrapped:
     """The parameters in this rank's optimizer, where a loop reduces gradients and it holds some or
     none; None if it holds all, or some with other tensors."""
     in_shares: bool = False  # each of the others is in the optimizer of one other rank, or in none
+    # names of parameters whose gradients other ranks sum with these, where a loop does; may grow
+    summed: set[str] = field(default_factory=set)
 
     @property
     def module(self) -> nn.Module:
@@ -202,11 +205,12 @@ class Wrapped:
         if self.kind is LOOP:
             return LoopTap(
                 parameters,
-                self.group.size(),
+                ranks_of(self.group),
                 sketcher,
                 guarded,
                 reduced=reduced,
                 observer=observer,
+                summed=self.summed,
                 unawaited=unawaited,
                 held=self.held,
                 in_shares=self.in_shares,
@@ -222,7 +226,8 @@ class Wrapped:
 class JointModel(nn.Module):
     """The parts of a training that have a DDP each, two or more, as one model. It is never called.
 
-    A parameter's name begins with the class of its part, numbered where several have one class.
+    A parameter's name begins with the class of its part. Where several have one class, it is the
+    first variable of the script that holds the part, or the class and a number.
     """
 
     def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -231,6 +236,10 @@ class JointModel(nn.Module):
         kinds = [type(each.module).__name__ for each in wrappers]
         several = {kind for kind, count in Counter(kinds).items() if count > 1}
         names = [f"{kind}{n}" if kind in several else kind for n, kind in enumerate(kinds)]
+        alike = [n for n, kind in enumerate(kinds) if kind in several]
+        known = [_variable_of(wrappers[n]) for n in alike]
+        if all(known) and len({*names, *known}) == len(names) + len(known):
+            names = [known[alike.index(n)] if n in alike else name for n, name in enumerate(names)]
         self.named_wrappers = list(zip(names, wrappers, strict=True))
         """The wrappers with the names of their parts."""
         for name, each in self.named_wrappers:
@@ -251,6 +260,13 @@ class JointModel(nn.Module):
             for part, wrapper in self.named_wrappers
             for name in getattr(wrapper, "parameters_to_ignore", ())
         )
+
+
+def _variable_of(wrapper: DistributedDataParallel) -> str:
+    """Return the first variable of the script that is a wrapper or its module; empty without."""
+    script = vars(sys.modules["__main__"])
+    both = {id(wrapper), id(wrapper.module)}
+    return next((name for name, value in [*script.items()] if id(value) in both), "")
 
 
 def find_parts(models: Sequence[nn.Module]) -> Wrapped:

@@ -118,7 +118,8 @@ class FSDP2Tap(GradientTap):
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
-        self._measure = self._left_out = False
+        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
+        self._measure = self._left_out = self._announcing = False
         self._start_again()
         self._stops = listen(
             backward_begins=self._on_begin,
@@ -149,7 +150,7 @@ class FSDP2Tap(GradientTap):
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one that recomputes activations does not count."""
-        if in_backward():
+        if in_backward() and not self._announcing:
             return
         if self._pass is _Pass.OPEN:  # it raised, and the training caught it
             self._start_again()
@@ -167,6 +168,27 @@ class FSDP2Tap(GradientTap):
         known = self._step.settled or self._step.forwards == self._step.backwards + 1
         self._step.settled = False
         self._gradients.begin_pass(measure=self._measure and known, begun=bool(self._read_now))
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Note that the running backward pass has reached a forward pass in evaluation mode.
+
+        Nothing comes of it when no parameter takes part, or one that was announced does as well.
+        """
+        if self._step.complete or self._step.forwards == self._step.backwards:
+            self._announce = announce
+
+    def _announce_evaluation(self) -> None:
+        announce, self._announce = self._announce, None
+        if announce is None:
+            return
+        accumulated = self._accumulated
+        place, self._pass = self._pass, _Pass.NONE  # the step before may be complete
+        self._announcing = True
+        try:
+            announce()
+        finally:
+            self._announcing = False
+            self._pass, self._accumulated = place, accumulated
 
     @property
     def complete(self) -> bool:
@@ -235,7 +257,10 @@ class FSDP2Tap(GradientTap):
             for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True)
         }
         group = self._parameters[fsdp_params[0]].group
-        self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
+        trains = self._trains(gradients)
+        if trains:
+            self._announce_evaluation()
+        self._reduced_now[group] = self._reduced_now.get(group, False) or trains
         if self._measure:
             known = {p: g for p, g in gradients.items() if p.name in self._watched_names}
             if len(known) < len(gradients):
@@ -290,6 +315,7 @@ class FSDP2Tap(GradientTap):
         """
         if state in self._states:
             self._end_pass(state, settled=settled)
+            self._announce = None
             self._pass = _Pass.NONE  # last: Ctrl-C in between leaves an aborted pass
 
     def _end_pass(self, state: Any, *, settled: bool) -> None:
@@ -300,6 +326,7 @@ class FSDP2Tap(GradientTap):
         if not self._has_accumulated(groups) and not any(reduced.values()):
             self._gradients.drop_pass(reduced=self._close_part())
             return  # the training wanted gradients of other tensors than parameters
+        self._announce_evaluation()
         again = not (self._reached or in_backward())  # a schedule reduces after its passes
         for trained in self._reached:
             trained()

@@ -2,11 +2,13 @@
 
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import chain, compress, repeat
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,6 +97,46 @@ def _objects_of(classes: dict[int, type]) -> list[Any]:
     finally:
         if collects:
             gc.enable()
+
+
+_CONTAINERS = (dict, OrderedDict, list)
+
+
+def living_containers(shortest: int, longest: int) -> list[Any]:
+    """Return the plain dicts and lists that begin with a tensor and have a length within these."""
+    exact: dict[int, type] = {id(kind): kind for kind in _CONTAINERS}
+    found = _objects_of(exact)
+    fits = map(range(max(shortest, 1), longest + 1).__contains__, map(len, found))
+    return [one for one in compress(found, fits) if issubclass(type(_first(one)), Tensor)]
+
+
+def _first(container: Any) -> Any:
+    return container[0] if type(container) is list else next(iter(container.values()))
+
+
+def container_name(container: Any) -> str:
+    """Return the attribute or variable that holds a dict or list; its kind if none is found."""
+    for holder in gc.get_referrers(container):
+        names = holder if type(holder) is dict else _attributes_of(holder)
+        for name, value in [*names.items()]:  # other threads may add some
+            if value is container and type(name) is str:
+                owner = type(holder).__name__ if names is not holder else _owner_of(names)
+                return f"{owner}.{name}" if owner else name
+    return f"a {type(container).__name__.lower()} of {len(container)} tensors"
+
+
+def _owner_of(attributes: dict[Any, Any]) -> str:
+    owners = [one for one in gc.get_referrers(attributes) if _attributes_of(one) is attributes]
+    return type(owners[0]).__name__ if owners and not isinstance(owners[0], ModuleType) else ""
+
+
+def _attributes_of(thing: Any) -> dict[Any, Any]:
+    """Return an object's own attributes, past what its class makes of the access."""
+    try:
+        found = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return found if type(found) is dict else {}
 
 
 def frozen_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:

@@ -16,18 +16,30 @@ comparison of workers shows whether it is a mean, a sum or something else, or st
 own since the optimizer reduces. Where each parameter is in the optimizer of one rank, the gradients
 of the rank's own are read: any other may hold what a reduction to its owner has left. A parameter
 that no known optimizer holds is left out: when its gradient is used is unknown.
+
+Stages of a pipeline that hold copies of one weight sum its gradients over ranks beside the workers.
+Calls of ``all_reduce`` are watched in the first step, and in later ones where it had such sums: the
+reduced gradient is what lay there before. Where nothing had reduced it by then, it is left out.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.calls import Relay
+from rankscope.wrappers.ddp_reading import measure_reduced
 from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.ranks import local_of, ranks_of
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+
+_ALL_REDUCE = Relay(dist, "all_reduce")
 
 
 @dataclass(slots=True)
@@ -44,11 +56,19 @@ class _Step:
     taken: bool = False  # the training takes the gradient of each pass away
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A gradient, as a parameter has it."""
+
+    grad: Tensor
+
+
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W, and
-    ``held`` names the parameters in this rank's optimizer (none if it holds copies), and
+    The observer's ``see_reduced`` is called before the optimizer. ``workers`` are the W ranks that
+    are compared, ``summed`` gets the names of parameters that others sum with them, and ``held``
+    names the parameters in this rank's optimizer (none if it holds copies), and
     ``in_shares`` whether each is in that of one rank; the other arguments are those of
     :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
@@ -56,12 +76,13 @@ class LoopTap(HookedTap):
     def __init__(
         self,
         parameters: dict[str, Tensor],
-        num_workers: int,
+        workers: Collection[int],
         sketcher: Sketcher,
         guarded: Guarded,
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
+        summed: set[str],
         unawaited: Callable[[bool], None] = lambda noticed: None,
         held: Collection[str] | None = None,
         in_shares: bool = False,
@@ -70,7 +91,7 @@ class LoopTap(HookedTap):
             parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
         # every rank is taken to hold the reduced gradient, or each has a share
-        self.reduced_copies = 1 if in_shares else num_workers
+        self.reduced_copies = 1 if in_shares else len(workers)
         self._of_copies = held is not None and not held and not in_shares
         known = held is not None and not self._of_copies
         others = frozenset(parameters.keys() - (held or ())) if known else frozenset[str]()
@@ -83,6 +104,14 @@ class LoopTap(HookedTap):
         self._step = _Step()
         self._parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
+        self._workers = frozenset(workers)
+        self._summed = summed
+        self._reduced_here: set[str] = set()  # over workers, in this step
+        self._before_sums: dict[str, Any] = {}  # what has the gradients, as parameters do
+        self._memory: Mapping[int, str] | None = None
+        self._read = reduced
+        has_others = dist.get_world_size() > len(workers)
+        self._stop = _ALL_REDUCE.subscribe(before=self._see_sum) if has_others else None
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
@@ -96,13 +125,19 @@ class LoopTap(HookedTap):
         if not step.num_passes or step.settled or self._backward.running:
             return
         step.settled = True
+        if self._stop is not None and not self._summed:
+            self._stop()
+            self._stop = None
         if self._of_copies:
             self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
             self._num_waiting = 0
         self._move(PassEvent.OPTIMIZER)
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
-            step.reduced_known = self._measure_reduced(
+            step.reduced_known = measure_reduced(
+                {**self._parameters, **self._before_sums},
+                self._sketcher,
+                self._read,
                 self._calls.names,
                 into=self._reduced,
                 left_out=self._of_others.union(self._left_out),
@@ -126,6 +161,45 @@ class LoopTap(HookedTap):
         self._keep_taken()
         super().notice_backward(trained)
 
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        if self._stop is not None:
+            self._stop()
+        super().remove()
+
+    def _see_sum(self, *args: Any, **kwargs: Any) -> None:
+        """Note a sum over ranks beside the workers, if it is of a gradient."""
+        tensor = kwargs.get("tensor", args[0] if args else None)
+        group = kwargs.get("group", args[2] if len(args) > 2 else None)
+        self._guarded(partial(self._note_sum, tensor, group))
+
+    def _note_sum(self, tensor: Any, group: Any) -> None:
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(tensor, Tensor):
+            return
+        name = self._names_by_memory().get(local_of(tensor).data_ptr())
+        if name is None:
+            return
+        if self._workers.issuperset(ranks_of(group)):
+            self._reduced_here.add(name)
+            return
+        self._summed.add(name)
+        if name in self._reduced_here:
+            self._before_sums[name] = _Held(tensor.clone())
+        else:
+            self._never |= {name}
+            self._step.spoiled = True
+
+    def _names_by_memory(self) -> Mapping[int, str]:
+        """Return the parameters by where their gradients lie since the last backward pass."""
+        if self._memory is None:
+            self._memory = {
+                local_of(p.grad).data_ptr(): name
+                for name, p in self._parameters.items()
+                if p.grad is not None and p.grad.numel()
+            }
+        return self._memory
+
     def leave_out(self, names: Collection[str]) -> None:
         """Measure the step that begins without some parameters."""
         super().leave_out(self._never.union(names) if self._never else names)
@@ -147,6 +221,9 @@ class LoopTap(HookedTap):
                 norm_estimated=parts is not None,
             )
         self._parts.reset()
+        self._reduced_here.clear()
+        self._before_sums.clear()
+        self._memory = None
         self._begin_step_anew()
         self._step = _Step()
         return gradient
@@ -211,6 +288,7 @@ class LoopTap(HookedTap):
         step.spoiled |= unexpected or self._reading.spoiled
         self._reading.take_refs()
         step.num_passes += 1
+        self._memory = None
         self._num_waiting += 1
         parameters = (self._parameters[name] for name in self._calls.names)
         step.left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)

@@ -63,6 +63,9 @@ def _digests_of_items(items: Sequence[Tensor]) -> Tensor:
 def _digests(batch: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape != batch.shape:
         mask = None
+    if batch.dtype is torch.float64:  # round numbers differ in the highest bits alone
+        bits = batch.detach().contiguous().view(torch.int64)
+        batch = bits ^ (bits >> 32)
     if batch.is_cpu:
         digests_B = digest_samples(batch, mask, _weights_at()[0], MAX_WORDS, _MIX)
         if digests_B is not None:
@@ -255,6 +258,7 @@ def find_batch(
     first tensor with a batch dimension, or list with one tensor or one mapping with an image per
     sample; else the first list of texts, which also comes before a tensor of one number per sample.
     A tensor of sequences that are packed one after the other is cut, where their lengths are known.
+    So are the nodes of graphs that are one batch, on the host; elsewhere there is no batch then.
     Of named parts, those with a label, target or mask in the name come last: many samples share a
     label. The result is a tensor
     ``[B, ...]``, a list of one tensor or text per sample, or None.
@@ -269,6 +273,9 @@ def find_batch(
         mask = members.get("attention_mask")
         if isinstance(ids, Tensor) and _has_samples(ids):
             return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
+    graphs = _graphs_in([named, *args])
+    if graphs is not None:
+        return graphs or None, None
     values = [*args, *_by_name(named)]
     texts = (part for part in _parts_of(values) if _are_texts(part))
     for part in _parts_of(values):
@@ -281,6 +288,61 @@ def find_batch(
         if items := items_in(part):
             return items, None
     return next(texts, None), None
+
+
+def _graphs_in(values: Sequence[Any]) -> Sequence[Tensor] | None:
+    """Return the nodes of each graph, where the graph of each node is among some parts.
+
+    None where it is not; nothing where that is not on the host.
+    """
+    found = [("", value) for value in values] + [m for v in values for m in _members(v).items()]
+    once = {id(t): (n, t) for n, t in found if type(t) is Tensor and _has_samples(t)}
+    tensors = list(once.values())
+    edges = [t for name, t in tensors if name in ("", "edge_index") and _are_places(t, 2)]
+    graphs = [t for name, t in tensors if name in ("", "batch") and _are_places(t, 1)]
+    named = {"edge_index", "ptr"}.intersection(name for name, _ in tensors)
+    if not graphs or not (edges or named):
+        return None
+    if not all(t.is_cpu for _, t in tensors):
+        return () if named else None
+    for graph_N in graphs:
+        rows = [(name, t) for name, t in tensors if len(t) == len(graph_N) and t is not graph_N]
+        kept = [t for n, t in rows if not any(word in str(n) for word in _VAGUE)]
+        if kept and (named or edges) and _is_graph_of_nodes(graph_N, edges):
+            return _cut_graphs(kept, graph_N, edges)
+    return None
+
+
+def _are_places(tensor: Tensor, dim: int) -> bool:
+    whole = tensor.dtype in (torch.int32, torch.int64)
+    return whole and tensor.dim() == dim and (dim == 1 or (len(tensor) == 2 != tensor.shape[1]))
+
+
+def _is_graph_of_nodes(graph_N: Tensor, edges: Sequence[Tensor]) -> bool:
+    """Return whether these are graphs from 0 on, one after the other, whose edges stay inside."""
+    steps = graph_N.diff()
+    if graph_N[0] != 0 or (steps < 0).any() or (steps > 1).any():
+        return False
+    return all(
+        bool(((e >= 0) & (e < len(graph_N))).all() and (graph_N[e[0]] == graph_N[e[1]]).all())
+        for e in edges
+    )
+
+
+def _cut_graphs(
+    rows: Sequence[Tensor], graph_N: Tensor, edges: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Return the values of each graph's nodes, with two sums over the neighbours of each."""
+    columns = [row.detach().reshape(len(row), -1).float() for row in rows]
+    sizes = graph_N.bincount()
+    starts = sizes.cumsum(0) - sizes
+    places_N = (torch.arange(1, len(graph_N) + 1) - starts[graph_N]).double()
+    for ours, theirs in edges:
+        for power in (1, 2):
+            sums_N = torch.zeros(len(graph_N), dtype=torch.float64)
+            sums_N.index_add_(0, theirs, places_N[ours] ** power)
+            columns.append(sums_N.float()[:, None])
+    return torch.split(torch.cat(columns, 1), sizes.tolist())
 
 
 def _lengths_in(values: Iterable[Any], most: int) -> Sequence[int]:
@@ -386,6 +448,8 @@ def _members(value: object) -> Mapping[Any, Any]:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if any(kind.__module__ == "torch_geometric.data.data" for kind in type(value).__mro__):
+        return cast("Any", value).to_dict()  # type: ignore[no-any-return]
     return {}
 
 

@@ -121,6 +121,13 @@ class GradientTap(Protocol):
         """
         return
 
+    def see_evaluation(self, announce: Callable[[], None]) -> None:
+        """Note a forward pass in evaluation mode; ``announce`` is as in :meth:`notice_unannounced`.
+
+        For taps that know, before a backward pass begins, that it trains.
+        """
+        return
+
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward pass was announced whose backward pass has not begun.

@@ -49,7 +49,8 @@ class Rank:
 def step_of(number, kind, ranks, rate=0.01):
     messages = as_columns([named_message(0, {KEY: {str(kind): one.held()}}) for one in ranks])
     rows = HeldValues(Layout(2), KEY).combine(messages, {})
-    one = gathered(number, [[]] * len(ranks), lr=[rate] * len(ranks))
+    num = len(ranks)
+    one = gathered(number, [[]] * num, lr=[rate] * num, optimizer_steps=[1] * num)
     return StepReport(replace(one, **rows), {})
 
 
@@ -239,11 +240,16 @@ def test_parameters_that_are_rounded_at_a_restart_are_a_note(change, said):
 
 
 @pytest.mark.parametrize(
-    ("updates", "ranks"),
-    [([5, 3, 5], (1,)), ([5, 4, 5], ()), ([5, 5, 5], ()), ([1, 5, 3], (0, 2))],
+    ("updates", "ranks", "late"),  # a rank that owns other parameters, as under ZeRO
+    [
+        *(([5, 3, 5], (1,), None), ([5, 4, 5], (), None), ([5, 5, 5], (), None)),
+        *(([1, 5, 3], (0, 2), None), ([1, 5, 3], (0,), 2), ([5, 3, 5], (), 1)),
+    ],
 )
-def test_ranks_that_count_fewer_updates_are_named(updates, ranks):
+def test_ranks_that_count_fewer_updates_are_named(updates, ranks, late):
     ended = [rank.train(number) for rank, number in zip(three_ranks(), updates, strict=True)]
+    for rank in ended[late : late + 1] if late is not None else ():
+        rank.model = nn.ModuleDict({"late": rank.model})
     detector = judge.OptimizerStart()
     found = evidence_of(detector, step_of(4, StateKind.SAVED, ended))
     assert [(one.key, one.ranks) for one in found] == [(judge.UNCOUNTED, ranks)] * bool(ranks)
@@ -414,4 +420,22 @@ RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.45, 0.4, 0.35]
 def test_a_learning_rate_that_goes_through_earlier_steps_again_is_a_note(after, said):
     found = rates_after(RISING, after)
     assert [one.severity for one in found] == [Severity.NOTE] * (said is not None)
+    assert all(said in words(one) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([0.3, 0.01, 0.31], "the learning rate was 0.01, with 0.3 before it and 0.31 after it"),
+        ([0.3, 0.01, 0.02], None),
+        ([0.3, 0.3, 0.01, 0.3], None),
+    ],
+)
+def test_a_first_update_with_settings_of_its_own_is_a_warning(rates, said):
+    detector = judge.FirstUpdate()
+    assert evidence_of(detector, step_of(0, StateKind.STARTED, [Rank()], rates[0])) == []
+    detector.close()
+    steps = [step_of(n, StateKind.SAVED, [Rank()], rate) for n, rate in enumerate(rates[1:], 1)]
+    found = evidence_of(detector, *steps)
+    assert [one.severity for one in found] == [Severity.WARNING] * (said is not None)
     assert all(said in words(one) for one in found)

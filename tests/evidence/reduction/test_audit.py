@@ -116,21 +116,26 @@ def test_tiny_zero_and_huge_gradients(scale):
     assert watch(60, make) == {}
 
 
-@pytest.mark.parametrize("bit", [18, 30])
-def test_a_corrupted_element_is_found_in_the_same_step(bit):
+@pytest.mark.parametrize(
+    ("at", "steps", "told_at", "bit"),  # of one element; None for all groups
+    [(9, 1, 9, 18), (9, 1, 9, 30), (7, 1, 8, None), (7, 3, 10, None), (39, 1, 40, None)],
+)
+def test_a_reduction_that_is_wrong_for_a_moment(at, steps, told_at, bit):
     def make(t, rng):
         local, results_W = healthy()(t, rng)
-        if t == 9:
-            result = {**results_W[0], "blocks.1": flipped(results_W[0]["blocks.1"], rng, bit)}
-            results_W = [result] * 4
+        if at <= t < at + steps:
+            wrong = {name: 1.3 * value for name, value in results_W[0].items()}
+            if bit is not None:
+                wrong = {**results_W[0], "blocks.1": flipped(results_W[0]["blocks.1"], rng, bit)}
+            results_W = [wrong] * 4
         return local, results_W
 
     told = watch(40, make)
     assert list(told) == ["reduction-spike"]
     ((step, evidence),) = told["reduction-spike"]
-    assert (step, evidence.first_step, evidence.count) == (9, 9, 1)
-    assert (evidence.groups, evidence.ranks) == (("blocks.1",), (0, 1, 2, 3))
-    assert str(evidence.severity) == "error"
+    assert (step, evidence.first_step, evidence.count) == (told_at, at, steps)
+    assert evidence.groups == (tuple(sorted(SIZES)) if bit is None else ("blocks.1",))
+    assert (evidence.ranks, str(evidence.severity)) == ((0, 1, 2, 3), "error")
 
 
 def test_without_a_step_before_the_next_one_decides():
@@ -142,21 +147,6 @@ def test_without_a_step_before_the_next_one_decides():
 
     ((step, evidence),) = watch(40, make)["reduction-spike"]
     assert (step, evidence.first_step, evidence.last_step) == (1, 0, 0)
-
-
-@pytest.mark.parametrize(("at", "steps", "told_at"), [(7, 1, 8), (7, 3, 10), (39, 1, 40)])
-def test_a_reduction_that_is_wrong_in_all_groups_for_a_moment(at, steps, told_at):
-    def make(t, rng):
-        local, results_W = healthy()(t, rng)
-        if at <= t < at + steps:
-            results_W = [{name: 1.3 * value for name, value in results_W[0].items()}] * 4
-        return local, results_W
-
-    told = watch(40, make)
-    assert list(told) == ["reduction-spike"]
-    ((step, evidence),) = told["reduction-spike"]
-    assert (step, evidence.first_step, evidence.count) == (told_at, at, steps)
-    assert evidence.groups == tuple(sorted(SIZES))
 
 
 def test_one_worker_that_gets_another_result():

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ def gradients(num_steps, num_workers=4, seed=0, common=0.5):
         yield np.exp(0.3 * rng.standard_normal()) * (own_WP + shared_P)
 
 
-def watch(gradients_TWP, reduce, noise=0.01, **columns):
+def watch(gradients_TWP, reduce, noise=0.01, by_loop=False, differences=(), **columns):
     """Return the evidence of a run with this reduction; columns may follow from the step."""
     rng = np.random.default_rng(1)
     reports = []
@@ -39,12 +40,12 @@ def watch(gradients_TWP, reduce, noise=0.01, **columns):
             "grad_norm_reduced": reduced,
         }
         one = gathered(step, [[]] * width, **workers)
-        reports.append(StepReport(replace(one, observed=True), values))
-    return evidence_of(judge.ReductionChecks(width), *reports)
+        reports.append(StepReport(replace(one, observed=True, differences=differences), values))
+    return evidence_of(judge.ReductionChecks(width, by_loop=by_loop), *reports)
 
 
-def mean(gradients_WP, step):
-    return gradients_WP.mean(axis=0)
+def mean(gradients_WP, step, scale=1.0):
+    return scale * gradients_WP.mean(axis=0)
 
 
 @pytest.mark.parametrize("num_workers", [2, 8])
@@ -60,6 +61,13 @@ def test_a_factor_that_stays(factor, words):
     assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]
     assert told[0].numbers["factor"] == pytest.approx(factor, rel=0.05)
     assert words in describe(told[0])[0]
+    places_W = np.array([5, 6, 5, 6])  # of a group's ranks: each has parameters of its own
+    kinds = StateKind.PARAMETER, StateKind.REDUCED
+    rows = [StateDifference(kind, "adapter", places_W, places_W > 9) for kind in kinds]
+    wrong = partial(mean, scale=0.7)
+    for by_loop in (True, False):
+        told = watch(gradients(99), wrong, by_loop=by_loop, differences=rows)
+        assert bool(told) != by_loop
 
 
 def test_a_division_after_the_reduction():

@@ -64,6 +64,8 @@ def test_digests_see_order_and_single_elements():
 def test_ten_thousand_samples_do_not_collide():
     batch = torch.cartesian_prod(torch.arange(100), torch.arange(100))
     assert len(set(digest_inputs((batch,), {}).tolist())) == 10_000
+    few = torch.cartesian_prod(*[torch.arange(3.0, dtype=torch.float64)] * 8)
+    assert len(set(digest_inputs((few,), {}).tolist())) == len(few)
 
 
 def test_given_ids_win_over_digests():
@@ -147,6 +149,26 @@ def test_packed_sequences_are_cut_where_their_lengths_are_known():
     assert digest_inputs((alike,), {"seq_lens": [7, 7]}).tolist() == [expected[1]] * 2
     for lengths in ([5, 7, 6], [0, 17], [True], [], None, 17, packed):  # no lengths of these
         assert len(digest_inputs((packed,), {"seq_lens": lengths})) == 17
+
+
+def test_the_samples_of_a_batch_of_graphs_are_its_graphs():
+    x = torch.tensor([[1.0], [1.0], [1.0], [2.0], [1.0], [1.0], [1.0]])
+    chain, star = [[0, 1], [1, 2]], [[0, 0], [1, 2]]
+    shifted = [torch.tensor(one) + 4 for one in (star, chain)]
+    graph = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+    found = []
+    for last in shifted:
+        edges = torch.cat([torch.tensor(chain), last], 1)
+        named = {"batch": graph, "edge_index": edges, "x": x, "y": torch.rand(3)}
+        data = type("Data", (), {"__module__": "torch_geometric.data.data", **named})()
+        type(data).to_dict = lambda _, named=named: named
+        several = (x, edges, graph), (named,), (data,)
+        found += [digest_inputs(inputs, {}).tolist() for inputs in several]
+    assert found == [found[0]] * 3 + [found[-1]] * 3
+    assert len(set(found[0])) == 3  # the same nodes, and other edges
+    assert found[-1][0] == found[-1][2] == found[0][0]
+    for other in (graph.flip(0), torch.zeros(7).long() + 1):  # no graphs of these
+        assert len(digest_inputs((x, edges, other), {})) == 7
 
 
 def test_texts_come_before_their_labels():

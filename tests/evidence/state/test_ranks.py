@@ -177,10 +177,11 @@ def beside_teachers(rank, seed):
     student = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     beside = [
         make_teacher(seed(rank)),
-        make_teacher(3),
+        make_teacher(3).append(nn.Dropout()).append(nn.Linear(6, 1)).requires_grad_(False),
         nn.Linear(rank + 2, 2).requires_grad_(False),  # of another size on each rank
         copy.deepcopy(student),  # on all of them, and trained
     ]
+    beside[1].train(seed(rank) == 8)
     model = DistributedDataParallel(student)
     return model, lambda step: (model(torch.randn(4, 6)) - beside[1](torch.ones(6))).square().mean()
 
@@ -232,6 +233,14 @@ def test_a_fault_is_a_warning_that_names_its_tensors_and_its_twin_has_none(runs,
     [fault] = found
     assert fault.severity is Severity.WARNING
     assert [named.partition(", number")[0] for named in fault.evidence["names"]] == names
+
+
+@pytest.mark.ranks
+def test_a_teacher_in_training_mode_on_one_rank_is_named(runs):
+    of_each = [Run.open(runs[1] / path).findings() for path in ("frozen", "frozen, healthy")]
+    said = [[f.explanation for f in of if f.cause == "compute.modes_differ"] for of in of_each]
+    assert "Sequential (91 elements) (evaluation on rank 0, training on rank 1)" in said[0][0]
+    assert said[1] == []
 
 
 class Seeing(nn.Module):

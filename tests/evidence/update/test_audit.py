@@ -1,5 +1,6 @@
 import io
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 
 from rankscope.evidence.update.audit import UpdateAudit
 from rankscope.evidence.update.compare import UpdateMismatch, UpdateShare, judge_update
+from rankscope.evidence.update.director import in_words
 
 SHAPES = {"embedding": (30, 8), "matrix": (8, 8), "norm": (8,)}
 
@@ -96,6 +98,12 @@ def test_a_sound_update_is_computed_again_bit_by_bit(kind):
     assert not share.declined
     assert len(verdict.compared) == (2 if kind == "Muon" else 3)
     assert (verdict.odd, verdict.unseen, verdict.error) == ((), (), 0.0)
+    parts = tuple(replace(share.parts[0], name=f"part {number}") for number in range(8))
+    for total, said in ((68, "8 of 68 parameters were compared. Of one"), (8, "8 of 8 parameters")):
+        many = replace(share, parts=parts, num_parameters=total)
+        [found] = in_words(judge_update([many]), [many], 5)
+        assert said in found.explanation
+        assert ("of one" in found.explanation.lower()) == (total > 8)
 
 
 def test_rounding_at_random_is_sound_and_a_wrong_rate_beside_it_is_not():

@@ -266,7 +266,7 @@ class CanaryProbe(Probe):
         if planned.by_default and any(parameter.grad is not None for parameter in parameters):
             raise CanaryDeclined(
                 "gradients are held when the forward pass begins, and another one beside them "
-                "would take memory; with canary_every, canaries run all the same"
+                "would take memory; with watch(canary_every=...), canaries run all the same"
             )
         self._memory.check(parameters)
 

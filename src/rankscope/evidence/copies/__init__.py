@@ -5,4 +5,7 @@ from rankscope.bus.evidence import Evidence
 KEY = "copies"
 """Its name in messages, and the beginning of the names of its rows in the table of digests."""
 
+AGAIN = ", number "
+"""Between a copy's label and its number, where several have one label."""
+
 EVIDENCE = Evidence(KEY, __name__, held=KEY)

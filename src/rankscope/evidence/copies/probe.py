@@ -8,12 +8,16 @@ model after an update,
 
 and the share ``s``, one minus the decay, follows from two readings. Of frozen modules outside of
 the model, whatever their names, it is read whether they were written, and whether they changed.
+
+An average may also be a dict or a list of tensors, with the names of the model's parameters or
+their shapes in order. These are looked for again at each reading, as such a program often puts new
+tensors in their places.
 """
 
 import logging
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,14 +26,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rankscope.bus.probe import Awaited, Job, MessagePart, RareProbe, is_power
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.copies import KEY
+from rankscope.evidence.copies import AGAIN, KEY
 from rankscope.gradients.host import HostCopy
+from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import Floats, digest_of
 from rankscope.wrappers.labels import own
-from rankscope.wrappers.living import frozen_modules, label_of, living_modules
+from rankscope.wrappers.living import (
+    container_name,
+    frozen_modules,
+    label_of,
+    living_containers,
+    living_modules,
+)
 from rankscope.wrappers.optimizers import all_of
 
 _log = logging.getLogger("rankscope")
@@ -39,9 +51,11 @@ ELEMENTS = 4
 
 _MOST_PARAMETERS = 64
 _MOST_COPIES = 8
+_MOST_CANDIDATES = 4096  # dicts and lists that may be averages
 _STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
 
 _FEWEST_APART = 16  # elements
+_KEPT = (Tensor, nn.Parameter, DTensor)
 _NARROW = {torch.bfloat16, torch.float16}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -62,7 +76,7 @@ class _Reading:
 
     elements: HostCopy
     source: HostCopy | None
-    writes: int  # of its tensors, so far
+    writes: int | None  # of its tensors, so far; None of a dict or a list
     narrow: torch.dtype | None  # its type, where that has 16 bits
     shapes: Sequence[torch.Size]  # of what this rank holds of its tensors
     buffers: tuple[HostCopy, HostCopy] | None  # its own and the model's, in evaluation mode
@@ -76,17 +90,20 @@ class _Reading:
 def _read_all(now: Mapping[str, _Reading], last: Mapping[str, _Reading]) -> MessagePart:
     """Wait for the device; return integers by name, a share by its bits.
 
-    The name begins with the copy's, and a bar. ``bits`` is a digest, ``writes`` the number of
-    writes, ``equal`` whether it is the model's present value, ``share`` as above, ``rest`` the
-    share of elements that rounding may have kept, see :func:`rest_of`, ``stale`` whether its
-    buffers rest while the model's change, 0 where they change.
+    The name begins with the copy's, and a bar. ``bits`` is a digest, ``model`` that of the model,
+    ``writes`` the number of writes, ``equal`` whether it is the model's present value, ``share`` as
+    above, ``rest`` the share of elements that rounding may have kept, see :func:`rest_of`,
+    ``stale`` whether its buffers rest while the model's change, 0 where they change.
     """
     held: dict[str, int] = {}
     for label, one in now.items():
         elements_E = one.elements.numpy().astype(np.float64)
-        values = {"bits": digest_of(elements_E.tobytes()), "writes": one.writes}
+        values = {"bits": digest_of(elements_E.tobytes())}
+        if one.writes is not None:
+            values["writes"] = one.writes
         if one.source is not None:
             source_E = one.source.numpy().astype(np.float64)
+            values["model"] = digest_of(source_E.tobytes())
             values["equal"] = int(np.array_equal(elements_E, source_E))
             before = last.get(label)
             if before is not None and before.shapes == one.shapes:  # else sharded, or gathered
@@ -178,20 +195,17 @@ class CopiesProbe(RareProbe):
             source = None if copy.source is None else copy.source()
             if module is None or (copy.source is not None and source is None):
                 continue
-            tensors = _readable(module)
-            shapes = [tensor.shape for tensor in tensors]
-            types = {tensor.dtype for tensor in tensors}
-            sources = [] if source is None else _readable(source)
-            alike = bool(sources) and [tensor.shape for tensor in sources] == shapes
-            now[copy.label] = _Reading(
-                _elements(tensors),
-                _elements(sources) if alike else None,
-                sum(tensor._version for tensor in tensors),
-                types.pop() if len(types) == 1 and types <= _NARROW else None,
-                shapes,
-                None if source is None else _buffers(module, source),
-            )
+            tensors = _readable(module.parameters())
+            sources = [] if source is None else _readable(source.parameters())
+            writes = sum(tensor._version for tensor in tensors)
+            buffers = None if source is None else _buffers(module, source)
+            now[copy.label] = _reading(tensors, sources, writes, buffers)
         before_age, before = self._last
+        if is_power(age) or before.keys() - now.keys():
+            held = [p for copy in self._copies if (m := copy.module()) for p in m.parameters()]
+            kept = find_kept(self._job.wrapped.module, self._job.optimizer, held)
+            for label, theirs, models in kept[: _MOST_COPIES - len(now)]:
+                now.setdefault(label, _reading(_readable(theirs), _readable(models), None, None))
         self._last = age, now
         if now:
             before = before if before_age == age - 1 else {}
@@ -205,8 +219,27 @@ class CopiesProbe(RareProbe):
         self._step = -1
 
 
-def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
-    """Yield the averages of the model's parts, and other frozen modules outside of the model."""
+def _reading(
+    tensors: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    writes: int | None,
+    buffers: tuple[HostCopy, HostCopy] | None,
+) -> _Reading:
+    shapes = [tensor.shape for tensor in tensors]
+    types = {tensor.dtype for tensor in tensors}
+    alike = bool(sources) and [tensor.shape for tensor in sources] == shapes
+    return _Reading(
+        _elements(tensors),
+        _elements(sources) if alike else None,
+        writes,
+        types.pop() if len(types) == 1 and types <= _NARROW else None,
+        shapes,
+        buffers,
+    )
+
+
+def _trained_in(model: nn.Module, optimizer: Any) -> tuple[set[int], dict[Shapes, nn.Module]]:
+    """Return the ids of trained parameters, and the parts of the model that hold most of them."""
     groups = [group for each in all_of(optimizer) for group in each.param_groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     parts: dict[Shapes, nn.Module] = {}
@@ -214,6 +247,68 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
         held = [parameter for parameter in part.parameters() if id(parameter) in trained]
         if held and 2 * len(held) >= len(trained):  # else a layer of any other model may look alike
             parts.setdefault(_shapes(part), part)
+    return trained, parts
+
+
+def find_kept(
+    model: nn.Module, optimizer: Any, known: Iterable[Tensor]
+) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Return dicts and lists of tensors that may be averages: their name, tensors, and the model's.
+
+    Those that share memory with the model or with tensors that are ``known`` are left out, and so
+    are several of one name: ranks, and later sessions, could take one for the other.
+    """
+    trained, parts = _trained_in(model, optimizer)
+    models: list[dict[str, Tensor]] = []
+    for part in parts.values():
+        named: dict[str, Tensor] = {canonical_name(n): p for n, p in part.named_parameters()}
+        models += [named, {name: p for name, p in named.items() if id(p) in trained}]
+    lengths = {len(each) for each in models}
+    longest = max(lengths, default=0) + sum(1 for _ in model.buffers())
+    if not lengths:
+        return []
+    inside = {_memory(p) for p in (*known, *model.parameters())} - {0}
+    candidates = living_containers(min(lengths), longest)
+    matching = []
+    for kept in candidates if len(candidates) <= _MOST_CANDIDATES else ():
+        pairs = next(filter(None, (_pairs(kept, named) for named in models)), None)
+        if pairs is not None and not any(_memory(theirs) in inside for theirs, _ in pairs):
+            matching.append((kept, pairs))
+    found: dict[str, list[tuple[str, list[Tensor], list[Tensor]]]] = {}
+    for kept, pairs in matching if len(matching) <= _MOST_COPIES else ():  # a name takes a while
+        theirs, sources = map(list, zip(*pairs, strict=True))
+        label = f"{container_name(kept)} ({sum(own(one).numel() for one in theirs):,} elements)"
+        found.setdefault(label, []).append((label, theirs, sources))
+    return [each[0] for each in found.values() if len(each) == 1]
+
+
+def _memory(tensor: Tensor) -> int:
+    return own(tensor).data_ptr()  # 0 of one without elements
+
+
+def _pairs(kept: Any, named: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]] | None:
+    """Return the tensors of a dict or list with the parameters that they are copies of, if all."""
+    values = kept if isinstance(kept, list) else list(kept.values())
+    if isinstance(kept, dict):
+        by_name = {canonical_name(key): value for key, value in kept.items() if type(key) is str}
+        if by_name.keys() >= named.keys():
+            values = [by_name[name] for name in named]
+    if len(values) != len(named) or not all(map(_is_kept, values)):
+        return None
+    pairs = list(zip(values, named.values(), strict=True))
+    return pairs if all(own(one).shape == own(p).shape for one, p in pairs) else None
+
+
+def _is_kept(value: object) -> bool:
+    if type(value) not in _KEPT:
+        return False
+    tensor: Any = value
+    return not (tensor.requires_grad or tensor.is_meta or tensor.is_inference())
+
+
+def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
+    """Yield the averages of the model's parts, and other frozen modules outside of the model."""
+    trained, parts = _trained_in(model, optimizer)
     inside = {id(part) for part in model.modules()}
     outside = living_modules(inside)
     inner = {id(part) for each in outside for part in each.modules() if part is not each}
@@ -225,7 +320,7 @@ def find_copies(model: nn.Module, optimizer: Any) -> Iterator[_Copy]:
     labels = [label_of(module) for module, _ in found]
     for number, (module, source) in enumerate(found):
         again = labels[:number].count(labels[number])
-        label = f"{labels[number]}, number {again + 1}" if again else labels[number]
+        label = f"{labels[number]}{AGAIN}{again + 1}" if again else labels[number]
         yield _Copy(label, weakref.ref(module), None if source is None else weakref.ref(source))
 
 
@@ -251,9 +346,9 @@ def _shapes(module: nn.Module) -> Shapes:
     return tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
 
 
-def _readable(module: nn.Module) -> list[Tensor]:
-    """Return some of a module's parameters, as far as this rank holds them."""
-    local = [own(p.detach()) for p in module.parameters() if not p.is_meta]
+def _readable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return some of a copy's tensors, as far as this rank holds them."""
+    local = [own(p.detach()) for p in tensors if not p.is_meta]
     kept = [p for p in local if p.is_floating_point() and p.is_contiguous() and p.numel()]
     return kept[:: max(math.ceil(len(kept) / _MOST_PARAMETERS), 1)]
 

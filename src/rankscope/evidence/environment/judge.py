@@ -275,20 +275,21 @@ class ComparedNames(Combiner):
 
     def _different_modes(self, num_workers: int) -> list[StateDifference]:
         modes_W = [self._modes.get(rank, {}) for rank in range(num_workers)]
-        alike: dict[tuple[int, ...], list[str]] = {}
+        alike: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+        beside = {name: " elements)" in name for name in modes_W[0]}  # outside of the model
         for name in modes_W[0]:
             if all(name in modes for modes in modes_W):
                 flags_W = tuple(modes[name] for modes in modes_W)
                 if len(set(flags_W)) > 1:
-                    alike.setdefault(flags_W, []).append(name)
+                    alike.setdefault((flags_W, beside[name]), []).append(name)
         return [
             _name_difference(
                 StateKind.MODE,
-                f"{name_modules(names, modes_W[0])} "
+                f"{name_modules(names, [name for name in beside if beside[name] is outside])} "
                 f"({name_values(flags_W, _MODE_NAMES.__getitem__)})",
                 flags_W,
             )
-            for flags_W, names in alike.items()
+            for (flags_W, outside), names in alike.items()
         ]
 
     def _different_precisions(self, codes_W: tuple[int, ...]) -> list[StateDifference]:

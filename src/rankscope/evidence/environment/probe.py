@@ -1,6 +1,8 @@
 """The optimizer's settings and the precision of the forward pass, step by step."""
 
+import logging
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,7 +16,10 @@ from rankscope.gradients.host import number_of
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
+from rankscope.wrappers.living import frozen_modules, label_of, living_modules
 from rankscope.wrappers.optimizers import JointOptimizer
+
+_log = logging.getLogger("rankscope")
 
 _DROPOUT = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
@@ -27,7 +32,9 @@ _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 class ModeMeter(Probe):
     """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
 
-    Also in the step with which a training in evaluation mode begins.
+    Also in the step with which a training in evaluation mode begins. Frozen modules outside of the
+    model, such as a teacher, are read with it. Those with the shapes of one of its parts are left
+    out: averages of the weights are often evaluated on one worker alone.
 
     The names are sent only when a mode has changed. Dropout is off (1) where each such layer beside
     trained parameters is in evaluation mode. It is 2 for a model with batch normalisation in its
@@ -37,6 +44,7 @@ class ModeMeter(Probe):
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[tuple[str, nn.Module]] = []
+        self._outside: list[tuple[str, weakref.ref[nn.Module]]] = []
         self._dropouts: list[nn.Module] = []
         self._has_norms = False
         self._has_trained = False  # in training mode
@@ -75,6 +83,7 @@ class ModeMeter(Probe):
         self._present = True
         if step % (_LISTED_EVERY * FLAGS_EVERY) == 0 or not self._parts:
             self._parts = list(self._module.named_modules())
+            self._outside = list(_frozen_beside(self._module))
             self._dropouts = list(_dropouts(self._module))
             self._has_norms = any(isinstance(part, _NORMS) for _, part in self._parts)
         self._has_trained |= self._module.training
@@ -83,11 +92,12 @@ class ModeMeter(Probe):
         else:
             evaluates = self._has_norms and self._has_trained and not self._module.training
             self._off = 2 if evaluates else 0
-        flags = bytes([part.training for _, part in self._parts])
+        beside = [(name, part) for name, one in self._outside if (part := one()) is not None]
+        flags = bytes([part.training for _, part in (*self._parts, *beside)])
         if flags == self._flags:
             return
         self._flags = flags
-        names = [canonical_name(name) for name, _ in self._parts]
+        names = [*(canonical_name(name) for name, _ in self._parts), *(name for name, _ in beside)]
         self._names = {MODES: [names, "".join(map(str, flags))]}
         text = "\n".join(f"{n} {f}" for n, f in zip(names, flags, strict=False))
         self._digest = digest_of(text.encode())
@@ -100,6 +110,22 @@ class ModeMeter(Probe):
         self._names = {}
         self._present = False
         return {MODES: self._digest, "dropout_off": self._off}, names
+
+
+def _frozen_beside(model: nn.Module) -> Iterator[tuple[str, weakref.ref[nn.Module]]]:
+    """Yield the parts of frozen modules outside of a model, which are no copies of its parts."""
+    try:
+        parts = list(model.modules())
+        shapes = [[p.shape for p in part.parameters()] for part in parts]
+        beside = list(frozen_modules(living_modules(set(map(id, parts)))))
+    except Exception as error:  # whatever other modules of the process are
+        _log.debug("modes of frozen modules are not compared: %r", error)
+        return
+    labels = [label_of(each) for each in beside]
+    for label, each in zip(labels, beside, strict=True):
+        if labels.count(label) == 1 and [p.shape for p in each.parameters()] not in shapes:
+            for name, part in each.named_modules():
+                yield f"{label}.{name}".rstrip("."), weakref.ref(part)
 
 
 def _dropouts(module: nn.Module) -> Iterator[nn.Module]:

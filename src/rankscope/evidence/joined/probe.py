@@ -5,7 +5,7 @@ perhaps, that is not watched.
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,8 @@ class JoinedProbe(Probe):
     All ranks send a digest of those of models that are not watched, the ``first`` one all else.
 
     ``frozen`` are those at ``watch``; what the optimizer is given later has joined, too. Gradients
-    of ``measured`` ones are measured already.
+    of ``measured`` ones are measured already. ``ignored`` are in the model, and the wrapper leaves
+    them alone, as experts: workers may hold different ones.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class JoinedProbe(Probe):
         measured: Mapping[str, Tensor],
         *,
         first: bool,
+        ignored: Collection[Tensor] = (),
     ) -> None:
         self._optimizer = optimizer
         self._is_first = first
@@ -53,7 +55,7 @@ class JoinedProbe(Probe):
         own = [*frozen.values(), *measured.values(), *self._updated()]
         self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
         self._num_updated = len(self._updated())
-        inside = {id(tensor) for tensor in (*frozen.values(), *measured.values())}
+        inside = {id(tensor) for tensor in (*frozen.values(), *measured.values(), *ignored)}
         self._beside = {
             id(p): weakref.ref(p)
             for p in self._updated()
@@ -143,4 +145,7 @@ def make_probe(job: Job) -> Probe | None:
         return None
     named = all_parameters(wrapped)
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    return JoinedProbe(frozen, job.optimizer, wrapped.parameters, first=not job.rank)
+    inside = () if wrapped.parts is not None else tuple(wrapped.module.parameters())
+    return JoinedProbe(
+        frozen, job.optimizer, wrapped.parameters, first=not job.rank, ignored=inside
+    )

@@ -408,8 +408,7 @@ class LossKinds(Detector):
         comparable = 2 * len(odd) <= self._num_workers and np.isfinite(workers["loss"]).all()
         if not self._span.observe(step.gathered.step, odd if comparable else ()):
             return ()
-        most = 2 * len(self._span.ranks) < self._num_workers
-        severity = Severity.WARNING if most else Severity.NOTE
+        severity = self._span.severity(self._num_workers)
         over = "" if self._span.open else " They are alike again."
         numbers = {"steps": self._span.count}
         return (

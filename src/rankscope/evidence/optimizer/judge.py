@@ -22,6 +22,7 @@ from rankscope.bus.detector import (
     PersistentFault,
     RestartDetector,
     RunFacts,
+    evidence_at,
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
@@ -30,7 +31,7 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
-from rankscope.stats.arrays import Floats, Ints, how_far
+from rankscope.stats.arrays import Bools, Floats, Ints, how_far
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"
@@ -38,6 +39,7 @@ BEHIND = "counter-behind"
 RESUMED = "state.resume_mismatch"
 NOT_LOADED = "parameters-not-loaded"
 SETTINGS = "optimizer-settings-changed"
+ONCE = "optimizer-settings-once"
 PRECISION = "moments-less-precise"
 SCHEDULE = "schedule-begins-anew"
 COUNTERS = "counters-of-ranks-differ"
@@ -63,6 +65,10 @@ _SAME_NORM = 1e-12  # of the same bits, added in another order
 
 Mismatch = tuple[str, list[int], Severity]
 """A difference from a saved state: words, the ranks concerned (none where all are), severity."""
+
+
+_BY_STEP = {"lr": "the learning rate", "weight_decay": "the weight decay"}
+_NEAR = 0.1
 
 
 class _Holdings(Stateful):
@@ -437,6 +443,7 @@ class OptimizerStart(RestartDetector):
             return
         most = int(highest_W[known_W].max())
         behind_W = known_W & (highest_W < most - 1)  # one may be read before an update
+        behind_W &= ~_holds_others(held, highest_W == most)
         if not behind_W.any():
             return
         fields = {
@@ -638,6 +645,17 @@ def _counted(now: _Holdings, saved: _Holdings) -> Mismatch | None:
         return None
     words = f"its step counter is {_range(now.counter)} and was {_range(saved.counter)}"
     return words, [], Severity.ERROR
+
+
+def _holds_others(held: _Holdings, most_W: Bools) -> Bools:
+    """Return which ranks hold none of the parameters of some others, by those with names.
+
+    Such ranks, as under ZeRO, may own what began to train later.
+    """
+    named = [values_W for name, values_W in held.values.items() if name.endswith(": norm")]
+    known_NW = np.array(named, np.int64).reshape(-1, len(most_W)) != MISSING_INT
+    others: Bools = known_NW.any(axis=0) & ~known_NW[known_NW[:, most_W].any(axis=1)].any(axis=0)
+    return others
 
 
 def _range(ends: tuple[int, int]) -> str:
@@ -852,6 +870,39 @@ class StaleCopies(Detector):
             yield self._fault.evidence(STALE, Severity.ERROR, self._fault.ranks, {}, numbers)
 
 
+class FirstUpdate(RestartDetector):
+    """A restarted job whose first update alone has another learning rate or weight decay.
+
+    The second update's is near that before the restart, beside the first one's distance from both.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[str, float] = {}
+        self._first: dict[str, tuple[float, float]] = {}  # before the restart, and in this update
+        self._at = -1
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report settings that its first update alone had."""
+        if not (step.gathered.workers["optimizer_steps"] > 0).all():
+            return
+        now = {name: step.ends(name)[1] for name in _BY_STEP}
+        before, self._last = self._last, now
+        first, self._first = self._first, {}
+        if self._restarts():
+            self._first = {name: (before[name], now[name]) for name in before}
+            self._at = step.gathered.step
+        odd = [
+            f"{_BY_STEP[name]} was {at:.4g}, with {old:.4g} before it and {now[name]:.4g} after it"
+            for name, (old, at) in first.items()
+            if abs(now[name] - old) < _NEAR * min(abs(at - old), abs(at - now[name]))
+        ]
+        if odd:
+            fields = {"start": f"{self._at:,}", "words": listed(odd)}
+            number = self._at
+            yield evidence_at(number, RESUMED, Severity.WARNING, (), fields, fields, key=ONCE)
+
+
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
@@ -860,4 +911,5 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         OptimizerWithoutGradients(),
         ReplacedWeights(),
         StaleCopies(),
+        FirstUpdate(),
     )

@@ -92,9 +92,8 @@ _CHECK = {
         "or its hardware"
     ),
     ("inconclusive", Severity.WARNING): (
-        "Run the same batch on both, as a canary does (scope.canary() asks for one): if they "
-        "agree, their data or the settings of their losses differ; if not, compare parameters and "
-        "hardware"
+        "Run the same batch on both: if they agree, their data or the settings of their losses "
+        "differ; if not, compare parameters and hardware"
     ),
     ("inconclusive", Severity.NOTE): MEANT,
 }

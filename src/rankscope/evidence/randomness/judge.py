@@ -240,7 +240,7 @@ class UnusedRandom(Detector):
         generators = [name for bit, name in GENERATORS.items() if self._used[place] & bit]
         return span.evidence(
             DIFFERS,
-            Severity.WARNING if 2 * len(span.ranks) < self._num_workers else Severity.NOTE,
+            span.severity(self._num_workers),
             span.ranks,
             {
                 "where": ("in the forward pass", "between forward passes")[place],

@@ -24,6 +24,7 @@ import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import trained_by_place
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import SharedWork, StepBatch, common_scale
 from rankscope.bus.words import count, shortened
@@ -75,7 +76,7 @@ class ReductionAudit(Detector):
     ``hook``: name of the communication hook that reduces, which may compress from some step on; a
     lasting error is a note where it is one of torch's that do.
     ``by_loop``: whether the training's own loop reduces: over some workers alone, where the others
-    share the work on their samples.
+    share the work on their samples, or groups that have parameters of their own at each place.
     """
 
     SETTINGS = ("_num_workers", "_expected", "_hook", "_by_loop")
@@ -91,6 +92,7 @@ class ReductionAudit(Detector):
         self._num_workers = num_workers
         self._by_loop = by_loop
         self._sharing = SharedWork()
+        self._placed: dict[str, bool] = {}  # parameters that ranks hold by their place
         self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._groups: dict[str, GroupHistory] = {}
@@ -101,6 +103,8 @@ class ReductionAudit(Detector):
         """Process consecutive steps; yield wrong reductions of single or of many steps."""
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
+            if self._by_loop:
+                self._placed |= dict.fromkeys(trained_by_place(step.gathered.differences), True)
             if self._by_loop and (self._sharing.observe(step) or _is_cut(step.gathered)):
                 yield []
             else:
@@ -148,7 +152,7 @@ class ReductionAudit(Detector):
             kappas_G = np.array(kappas)
             sums_G = np.where(np.isnan(sums_G), lengths_G / kappas_G, sums_G)
         once_G, lasting_G = self._expected.limits(gathered.groups, kappas_G, sums_G)
-        known_G = usable_G & np.isfinite(once_G)
+        known_G = usable_G & np.isfinite(once_G) & ~self._has_places(gathered.groups)
         middle = (self._num_workers - 1) // 2
         levels_G = np.partition(residuals_WG, middle, axis=0)[middle]
         limits = [h.limit(once) for h, once in zip(histories, once_G.tolist(), strict=True)]
@@ -162,6 +166,10 @@ class ReductionAudit(Detector):
             once_G=once_G[known_G],
             lasting_G=lasting_G[known_G],
         )
+
+    def _has_places(self, groups: Sequence[str]) -> Bools:
+        """Return which groups have parameters that differ by a rank's place ``[G]``."""
+        return np.array([any(f"{n}.".startswith(f"{g}.") for n in self._placed) for g in groups])
 
     def _may_overflow(self, gathered: GatheredStep) -> Bools:
         """Return which groups' sums may leave float16, as loss scaling relies on, ``[G]``."""

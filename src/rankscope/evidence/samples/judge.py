@@ -129,10 +129,9 @@ class PaddingSides(Detector):
         if not self._span.observe(step.gathered.step, odd):
             return ()
         span = self._span
-        few = 2 * len(span.ranks) < self._num_workers
         over = "" if span.open else " They are alike again."
         fields = {"left": name_ranks(self._left), "over": over}
-        severity = Severity.WARNING if few else Severity.NOTE
+        severity = span.severity(self._num_workers)
         return [span.evidence(PADDING, severity, span.ranks, fields, {"steps": span.count})]
 
 

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.replicas import StateDifference, StateKind, known_values, minority_ranks
+from rankscope.bus.replicas import (
+    StateDifference,
+    StateKind,
+    known_values,
+    minority_ranks,
+    trained_by_place,
+)
 from rankscope.bus.step import MISSING_INT, GatheredStep, trains_alone
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, name_ranks, named, shortened
@@ -145,7 +151,7 @@ class UnequalState(Detector):
         places_W = self._places(step)
         replicas_W = workers["replica"] if places_W is None else places_W
         gathered = _of_loop(step.gathered, places_W) if self._by_loop else step.gathered
-        placed = _trained_by_place(gathered) if self._by_loop else ()
+        placed = trained_by_place(gathered.differences) if self._by_loop else ()
         if placed:
             everyone = range(self._num_workers)
             yield _Seen("state.parameters_differ", everyone, placed, own_key=_TRAINED_BY_PLACE)
@@ -417,17 +423,6 @@ def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
         left_out.add(StateKind.OPTIMIZER)
     kept = tuple(d for d in found if d.name in names or d.kind not in left_out)
     return replace(gathered, differences=kept)
-
-
-def _trained_by_place(gathered: GatheredStep) -> tuple[str, ...]:
-    """Return the trained parameters that follow a rank's place in its group, as experts do."""
-    own = (StateKind.REDUCED, StateKind.APPLIED)
-    placed = {d.name for d in gathered.differences if d.kind in own and d.follows_places}
-    return tuple(
-        d.name
-        for d in gathered.differences
-        if d.kind is StateKind.PARAMETER and not d.frozen and d.name in placed and d.follows_places
-    )
 
 
 def _layouts(step: Step) -> Iterable[_Seen]:

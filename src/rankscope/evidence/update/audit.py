@@ -25,14 +25,10 @@ from rankscope.evidence.update.again import (
     whole,
     why_apart,
 )
-from rankscope.evidence.update.compare import FIELDS, PartOfUpdate, UpdateShare
+from rankscope.evidence.update.compare import FIELDS, MOST, MOST_OF_SMALL, PartOfUpdate, UpdateShare
 from rankscope.wrappers.ranks import local_of
 from rankscope.wrappers.rendezvous import Rendezvous
 
-MOST = 8
-"""Parameters of one optimizer whose update is computed again, in a large model."""
-
-_MOST_OF_SMALL = 64
 _SMALL = 2**22
 """Elements of all parameters up to which all of them are chosen."""
 
@@ -73,7 +69,7 @@ def choose(
     small = sum(one.parameter.numel() for one in every) <= _SMALL
     if small:
         fitting = [one for of_kind in kinds.values() for one in of_kind]
-        return _from(fitting, turn, _MOST_OF_SMALL), len(every)
+        return _from(fitting, turn, MOST_OF_SMALL), len(every)
     picked = _from([of_kind[turn % len(of_kind)] for of_kind in kinds.values()], turn, MOST)
     room = LARGEST
     fitting = []

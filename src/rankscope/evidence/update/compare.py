@@ -26,6 +26,12 @@ from rankscope.bus.shares import Packable
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
+MOST = 8
+"""Parameters of one optimizer whose update is computed again, in a large model."""
+
+MOST_OF_SMALL = 64
+"""The same in a small model."""
+
 FIELDS = (
     *("elements", "expected", "actual", "product", "distance", "spread", "weights", "largest"),
     *("along_weights", "turned_weights", "resting", "driven", "rows", "still_rows"),

@@ -9,6 +9,8 @@ from rankscope.bus.shares import ShareDirector
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.update.compare import (
+    MOST,
+    MOST_OF_SMALL,
     OddUpdate,
     UpdateMismatch,
     UpdateShare,
@@ -17,6 +19,10 @@ from rankscope.evidence.update.compare import (
 )
 
 _MOST_NAMED = 3
+_CHOSEN = (
+    f" Of one optimizer, {MOST} parameters of different shapes are compared at a time, or "
+    f"{MOST_OF_SMALL} of a small model, and others in another step."
+)
 _WEIGHTS = (UpdateMismatch.MOVED, UpdateMismatch.NOT_COPIED)
 
 
@@ -35,6 +41,7 @@ def in_words(
     declined = {kind: why for share in shares_W for kind, why in share.declined.items()}
     if declined or not (verdict.compared or verdict.odd):
         yield _declined(declined, step)
+    num_seen = len(verdict.compared) + len(verdict.unseen)
     if verdict.compared and not verdict.odd:
         fields = {
             "step": f"{step:,}",
@@ -43,6 +50,7 @@ def in_words(
             "resting": _resting(verdict),
             "unseen": _unseen(verdict),
             "later": _later(verdict),
+            "chosen": _CHOSEN if MOST <= num_seen < num_parameters else "",
             "error": f"{verdict.error:.1e}",
             "parameter": verdict.parameter,
         }
