@@ -107,7 +107,9 @@ class Rows(Dataset[Any]):
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
     longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.tensor([row["input_ids"] + [-1] * (longest - row["length"]) for row in rows])
+    ids = torch.tensor(
+        [row["input_ids"] + [-1] * (longest - len(row["input_ids"])) for row in rows]
+    )
     mask = ids >= 0
     given = {"input_ids": ids.clamp(min=0), "attention_mask": mask.long()}
     return {**given, "labels": ids.masked_fill(~mask, -100)}

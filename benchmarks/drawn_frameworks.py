@@ -2,7 +2,7 @@
 """One training in a framework that a seed draws: Transformers' Trainer, Lightning, Accelerate."""
 
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -23,7 +23,6 @@ from drawn_common import (
 from lightning import pytorch as lightning
 from lightning.pytorch.callbacks import (
     Callback,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -81,7 +80,7 @@ CHOICES: dict[str, Choices] = {
         "accumulate": (1, 1, 2, "scheduled"),
         "clip": (None, 1.0, 0.05, "value"),
         "precision": ("32-true", "32-true", "bf16-mixed"),
-        "follows": ("nothing", "ema", "swa"),
+        "follows": ("nothing", "swa"),
         "schedule": ("none", "step", "epoch"),
         "validates": (False, True),
         "optimizer": ("adamw", "sgd", "adagrad"),
@@ -371,9 +370,7 @@ def train_with_lightning(this: Launch) -> None:
     if strategy == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     callbacks: list[Callback] = []
-    if job.follows == "ema":
-        callbacks.append(EMAWeightAveraging(decay=0.9))
-    elif job.follows == "swa":
+    if job.follows == "swa":
         callbacks.append(StochasticWeightAveraging(1e-3, swa_epoch_start=1, annealing_epochs=1))
     if job.accumulate == "scheduled":
         callbacks.append(GradientAccumulationScheduler({0: 1, 1: 2}))
@@ -443,6 +440,41 @@ def _loader_settings(job: Job) -> Any:
     )
 
 
+class _Parts(NamedTuple):
+    """What Accelerate has prepared."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    schedule: Any
+
+    def train_on(self, tokens: Tensor, job: Job, odd: Odd, step: int) -> bool:
+        """Train on a micro-batch; return whether the optimizer was called."""
+        accelerator, model = self.accelerator, self.model
+        with accelerator.accumulate(model):
+            _accelerate_one(accelerator, job, odd, model, tokens)
+            if accelerator.sync_gradients:
+                odd.at_step(step, accelerator.unwrap_model(model), self.optimizer)
+                if job.clip == "norm":
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                elif job.clip == "value":
+                    accelerator.clip_grad_value_(model.parameters(), 0.05)
+            self.optimizer.step()
+            own = job.schedule == "own" and accelerator.sync_gradients
+            if job.schedule == "prepared" or own:
+                self.schedule.step()
+            self.optimizer.zero_grad()
+        if accelerator.sync_gradients and job.evaluates and (step + 1) % 16 == 0:
+            _evaluate(model)
+        return bool(accelerator.sync_gradients)
+
+
+def _rest_of_epoch(accelerator: Accelerator, loader: Any, epoch: int, taken: int) -> Any:
+    if hasattr(loader, "set_epoch"):
+        loader.set_epoch(epoch)
+    return accelerator.skip_first_batches(loader, taken) if taken else loader
+
+
 def train_with_accelerate(this: Launch) -> None:
     """Train in a loop with Accelerate; a resumption loads its state and skips batches."""
     job, (first, end) = this.job, this.steps
@@ -465,36 +497,15 @@ def train_with_accelerate(this: Launch) -> None:
         schedule = accelerator.prepare(schedule)
     if this.number:
         accelerator.load_state(str(this.folder))
+    parts = _Parts(accelerator, model, optimizer, schedule)
     step = first
     taken, of_epoch = first * job.accumulate, len(loader)
     while step < end:
-        batches = loader
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(taken // of_epoch)
-        if taken % of_epoch:
-            batches = accelerator.skip_first_batches(loader, taken % of_epoch)
-        for tokens in batches:
+        for tokens in _rest_of_epoch(accelerator, loader, *divmod(taken, of_epoch)):
             taken += 1
-            with accelerator.accumulate(model):
-                _accelerate_one(accelerator, job, odd, model, tokens)
-                if accelerator.sync_gradients:
-                    odd.at_step(step, accelerator.unwrap_model(model), optimizer)
-                    if job.clip == "norm":
-                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-                    elif job.clip == "value":
-                        accelerator.clip_grad_value_(model.parameters(), 0.05)
-                optimizer.step()
-                if job.schedule == "prepared" or (
-                    job.schedule == "own" and accelerator.sync_gradients
-                ):
-                    schedule.step()
-                optimizer.zero_grad()
-            if accelerator.sync_gradients:
-                step += 1
-                if job.evaluates and step % 16 == 0:
-                    _evaluate(model)
-                if step == end:
-                    break
+            step += parts.train_on(tokens, job, odd, step)
+            if step == end:
+                break
         else:
             taken = (taken // of_epoch) * of_epoch  # a last window may be short
     if not this.is_last:
