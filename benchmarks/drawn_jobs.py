@@ -1,6 +1,7 @@
 """Trainings that seeds draw from some twenty choices, healthy and with one fault each, watched.
 
     PYTHONPATH=tests python benchmarks/drawn_jobs.py --seeds 0:100
+    PYTHONPATH=tests python benchmarks/drawn_jobs.py --program frameworks --seeds 0:60
 
 Nobody chose these programs: what goes together in them comes from the seed, as do the fault and the
 number of ranks. A healthy one must get no warning. Ranks are forked, as in ``watched.py``.
@@ -15,27 +16,30 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from drawn_training import Job, draw, faults_of
+import drawn_training
 from watched import Watched, preload, read_answers
 
 run_on_ranks = importlib.import_module("support.forked_ranks").run_on_ranks
-PROGRAM = Path(__file__).parent / "drawn_training.py"
+HERE = Path(__file__).parent
 RANKS = (2, 2, 3, 4)
 TIMEOUT = 300.0
 
 
-def watch(seed: int, fault: str, ranks: int, keep: str | None) -> Watched:
-    """Run a job under ``rankscope run`` with a reference step; return what it got."""
+def watch(program: str, seed: int, fault: str, worlds: Sequence[int], keep: str | None) -> Watched:
+    """Run a job's launches under ``rankscope run`` with a reference step; return what it got."""
     folder = Path(tempfile.mkdtemp(prefix="drawn-"))
-    words = ["run", "--run-dir", str(folder / "run"), "--verify-at", "5", str(PROGRAM)]
-    words += ["--seed", str(seed), "--fault", fault]
+    words = ["run", "--run-dir", str(folder / "run"), "--verify-at", "5"]
+    words += [str(HERE / f"drawn_{program}.py"), "--seed", str(seed), "--fault", fault]
     try:
-        code, out, err = run_on_ranks(ranks, words, folder, timeout=TIMEOUT)
-        if code:
-            return Watched((), (), f"exit code {code}, {(out + err).strip()[-1500:]}")
+        for number, ranks in enumerate(worlds):
+            more = ["--launch", str(number)] if number else []
+            code, out, err = run_on_ranks(ranks, [*words, *more], folder, timeout=TIMEOUT)
+            if code:
+                return Watched((), (), f"exit code {code}, {(out + err).strip()[-1500:]}")
         return read_answers(folder)
     except AssertionError as error:
         return Watched((), (), str(error)[-500:])
@@ -45,40 +49,58 @@ def watch(seed: int, fault: str, ranks: int, keep: str | None) -> Watched:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def false_of(job: Job, got: Watched) -> list[str]:
-    """Return the warnings of a healthy job that are not true."""
-    true = {"data.repeated_order"} if job.data == "in order" else set[str]()
-    if job.precision == "bfloat16":  # small updates are less than half of the distance to the next
+def false_of(job: Any, got: Watched) -> list[str]:
+    """Return the warnings of a healthy job that are not true, or that it is not watched."""
+    true = set[str]()
+    if "in order" in (getattr(job, "data", ""), getattr(job, "sampler", "")):
+        true.add("data.repeated_order")
+    if getattr(job, "precision", "") == "bfloat16":  # small updates are less than half of a bit
         true.add("state.updates_lost")
-    return [cause for cause in got.serious if cause not in true]
+    if getattr(job, "model", "") == "gpt2":  # Trainer counts labels that this model shifts away
+        true.add("verify.scale")
+    if getattr(job, "kind", "") == "accelerate" and len(job.worlds) > 1:
+        true.add("data.resume_mismatch")  # Accelerate draws another order unless told otherwise
+    unwatched = [note for note in got.notes if note == "not watched"]
+    return unwatched + [cause for cause in got.serious if cause not in true]
+
+
+def _drawn(program: str, seed: int, source: random.Random) -> tuple[Any, Sequence[int], list[str]]:
+    """Return a seed's job, the ranks of its launches, and the faults that it can have."""
+    if program == "training":
+        ranks = source.choice(RANKS)
+        plain = drawn_training.draw(seed)
+        return plain, (ranks,), drawn_training.faults_of(plain, ranks)
+    module = importlib.import_module(f"drawn_{program}")
+    job = module.draw(seed)
+    return job, job.worlds, module.faults_of(job)
 
 
 def main() -> None:
     """Run the seeds, print one line for each program, and what they come to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--program", choices=("training", "frameworks"), default="training")
     parser.add_argument("--seeds", default="0:20", help="first and end, as 0:100, or 3,17")
     parser.add_argument("--only", choices=("healthy", "faults"))
     parser.add_argument("--fault", help="this fault in place of one that is drawn")
     parser.add_argument("--keep", help="folder for the runs")
     chosen = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1"}
-    preload([PROGRAM])
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    preload([HERE / f"drawn_{chosen.program}.py"])
     count: Counter[str] = Counter()
     for seed in _seeds(chosen.seeds):
         source = random.Random(f"fault {seed}")
-        ranks = source.choice(RANKS)
-        job = draw(seed)
-        fault = chosen.fault or source.choice(faults_of(job, ranks))
+        job, worlds, faults = _drawn(chosen.program, seed, source)
+        fault = chosen.fault or source.choice(faults)
         names = {"healthy": [""], "faults": [fault]}.get(chosen.only, ["", fault])
         for name in names:
             begun = time.perf_counter()
-            got = watch(seed, name, ranks, chosen.keep)
+            got = watch(chosen.program, seed, name, worlds, chosen.keep)
             wrong = not got.serious if name else bool(false_of(job, got))
             count["fault" if name else "healthy"] += 1
             count["missed" if name else "false"] += wrong
             count["failed"] += bool(got.failed)
             seconds = f"{time.perf_counter() - begun:.0f} s"
-            words = [str(seed), f"{ranks} ranks", name or "healthy", got.words, seconds]
+            words = [str(seed), f"{worlds[-1]} ranks", name or "healthy", got.words, seconds]
             print(" | ".join(words), flush=True)
             if wrong or got.failed:
                 print(f"    {job.words}", flush=True)
