@@ -126,11 +126,11 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         batch, length, _ = hidden.shape
-        split = [
+        query, key, value = (
             part(hidden).view(batch, length, -1, self.of_head).transpose(1, 2)
             for part in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

@@ -5,8 +5,8 @@ import random
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate import Accelerator, FullyShardedDataParallelPlugin  # type: ignore[import-untyped]
+from accelerate.utils import DistributedDataParallelKwargs, set_seed  # type: ignore[import-untyped]
 from drawn_common import (
     STEPS,
     Choices,
@@ -319,13 +319,14 @@ class Module(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self.job.strategy == "fsdp2":
-            mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
+            mesh = self.device_mesh["data_parallel"]
             for block in self.model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
 
     def configure_optimizers(self) -> Any:
-        job, kinds = self.job, {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+        job = self.job
+        kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
         rate = {"sgd": 5e-2, "adagrad": 1e-2}.get(job.optimizer, 2e-3)
         kind: Any = kinds.get(job.optimizer, torch.optim.AdamW)
         optimizer = kind(self.parameters(), lr=rate)
@@ -337,7 +338,7 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": job.schedule}]
 
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor | None:
-        self.odd = self.odd or Odd(self.trainer.fault, self.global_rank)  # type: ignore[attr-defined]
+        self.odd = self.odd or Odd(self.trainer.fault, self.global_rank)
         optimizer: Any = self.optimizers()
         self.odd.at_step(self.global_step, self.model, optimizer)
         loss = self.odd.factor * token_loss(self.model(tokens), self.odd.labels(tokens))
@@ -350,12 +351,12 @@ class Module(lightning.LightningModule):
             self.clip_gradients(optimizer, self.job.clip, "norm")
         optimizer.step()
         if self.job.schedule == "step":
-            self.lr_schedulers().step()  # type: ignore[union-attr]
+            self.lr_schedulers().step()
         return None
 
     def on_train_epoch_end(self) -> None:
         if self.job.manual and self.job.schedule == "epoch":
-            self.lr_schedulers().step()  # type: ignore[union-attr]
+            self.lr_schedulers().step()
 
     def validation_step(self, tokens: Tensor, batch_idx: int) -> None:
         self.log("held_out", token_loss(self.model(tokens), tokens), sync_dist=True)
@@ -398,7 +399,7 @@ def train_with_lightning(this: Launch) -> None:
         use_distributed_sampler=this.fault != "sampler",
         **more,
     )
-    trainer.fault = this.fault  # type: ignore[attr-defined]
+    trainer.fault = this.fault
     loader = DataLoader(
         Rows(job.rows, uneven=job.uneven, named=False),
         4,
