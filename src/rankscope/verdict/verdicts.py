@@ -513,10 +513,20 @@ def _describe_samples(values: Values, causes: set[str]) -> str:
             f"{short(values['effective_batch'])} different ones on average"
         )
         if not causes and values["distinct_samples"] != values["samples_drawn"]:
-            text += "; the others are repeats in later steps, as in later epochs"
+            text += f"; the others are repeats in {_where_repeated(values)}"
     if not values["samples_exact"]:
         text += ". Some samples were not recorded, so the number of different ones is a lower bound"
     return text + "."
+
+
+def _where_repeated(values: Values) -> str:
+    """Return in words where samples come again, with the means of steps."""
+    held, different = (float(values[name] or 0) for name in ("global_batch", "effective_batch"))
+    within = round((held - different) * _number(values, "steps"))
+    if not within:
+        return "later steps, as in later epochs"
+    others = _number(values, "samples_drawn") - _number(values, "distinct_samples")
+    return "the same step" if within >= others else "the same step or in later ones"
 
 
 def _describe_limits(values: Values, causes: set[str]) -> str:
