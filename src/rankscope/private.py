@@ -647,6 +647,12 @@ USES = (
         "likewise",
         "ranks wait for each other for the time that the caller sets",
     ),
+    Use(
+        "torch.nn.parallel.distributed",
+        "_DDPSink",
+        "that a loss is a sum over an output of the model's own",
+        "the number of its label tokens is not known",
+    ),
     # Frameworks
     Use(
         "datasets.iterable_dataset.IterableDataset",

@@ -132,8 +132,7 @@ class TestFaults:
     def test_what_was_gathered_before_is_kept(self, trained, kind):
         run = Run.open(trained[1] / kind)
         whole = kind == "stuck agent"
-        ended = "interrupted" if kind == "full disk" else "incomplete"
-        assert run.status == ("complete" if whole else ended)
+        assert run.status == ("complete" if whole else "incomplete")
         if kind != "dead agent":  # in a thread, it has written nothing as yet
             rows = run.table(Table.STEPS).num_rows
             if kind == "diagnosis":
@@ -168,8 +167,8 @@ def test_a_part_of_a_record_is_called_one():
 
 # Ctrl-C that Python raises in the middle of the monitor's own work on the training thread -------
 
-NUM_STEPS = 5
-TRACED = range(2, 4)
+NUM_STEPS = 8
+TRACED = range(5, 7)  # in which no averages are looked for, whose lines depend on what lives
 STRIDE = 797
 """A prime: lines that come again and again are not met at the same place each time."""
 
@@ -233,7 +232,7 @@ def test_a_step_is_recorded_whole_or_not_at_all(tmp_path):
                 left_out = {n for n in different if n.endswith("_digest")} | EVIDENCE
                 different -= {"optimizer_steps", *left_out}
             assert different == set(), (name, key)
-    assert lasts >= {0, 1, 2}
+    assert lasts >= {3, 4, 5}
 
 
 FUNCTIONS = ("_hand_over", "_collect_gradient", "take_seconds")

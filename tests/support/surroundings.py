@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -163,6 +164,22 @@ def in_dispatch_mode(training, x, y):
     return mode.seen
 
 
+class _Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def in_function_mode(training, x, y):
+    with _Functions() as mode:
+        training.step(x, y)
+    return mode.seen
+
+
 def in_profiler(training, x, y):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         training.step(x, y)
@@ -243,6 +260,7 @@ SURROUNDINGS = {
     "hooks forbidden": without_hooks,
     "flop counter": in_flop_counter,
     "dispatch mode": in_dispatch_mode,
+    "function mode": in_function_mode,
     "profiler": in_profiler,
     "anomaly mode": in_anomaly_mode,
     "gradients of samples": with_sample_gradients,

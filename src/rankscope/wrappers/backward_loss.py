@@ -110,6 +110,9 @@ class BackwardLoss:
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if not self._scope.training or self._scope.repeating:
             return
+        outside(self._note_outputs, output, kwargs)
+
+    def _note_outputs(self, output: Any, kwargs: Any) -> None:
         self._labels = labels_in(kwargs, shifted=False)[0]
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
