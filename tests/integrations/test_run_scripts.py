@@ -112,3 +112,29 @@ def test_a_second_model_that_nobody_wraps_is_named(tmp_path, words):
     )
     if words:
         assert "Give a second model a wrapper of its own" in assess(run).recommendation
+
+
+EVALUATING = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+model.train(dist.get_rank() == 0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    for micro in range(2):
+        (model(torch.randn(4, 4)).square().mean() / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_in_evaluation_mode_lets_no_other_wait(tmp_path):
+    (tmp_path / "script.py").write_text(EVALUATING)
+    ended = start_on_ranks(tmp_path / "run", tmp_path / "script.py")
+    assert ended.returncode == 0, ended.stderr
+    run = Run.open(tmp_path / "run")
+    assert run.num_rows(Table.STEPS) == 7  # all but the first
+    assert "compute.modes_differ" in faults(run)

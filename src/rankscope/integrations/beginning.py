@@ -73,6 +73,8 @@ class Earlier:
 
 
 _begun: Counter[str] = Counter()  # how often the ranks of a group have agreed to begin
+_met: dict[tuple[int, ...], str] = {}  # by the ranks of a group, what their first meeting came to
+_EVALUATES = "a rank runs the model in evaluation mode"
 
 
 def _end_with_lightning(scope: Scope) -> None:
@@ -94,6 +96,25 @@ def _see_exception(
     if trainer.state.fn == "fit":
         scope.__exit__(type(error), error, error.__traceback__)
     return on_exception(error)
+
+
+def begins_later(model: nn.Module, *, evaluates: bool) -> bool:
+    """Return whether the ranks of a wrapped model begin after their first step, the same on all.
+
+    So they do if one of them ``evaluates``, in the first forward pass of each: it may train that
+    way, and the others would wait for it in a pass whose reduction it waits for. RunError where a
+    rank does not come.
+    """
+    wrapped = find_wrapper(model)
+    if wrapped.kind is LOOP:
+        return evaluates
+    ranks = tuple(ranks_of(wrapped.group))
+    if ranks not in _met:
+        problem = _EVALUATES if evaluates else ""
+        _met[ranks] = _agree(wrapped.group, problem, BEGIN_SECONDS)
+    if _met[ranks] not in ("", _EVALUATES):
+        raise RunError(_met[ranks])
+    return evaluates or bool(_met[ranks])
 
 
 def begin(

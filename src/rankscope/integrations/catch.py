@@ -60,6 +60,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 _DDP = "torch.nn.parallel.distributed"
 _ALONE_FROM = 3  # passes of a later model, none of the watched one between, that take its place
 _MOST_RUNS = 32
+_MOST_AWAITED = 64  # forward passes without a call of an optimizer
 
 NOTHING = (
     "nothing was watched: several ranks of a process group trained no model together, under "
@@ -96,8 +97,10 @@ class Catch:
         self._job = job
         self._hooks: list[CallHook] = []
         self._done = self._trained = False
+        self._num_passes = 0  # since a backward pass has reached an awaited model
         self._calls: Any = weakref.WeakKeyDictionary()  # of each optimizer, in their first order
-        self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
+        self._awaited: Any = weakref.WeakSet()  # models that are watched after their first step
+        self._waiting: list[Any] = []  # hooks on their parameters, for that pass
         self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
         self._called: Any = None  # the first of them that a training step called
         self._scope: Callable[[], Any] = lambda: None  # of the present run
@@ -135,6 +138,7 @@ class Catch:
 
         Where a model is watched, optimizers of others are shown to the run.
         """
+        self._trained |= self._num_passes > 0
         try:
             scope = self._scope()
             if scope is not None and optimizer not in self._optimizers:
@@ -212,21 +216,31 @@ class Catch:
         _report_failure(error)
 
     def _trains(self, model: Any) -> bool:
-        """Return whether a forward pass trains; in evaluation mode after a backward pass alone."""
+        """Return whether a forward pass trains, and all ranks begin in it.
+
+        In evaluation mode, and where another rank is in it, only after the first step: a backward
+        pass and a call of an optimizer, or many forward passes where no optimizer is known.
+        """
+        from rankscope.integrations.beginning import begins_later
         from rankscope.wrappers.find import in_training_mode
 
-        if self._trained or in_training_mode(model):
-            return True
-        if not self._waiting:
-            self._waiting = [
-                parameter.register_post_accumulate_grad_hook(self._note_trained)
+        awaited = model in self._awaited
+        if any(each is model for each in self._bare):
+            later = not in_training_mode(model)
+        else:
+            later = awaited or begins_later(model, evaluates=not in_training_mode(model))
+        if later and not awaited:
+            self._awaited.add(model)
+            self._waiting += [
+                parameter.register_post_accumulate_grad_hook(self._note_backward)
                 for parameter in model.parameters()
                 if parameter.requires_grad and parameter.is_leaf
             ]
-        return False
+        self._num_passes += bool(self._num_passes)
+        return not later or self._trained or self._num_passes > _MOST_AWAITED
 
-    def _note_trained(self, parameter: Any) -> None:
-        self._trained = True
+    def _note_backward(self, parameter: Any) -> None:
+        self._num_passes = self._num_passes or 1
 
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import Earlier, begin

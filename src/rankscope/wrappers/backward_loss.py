@@ -253,10 +253,12 @@ def _summed(
 
 def _given_labels(node: Any, outputs: dict[Any, Tensor | None], labels: Tensor) -> Tensor | None:
     """Return how many labels a sum over an output of the model's own has, a loss per label."""
-    if not type(node).__name__.startswith("SumBackward0"):
+    if not type(node).__name__.startswith("SumBackward0") or labels.is_floating_point():
         return None
     sizes = tuple(node._saved_self_sym_sizes)
-    first = labels.shape[-1] - sizes[-1] if sizes[:-1] == labels.shape[:-1] else -1
+    if not sizes or sizes[:-1] != labels.shape[:-1]:
+        return None
+    first = labels.shape[-1] - sizes[-1]
     before, place = node.next_functions[0]
     while before is not None and before not in outputs:
         through = type(before).__name__.startswith(("NegBackward", "_DDPSink"))

@@ -121,6 +121,7 @@ class DeepSpeedTap(GradientTap):
         self._reduced = sketcher.new_totals()
         self._measure = False
         self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
+        self._awaits_backward = False  # a forward pass was announced
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
@@ -136,10 +137,12 @@ class DeepSpeedTap(GradientTap):
         """Announce a forward pass in training whose backward pass will follow."""
         self._measure = self._local.on = measure
         self._announce = None
+        self._awaits_backward = True
 
     def see_evaluation(self, announce: Callable[[], None]) -> None:
         """Note a forward pass in evaluation mode, which the engine may be about to train on."""
-        self._announce = announce
+        if not self._awaits_backward:
+            self._announce = announce
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Call ``trained`` at once: the engine itself shows when a backward pass begins."""
@@ -212,6 +215,7 @@ class DeepSpeedTap(GradientTap):
     @guarded
     def _end_backward(self, *args: Any, **kwargs: Any) -> None:
         self._pass = _Pass.RUNNING  # no reduction comes any more
+        self._awaits_backward = False
         self._num_backwards += 1
         if self._measure:
             self._local.end_backward()

@@ -191,7 +191,7 @@ def _labels_of(node: Any) -> Tensor | None:
 
 def _masked_tokens(node: Any, shape: tuple[int, ...]) -> Tensor | None:
     """Return the number of ones in the mask of a product of this shape; NaN if it is no mask."""
-    if not type(node).__name__.startswith("MulBackward"):
+    if not shape or not type(node).__name__.startswith("MulBackward"):  # a number is no mask
         return None
     before = [function for function, _ in node.next_functions]
     if before.count(None) != 1:

@@ -239,6 +239,8 @@ def test_label_tokens_of_losses_that_the_model_returns_are_those_of_its_labels(f
     of_model = torch.randn(2, width, requires_grad=True) * 1.0
     found = unscaled((-of_model).sum() / torch.tensor(9), {of_model.grad_fn: None}, labels).summed
     assert (None if found is None else float(found[0])) == count
+    number = torch.randn((), requires_grad=True) * 1.0
+    assert unscaled(number.sum(), {number.grad_fn: None}, labels[0]).summed is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues, Layout
 from rankscope.bus.probe import Job
 from rankscope.bus.step import StepReport
-from rankscope.evidence.optimizer import KEY, judge
+from rankscope.evidence.optimizer import KEY, updates
 from rankscope.evidence.optimizer.probe import (
     WINDOW,
     AutocastCheck,
@@ -42,7 +42,7 @@ def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.
     groups = [{"params": list(net.norms.parameters())}, {"params": list(net.last.parameters())}]
     optimizer = kind(groups, lr=lr)
     optimizer.param_groups[0].update(change)
-    meter, detector, found = RestMeter(net, optimizer), judge.LostUpdates(), []
+    meter, detector, found = RestMeter(net, optimizer), updates.LostUpdates(), []
     for number in range(num_updates):
         for parameter in net.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -105,7 +105,11 @@ def test_an_optimizer_that_finds_no_gradient_is_named_unless_parameters_change(w
     optimizer = torch.optim.SGD(held.parameters(), lr=0.1)
     for parameter in net.parameters() if way == "gradients elsewhere" else ():
         parameter.main_grad = torch.ones_like(parameter)
-    meter, detector, found = MissedGradients(net, optimizer), judge.OptimizerWithoutGradients(), []
+    meter, detector, found = (
+        MissedGradients(net, optimizer),
+        updates.OptimizerWithoutGradients(),
+        [],
+    )
     for number in range(10):
         if way == "right" or (way == "zeroed at first" and number == 9):
             for parameter in net.parameters():
@@ -164,7 +168,7 @@ def test_weights_that_older_copies_replace_are_named(load, written_back, said):
     replaced = before.see_update(names)
     assert bool(replaced) is (said is not None)
     if said is not None:
-        [found] = told(judge.ReplacedWeights(), 0, replaced=replaced)
+        [found] = told(updates.ReplacedWeights(), 0, replaced=replaced)
         assert found.severity is Severity.WARNING
         assert said in words(found)
     assert before.see_update(names) == {}  # of the first update alone
@@ -183,7 +187,7 @@ def test_an_optimizer_of_the_model_itself_has_no_copies():
 def test_copies_that_autocast_keeps_over_updates_are_named(around, cache, said):
     """The oracle is whether a forward pass changes with the weights."""
     net = nn.Linear(4, 4)
-    meter, detector, found, old = AutocastCheck(net), judge.StaleCopies(), [], False
+    meter, detector, found, old = AutocastCheck(net), updates.StaleCopies(), [], False
     half = torch.autocast("cpu", torch.bfloat16, cache_enabled=cache)
     outer, inner = (half, nullcontext()) if around else (nullcontext(), half)
     inputs, before = torch.ones(2, 4), None

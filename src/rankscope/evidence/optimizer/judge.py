@@ -9,9 +9,8 @@ Legend of shapes: W workers.
 
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from rankscope.bus.detector import (
     BEGUN_ANEW,
     Detector,
     FaultEvidence,
-    PersistentFault,
     RestartDetector,
     RunFacts,
     evidence_at,
@@ -31,6 +29,13 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
+from rankscope.evidence.optimizer.updates import (
+    LostUpdates,
+    OptimizerWithoutGradients,
+    ReplacedWeights,
+    StaleCopies,
+    unless_all,
+)
 from rankscope.stats.arrays import Bools, Floats, Ints, how_far
 from rankscope.stats.state import Stateful
 
@@ -51,7 +56,6 @@ _MOST_SAVED = 16
 _FIRST_RATES = 4
 _LAST_RATES = 17
 _JUMP = 32  # times the largest change from one of those to the next
-_STALE_FROM = 3  # steps
 _MOST_RATES = 4096  # of the run, that a restarted schedule is compared with
 _PARAMETERS = "parameters"
 _OWN_BITS = f"{_PARAMETERS}: bits"
@@ -361,7 +365,7 @@ class OptimizerStart(RestartDetector):
         where = f"of {name_ranks(ranks)} " if len(ranks) < width else ""
         fields = {"words": where + what, "saved": f"{saved.step:,}"}
         yield self._finding(
-            RESUMED, severity, now, fields, _unless_all(ranks, width), key=NOT_LOADED
+            RESUMED, severity, now, fields, unless_all(ranks, width), key=NOT_LOADED
         )
 
     def _rounded(self, now: _Holdings, saved: _Holdings) -> Iterable[FaultEvidence]:
@@ -529,7 +533,7 @@ def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
     changed = {name for name, norms in pairs if abs(_change(*norms) - 1) > _ROUNDING} - lost
     if changed:
         words += f", and those of at least {count(len(changed), 'other')} are not what was saved"
-    ranks = _unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))
+    ranks = unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))
     return words, ranks, Severity.ERROR
 
 
@@ -540,7 +544,7 @@ def _moved(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings]) -> Mis
     if not changed:
         return None
     width = len(now.get(_OWN_BITS))
-    ranks = _unless_all(sorted({r for ranks in changed.values() for r in ranks}), width)
+    ranks = unless_all(sorted({r for ranks in changed.values() for r in ranks}), width)
     words = _whose(now, saved, changed, others) or _misplaced(now, saved, changed)
     if words:
         return words, ranks, Severity.ERROR
@@ -663,10 +667,6 @@ def _range(ends: tuple[int, int]) -> str:
     return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
 
 
-def _unless_all(ranks: list[int], width: int) -> list[int]:
-    return [] if len(ranks) == width else ranks
-
-
 def _place_of(rates: list[float], before: list[float]) -> int | None:
     """Return the first step whose learning rate, with the next ones, is that of a new session.
 
@@ -697,177 +697,6 @@ def first_update_factor(counter: int, beta1: float, beta2: float) -> float:
     mean = (1 - beta1) / (1 - beta1 ** (counter + 1))
     square = (1 - beta2) / (1 - beta2 ** (counter + 1))
     return mean / math.sqrt(square)
-
-
-CAUSE = "state.updates_lost"
-
-
-class LostUpdates(Detector):
-    """Parameters of 16 bits of which a whole kind rests, since rounding loses each update.
-
-    All of the kind, such as the weights of all ``RMSNorm`` layers, have kept their bits over a
-    window of updates, and the largest update is below half of the distance to the next value. So
-    neither a clamp nor a learning rate of 0 counts, nor stochastic rounding, nor a finer copy in
-    the optimizer.
-    """
-
-    def __init__(self) -> None:
-        self._faults: dict[str, PersistentFault] = {}
-
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report kinds that rest, or move again."""
-        rows = held_values(step.gathered.differences, StateKind.ROUNDED, KEY)
-        kinds: dict[str, dict[str, Any]] = defaultdict(dict)
-        for name, values_W in rows.items():
-            label, _, what = name.rpartition("|")
-            kinds[label][what] = values_W
-        for label, of in kinds.items():
-            known_W = of["parameters"] != MISSING_INT
-            rest = bool((of["at rest"] == of["parameters"])[known_W].all())
-            share, update, value = (
-                of[what][known_W].view(np.float64) for what in ("share", "update", "value")
-            )
-            lost = rest and 0 < share.max() < 1
-            fault = self._faults.get(label)
-            if not lost and (fault is None or not fault.close()):
-                continue
-            fault = self._faults.setdefault(label, PersistentFault())
-            if lost:
-                fault.see(step.gathered.step)
-            largest = int(share.argmax())
-            number = int(of["parameters"][known_W].max())
-            updates = int(of["updates"][known_W].max())
-            yield _evidence(label, fault, number, updates, float(update[largest]), value[largest])
-
-
-def _evidence(
-    label: str, fault: PersistentFault, number: int, updates: int, update: float, value: float
-) -> FaultEvidence:
-    kind, dtype, first = label.split("|")
-    half = half_step(float(value), dtype)
-    fields = {
-        "kind": kind,
-        "dtype": dtype,
-        "name": first,
-        "parameters": count(number, "parameter"),
-        "updates": count(updates, "update"),
-        "update": f"{update:.2g}",
-        "value": f"{value:.4g}",
-        "half": f"{half:.2g}",
-        "over": "" if fault.open else " Some move again.",
-    }
-    numbers = {"kind": kind, "parameters": number, "updates": updates, "largest_update": update,
-               "of_value": float(value), "half_step": half}  # fmt: skip
-    return fault.evidence(CAUSE, Severity.WARNING, (), fields, numbers, key=f"{CAUSE}:{kind}")
-
-
-def half_step(value: float, dtype: str) -> float:
-    """Return half of the distance from a value to the next one towards zero.
-
-    Example:
-        >>> half_step(1.0, "bfloat16"), half_step(1.5, "bfloat16")
-        (0.001953125, 0.00390625)
-    """
-    digits = {"bfloat16": 8, "float16": 11}[dtype]
-    mantissa, exponent = np.frexp(value)
-    step = 2.0 ** (int(exponent) - digits)
-    return step / 4 if mantissa == 0.5 else step / 2
-
-
-UNSEEN = "optimizer-without-gradients"
-
-
-class OptimizerWithoutGradients(Detector):
-    """An optimizer that finds no gradient in call after call, while no parameter changes."""
-
-    def __init__(self) -> None:
-        self._fault = PersistentFault()
-        self._numbers: dict[str, int] = {}
-        self._ranks: list[int] = []
-
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report calls without a gradient, or their end."""
-        rows = held_values(step.gathered.differences, StateKind.MISSED, KEY)
-        calls_W = rows.get("calls", _NOTHING)
-        missed_W = (calls_W != MISSING_INT) & (calls_W > 0)
-        number = step.gathered.step
-        if missed_W.any():
-            self._numbers = {name: int(v_W[missed_W].max()) for name, v_W in rows.items()}
-            self._ranks = _unless_all(np.flatnonzero(missed_W).tolist(), len(missed_W))
-            first = number - self._numbers["calls"] + 1
-            self._fault.see(number, first=first, before=number - first)
-        elif not len(calls_W) or not self._fault.close():
-            return
-        numbers = self._numbers
-        known = count(numbers["parameters"], "parameter")
-        if numbers["foreign"] == numbers["parameters"]:
-            where = " None of them is a parameter of the model."
-        elif numbers["elsewhere"]:
-            where = " They have gradients in main_grad, where Megatron-core's wrapper puts them."
-        else:
-            where = ""
-        fields = {
-            "step": f"{number:,}",
-            "parameters": known,
-            "calls": count(numbers["calls"], "call"),
-            "on": f" on {name_ranks(self._ranks)}" if self._ranks else "",
-            "where": where,
-            "learnt": " Nothing is learnt." if self._fault.open else " Later calls find one.",
-        }
-        yield self._fault.evidence(UNSEEN, Severity.ERROR, self._ranks, fields, numbers)
-
-
-REPLACED = "state.weights_replaced"
-
-
-class ReplacedWeights(Detector):
-    """Weights that the first update of a session replaces by copies which the optimizer had made.
-
-    After an update, each weight is the rounded copy that the optimizer trains. Before the first one
-    some were not: they were loaded after the copies were made, and what was loaded is lost.
-    """
-
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report weights that were replaced in it."""
-        rows = held_values(step.gathered.differences, StateKind.REPLACED, KEY)
-        apart_W = rows.get("apart", _NOTHING)
-        known_W = (apart_W != MISSING_INT) & (apart_W > 0)
-        if not known_W.any():
-            return
-        ranks = _unless_all(np.flatnonzero(known_W).tolist(), len(known_W))
-        names = [name.removeprefix("apart: ") for name in rows if name.startswith("apart: ")]
-        number = step.gathered.step
-        fields = {
-            "step": f"{number:,}",
-            "apart": count(int(apart_W[known_W].max()), "weight"),
-            "copies": f"{int(rows['copies'][known_W].max()):,}",
-            "names": shortened(names, _MOST_NAMED),
-            "on": f" on {name_ranks(ranks)}" if ranks else "",
-        }
-        yield FaultEvidence(
-            REPLACED, Severity.WARNING, tuple(ranks), number, number, 1, fields, dict(fields)
-        )
-
-
-STALE = "compute.stale_copies"
-
-
-class StaleCopies(Detector):
-    """Forward passes with copies of weights that autocast made before the last update."""
-
-    def __init__(self) -> None:
-        self._fault = PersistentFault(_STALE_FROM)
-
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report stale copies, or that there are none any more."""
-        rows = held_values(step.gathered.differences, StateKind.STALE, KEY)
-        stale_W = rows.get("stale", _NOTHING)
-        if not (stale_W != MISSING_INT).any():
-            return
-        ranks = np.flatnonzero(stale_W == 1).tolist()
-        if self._fault.observe(step.gathered.step, ranks):
-            numbers = {"steps": self._fault.count}
-            yield self._fault.evidence(STALE, Severity.ERROR, self._fault.ranks, {}, numbers)
 
 
 class FirstUpdate(RestartDetector):
