@@ -15,7 +15,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.fsdp2 import FSDP2Tap
 from rankscope.wrappers.fsdp2_model import fsdp2_device, fsdp2_parameters, is_fsdp2
-from rankscope.wrappers.tap import ReadReduced
+from rankscope.wrappers.tap import ReadReduced, TapPlan
 from support.cut import Cut
 from support.fsdp2_modes import Block, Net, make_batches, make_net, mode_named
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
@@ -32,14 +32,8 @@ def make_tap(session):
     parameters = fsdp2_parameters(session.model)
     groups = group_parameters(parameters)
     sketcher = Sketcher(fsdp2_device(session.model), groups, WIDTH)
-    return FSDP2Tap(
-        session.model,
-        parameters,
-        sketcher,
-        lambda work: work(),
-        reduced=ReadReduced.SKETCH,
-        observer=Nobody(),
-    )
+    plan = TapPlan(sketcher, lambda work: work(), ReadReduced.SKETCH, Nobody())
+    return FSDP2Tap(session.model, parameters, plan)
 
 
 class Nobody:

@@ -27,16 +27,17 @@ from rankscope.session.instruments import Instruments
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
-from rankscope.wrappers.find import is_compiled, is_training, takes_hooks
+from rankscope.wrappers.find import is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.living import one_walk
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
-from rankscope.wrappers.tap import ObserverGroup
+from rankscope.wrappers.tap import ObserverGroup, TapPlan
 from rankscope.wrappers.transfer import begin_transfer
 from rankscope.wrappers.untraced import untraced
+from rankscope.wrappers.wrapped import is_compiled, takes_hooks
 
 _log = logging.getLogger("rankscope")
 
@@ -146,7 +147,7 @@ class StepCollector:
             if CLIP.exists:
                 self._stop_listening = CLIP.subscribe(after=self._see_clipped)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.wrapped.make_tap(
+        plan = TapPlan(
             instruments.sketcher,
             guard,
             instruments.reduced,
@@ -154,6 +155,7 @@ class StepCollector:
             self._shadow,
             self._begin_unawaited,
         )
+        self._tap = instruments.wrapped.make_tap(plan)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(
             self._module, guard, lambda: self._passes.current + 1, self._calls["after_schedule"]

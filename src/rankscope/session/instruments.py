@@ -23,9 +23,9 @@ from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.wrappers.find import LOOP, Wrapped, reduced_types
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.tap import ReadReduced
+from rankscope.wrappers.wrapped import Wrapped, reduced_types
 
 GROUP_WIDTH = 251  # width of the sketch of a group: its cosines err by 0.06 at most
 
@@ -116,11 +116,11 @@ def choose_instruments(
         section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         num_products=0 if sketches else 1,
-        by_loop=wrapped.kind is LOOP,
+        by_loop=wrapped.kind.by_loop,
     )
     reduced_in = None
     if sections is not None:
-        reduced_in = reduced_types(wrapped.wrapper, wrapped.parameters, groups)
+        reduced_in = reduced_types(wrapped.gradient_types(), groups)
     return Instruments(
         wrapped=wrapped,
         options=options,
@@ -143,7 +143,7 @@ def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
     """
     reduced = options.reads(tier)
     is_audited = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
-    return ReadReduced.OFF if wrapped.kind is LOOP and not is_audited else reduced
+    return ReadReduced.OFF if wrapped.kind.by_loop and not is_audited else reduced
 
 
 def _sections(wrapped: Wrapped, groups: Groups) -> Sections:

@@ -26,7 +26,6 @@ from rankscope.agent.frames import GUESTS, FrameKind, pack
 from rankscope.agent.link import Link, connect
 from rankscope.agent.step_message import tag
 from rankscope.bus.probe import Content
-from rankscope.wrappers.find import FSDP2, Wrapped
 from rankscope.wrappers.fsdp2_mesh import (
     MeshPlace,
     StageParameter,
@@ -37,6 +36,7 @@ from rankscope.wrappers.fsdp2_mesh import (
 )
 from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
+from rankscope.wrappers.wrapped import Wrapped
 
 _log = logging.getLogger("rankscope")
 
@@ -188,7 +188,7 @@ def meet_stages(
     :func:`meet_mesh`. None without stages, if this rank shares no weight, or if some do not come.
     """
     try:
-        found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
+        found = _stage_line(wrapped.wrapper)
         if found is None:
             return None
         _STAGES[stage] = None

@@ -53,20 +53,14 @@ from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
-from rankscope.wrappers.find import (
-    DDP,
-    LOOP,
-    is_compiled,
-    is_training,
-    log_if_rewrapped,
-    takes_hooks,
-)
+from rankscope.wrappers.find import is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
 from rankscope.wrappers.labels import problem_of
 from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.part_calls import PartCalls
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
+from rankscope.wrappers.wrapped import is_compiled, takes_hooks
 
 _log = logging.getLogger("rankscope")
 
@@ -165,8 +159,7 @@ class Scope:
         self._hooks.append(self._losses)
         self._losses.install()
         self._parts: PartCalls | None = None  # once the training has done without forward passes
-        whole = instruments.wrapped.parts is None and instruments.wrapped.replicated is None
-        self._may_see_parts = whole and instruments.wrapped.kind in (DDP, LOOP)
+        self._may_see_parts = instruments.wrapped.kind.begins_in_parts
         _scopes.add(self)
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)

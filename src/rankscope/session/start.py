@@ -52,7 +52,7 @@ from rankscope.wrappers.facts import (
     training_facts,
     vocabulary_digest,
 )
-from rankscope.wrappers.find import DDP, LOOP, Wrapped, find_parts, find_wrapper
+from rankscope.wrappers.find import find_parts, find_wrapper
 from rankscope.wrappers.living import live_objects, one_walk
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
@@ -66,6 +66,7 @@ from rankscope.wrappers.optimizers import (
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 from rankscope.wrappers.settings import given_settings
+from rankscope.wrappers.wrapped import Wrapped
 
 ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
@@ -163,7 +164,8 @@ def watch(
     if len(optimizers) > 1:
         optimizers = [JointOptimizer(optimizers)]
     optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
-    if wrapped.kind is LOOP and optimizer is None:
+    by_loop = wrapped.kind.by_loop
+    if by_loop and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
             "whose call ends a step; got none of torch.optim.Optimizer: watch(model, optimizer, …)"
@@ -201,7 +203,7 @@ def watch(
             "facts": _facts(model, wrapped, optimizer, config, options.tokenizer, loader),
             "config": dict(config or {}),
             "unmeasured": {name: why for name, why in reasons.items() if why},
-            "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
+            "training": training_facts(wrapped, optimizer, loader, group),
             "sinks": sinks,
             "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
             **_own_directory(run_dir, ranks_of(group)),
@@ -216,12 +218,12 @@ def watch(
             flush_seconds=options.flush_seconds,
             hang_seconds=options.hang_seconds,
             in_thread=_in_thread(options.agent),
-            held=held_bits(optimizer, wrapped.parameters) if wrapped.kind is LOOP else "",
+            held=held_bits(optimizer, wrapped.parameters) if by_loop else "",
             announce=options.announce,
             share=options.share,
         ),
     )
-    held = frozenset(held_names(optimizer, wrapped.parameters)) if wrapped.kind is LOOP else None
+    held = frozenset(held_names(optimizer, wrapped.parameters)) if by_loop else None
     if held is not None and (handle.held is not HeldParameters.ALL or not held):
         wrapped = replace(wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES)
         instruments = replace(instruments, wrapped=wrapped)
@@ -276,7 +278,9 @@ def _check_given(optimizer: object, run_dir: object, on_finding: object, config:
 
 def _check_held(optimizer: Any, wrapped: Wrapped) -> None:
     parameters = list(wrapped.parameters.values())
-    if wrapped.kind not in (DDP, LOOP) or may_train(all_of(optimizer), parameters):
+    if wrapped.sharded or not wrapped.kind.own_optimizer:
+        return
+    if may_train(all_of(optimizer), parameters):
         return
     modules: list[torch.nn.Module] = live_objects(torch.nn.Module)[torch.nn.Module]
     known = {id(p) for module in modules for p in module._parameters.values()}

@@ -31,14 +31,13 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, streams
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
-from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.wrappers.tap import LocalGradient, ReadReduced, TapPlan
 
 _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
 
@@ -168,36 +167,25 @@ class ShadowSteps:
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Of several ``models``, which are parts of one training, the first is timed. ``shadowed`` is
-    called after each synchronising step that this rank only shadows, since it has run out of data
-    inside ``model.join()``. The other arguments are those of
-    :class:`~rankscope.wrappers.hooked.HookedTap`.
+    Of several ``models``, which are parts of one training, the first is timed.
     """
 
     def __init__(
         self,
         models: Sequence[DistributedDataParallel],
         parameters: dict[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
-        unawaited: Callable[[bool], None] = lambda noticed: None,
-        shadowed: Callable[[], None],
+        plan: TapPlan,
     ) -> None:
         model = models[0]
+        sketcher = plan.sketcher
         in_buckets = any(each.gradient_as_bucket_view for each in models)
-        super().__init__(
-            parameters, sketcher, guarded,
-            reduced=reduced, observer=observer, in_buckets=in_buckets, unawaited=unawaited,
-        )  # fmt: skip
+        super().__init__(parameters, plan, in_buckets=in_buckets)
         self._model = model
         self._models = tuple(models)
         self._product: ReducedProduct | None = None
-        if len(models) == 1 and needs_product(model, sketcher, reduced):
-            self._product = ReducedProduct(parameters, sketcher.device, guarded)
-        self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
+        if len(models) == 1 and needs_product(model, sketcher, plan.reduced):
+            self._product = ReducedProduct(parameters, sketcher.device, plan.guarded)
+        self._subtracts = plan.reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self.reduced_copies = model.process_group.size()
@@ -205,7 +193,7 @@ class DDPTap(HookedTap):
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
-        self._shadow = ShadowSteps(model, shadowed)
+        self._shadow = ShadowSteps(model, plan.shadowed)
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training. DDP decides here whether backward synchronises.

@@ -16,19 +16,21 @@ the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.deepspeed_reading import ReducedReader, SumsAudit, choose_reader
 from rankscope.wrappers.parts import measure_reduced_parts
-from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.wrappers.tap import GradientTap, LocalGradient, ReadReduced, TapPlan, guarded
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, no_whole, trained_in
 
 _BEGIN = "_backward_prologue"
 _END = "_backward_epilogue"
@@ -38,10 +40,14 @@ _MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever ste
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
+def engine_class() -> type[Any] | None:
+    """Return the class of DeepSpeed's engines; None where DeepSpeed is not loaded."""
+    return getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+
+
 def is_deepspeed(model: object) -> bool:
-    """Return whether a model is a DeepSpeed engine; never imports DeepSpeed."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    engine = getattr(module, "DeepSpeedEngine", None)
+    """Return whether a model is a DeepSpeed engine."""
+    engine = engine_class()
     return engine is not None and isinstance(model, engine)
 
 
@@ -105,19 +111,17 @@ class DeepSpeedTap(GradientTap):
         self,
         engine: Any,
         parameters: dict[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
+        plan: TapPlan,
     ) -> None:
+        sketcher = plan.sketcher
         self._engine = engine
         self._sketcher = sketcher
-        self._local = choose_reader(engine, parameters, sketcher, guarded)
+        self._local = choose_reader(engine, parameters, sketcher, plan.guarded)
         self._shards = ReducedReader(engine, parameters)
         replicated = self._shards.replicated
         self.reduced_copies = deepspeed_process_group(engine).size() if replicated else 1
         self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
-        self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
+        self._read_reduced = plan.reduced if self._shards.available else ReadReduced.OFF
         self._reduced = sketcher.new_totals()
         self._measure = False
         self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
@@ -125,7 +129,7 @@ class DeepSpeedTap(GradientTap):
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
-        self._guarded = guarded
+        self._guarded = plan.guarded
         self._stops = [
             Relay(engine, _BEGIN).subscribe(before=self._begin_backward),
             Relay(engine, _REDUCE).subscribe(before=self._before_reduction),
@@ -244,3 +248,60 @@ class DeepSpeedTap(GradientTap):
             return
         shards = list(self._shards.shards())
         measure_reduced_parts(self._sketcher, self._read_reduced, shards, self._reduced)
+
+
+DEEPSPEED = WrapperKind(
+    "DeepSpeed",
+    "DeepSpeed reduces over a group",
+    engine=True,
+    own_optimizer=False,
+    updates_at_once=False,
+    runs_apart=False,
+    no_canary=no_whole("DeepSpeed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedModel(Wrapped):
+    """A model in a DeepSpeed engine."""
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the engine's stage, accumulation and type of communication."""
+        engine = self.wrapper
+        return {
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "communication_dtype": engine.communication_data_type,
+        }
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter its own type and the engine's ``communication_data_type``."""
+        return engine_types(self.wrapper, self.parameters)
+
+    def make_tap(self, plan: TapPlan) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        return DeepSpeedTap(self.wrapper, self.parameters, plan)
+
+
+def engine_types(
+    engine: Any, parameters: Mapping[str, Tensor]
+) -> dict[str, Collection[torch.dtype]]:
+    """Return by parameter the types in which an engine adds its gradient up and keeps it."""
+    given = getattr(engine, "communication_data_type", None)
+    summed = given if isinstance(given, torch.dtype) else torch.float32
+    return {name: (parameter.dtype, summed) for name, parameter in parameters.items()}
+
+
+def find_deepspeed(engine: Any, process_group: object = None) -> Wrapped:
+    """Return a model in a DeepSpeed engine."""
+    sharded = engine.zero_optimization_stage() >= 3
+    return DeepSpeedModel(
+        DEEPSPEED,
+        engine,
+        trained_in(engine.module),
+        deepspeed_process_group(engine),
+        engine.device,
+        engine.basic_optimizer,
+        sharded=sharded,
+        replica=None if sharded else 0,
+    )

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -38,9 +36,9 @@ from rankscope.gradients.digest import known_shape
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.datasets import digests_by_field, repeats_rows
-from rankscope.wrappers.find import is_compiled
 from rankscope.wrappers.living import framework, live_objects
 from rankscope.wrappers.optimizers import all_of, held_bits, held_names
+from rankscope.wrappers.wrapped import Wrapped, is_compiled
 
 Fact = str | int | bool
 
@@ -307,11 +305,6 @@ Facts = dict[str, Any]
 _MOST_NAMED = 256  # buffers
 
 _UNSAID = frozenset({"params", "param_names"})
-_DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-_MEGATRON_SETTINGS = (
-    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
-    "average_in_collective", "bucket_size",
-)  # fmt: skip
 _SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
 _LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
 _MAX_GROUPS = 64  # parameter groups that are written out
@@ -331,11 +324,7 @@ _MAX_NAMES = 8  # of parameters that are not watched
 
 
 def training_facts(
-    wrapper: nn.Module,
-    module: nn.Module,
-    optimizer: Any,
-    loader: Any,
-    group: dist.ProcessGroup,
+    wrapped: Wrapped, optimizer: Any, loader: Any, group: dist.ProcessGroup
 ) -> Facts:
     """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
 
@@ -343,15 +332,16 @@ def training_facts(
     has the number of the model's that are in no optimizer, and names, where a loop reduces.
     ``declared_micro_batches`` is what Accelerate was given as gradient_accumulation_steps.
     """
+    module = wrapped.module
     return {
         "seed": torch.initial_seed(),
         "model": quietly(lambda: {"class": _class_of(module), **_unsaved_buffers(module)}),
         "parameters": quietly(lambda: _parameters(module)),
-        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "reduction": quietly(lambda: _reduction(wrapped, group)),
         "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
         "loader": None if loader is None else quietly(lambda: _loader(loader)),
         **quietly(lambda: _unwatched(module, optimizer)),
-        **quietly(lambda: _unheld(wrapper, module, optimizer)),
+        **quietly(lambda: _unheld(wrapped, optimizer)),
         **quietly(_declared),
     }
 
@@ -374,10 +364,10 @@ def _unsaved_buffers(module: nn.Module) -> Facts:
     return {"unsaved_buffers": names[:_MOST_NAMED]} if names else {}
 
 
-def _unheld(wrapper: nn.Module, module: nn.Module, optimizer: Any) -> Facts:
-    if wrapper is not module or isinstance(wrapper, FSDPModule) or optimizer is None:
+def _unheld(wrapped: Wrapped, optimizer: Any) -> Facts:
+    if not wrapped.kind.by_loop or optimizer is None:
         return {}
-    named = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+    named = wrapped.parameters
     if not held_bits(optimizer, named):
         return {}
     names = sorted(named.keys() - held_names(optimizer, named))
@@ -400,35 +390,10 @@ def _parameters(module: nn.Module) -> Facts:
     }
 
 
-def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
-    facts: Facts = {"class": type(wrapper).__name__, "backend": str(dist.get_backend(group))}
-    if isinstance(wrapper, DistributedDataParallel):
-        facts |= {name: bool(getattr(wrapper, name)) for name in _DDP_SETTINGS}
-        facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
-        facts["hook"] = communication_hook(wrapper)
-    elif isinstance(wrapper, FSDPModule):
-        policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
-        names = ("param_dtype", "reduce_dtype", "output_dtype")
-        facts |= {name: plain_value(getattr(policy, name, None)) for name in names}
-    elif hasattr(wrapper, "zero_optimization_stage"):
-        engine: Any = wrapper
-        facts |= {
-            "stage": int(engine.zero_optimization_stage()),
-            "micro_batches": int(engine.gradient_accumulation_steps()),
-            "communication_dtype": plain_value(engine.communication_data_type),
-        }
-    elif hasattr(wrapper, "ddp_config"):
-        facts |= {
-            name: plain_value(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS
-        }
-    return facts
-
-
-def communication_hook(wrapper: nn.Module) -> str | None:
-    """Return the name of DDP's communication hook; None without one."""
-    names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
-    return ", ".join(names) or str(log.get("comm_hook") or "") or None
+def _reduction(wrapped: Wrapped, group: dist.ProcessGroup) -> Facts:
+    settings = {name: plain_value(value) for name, value in wrapped.settings().items()}
+    backend = str(dist.get_backend(group))
+    return {"class": type(wrapped.wrapper).__name__, "backend": backend, **settings}
 
 
 def _optimizer(optimizer: Any) -> Facts:
@@ -535,11 +500,6 @@ def _quietly_of(owner: object, name: str) -> Any:
 def _class_of(thing: object) -> str:
     kind = type(thing)
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__qualname__", None)
-    return _class_of(function) if name is None else f"{function.__module__}.{name}"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -12,17 +12,27 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rankscope.bus.words import shortened
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, log_other_mesh, mesh_place
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
+    ShardLookup,
+    casting_policy,
     ends_backward,
+    every_parameter,
+    fsdp2_device,
+    fsdp2_parameters,
+    fsdp2_process_group,
+    fsdp2_replica,
     fsdp2_states,
     listen,
     measure_shards,
@@ -31,15 +41,15 @@ from rankscope.wrappers.fsdp2_model import (
 )
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.passes import in_backward
-from rankscope.wrappers.ranks import local_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 from rankscope.wrappers.tap import (
-    GradientObserver,
     GradientTap,
-    Guarded,
     LocalGradient,
     ReadReduced,
+    TapPlan,
     guarded,
 )
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, no_whole
 
 _log = logging.getLogger("rankscope")
 
@@ -96,13 +106,10 @@ class FSDP2Tap(GradientTap):
         self,
         model: nn.Module,  # or a module around it; ``fully_shard`` was applied to it or to parts
         parameters: dict[str, Tensor],  # as of fsdp2_parameters
-        sketcher: Sketcher,  # on fsdp2_device
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
+        plan: TapPlan,  # with a sketcher on fsdp2_device
     ) -> None:
-        self._observer = observer
+        sketcher = plan.sketcher
+        self._observer = plan.observer
         meshes = parameters_by_mesh(model)
         managed = next(each for each in meshes if any(p.name in parameters for p in each))
         self._batches = len(meshes[0][0].group.ranks)
@@ -112,9 +119,9 @@ class FSDP2Tap(GradientTap):
         self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
         self.reduced_copies = self._groups[0].num_copies
         self._sketcher = sketcher
-        self._guarded = guarded
+        self._guarded = plan.guarded
         self._parts = GradientParts(sketcher)
-        self._gradients = AccumulatedGradients(self._watched, sketcher, reduced)
+        self._gradients = AccumulatedGradients(self._watched, sketcher, plan.reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
@@ -554,3 +561,68 @@ def state_of(gradient: Tensor) -> State:
     Of a DTensor its own version counts: autograd leaves that of its local part alone.
     """
     return local_of(gradient).data_ptr(), gradient._version
+
+
+_TYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+FSDP2 = WrapperKind("FSDP2", "fully_shard got a mesh", no_canary=no_whole("FSDP2"))
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP2Model(Wrapped):
+    """A model to which ``fully_shard`` was applied, or to parts of it."""
+
+    def every_parameter(self) -> dict[str, Tensor]:
+        """Return all shards by canonical name, also where the model holds gathered parameters."""
+        meshes = parameters_by_mesh(self.wrapper)
+        return {p.name: p.tensor for managed in meshes for p in managed}
+
+    def lookup(self) -> Callable[[nn.Module, str], Tensor | None] | None:
+        """Return how to find the shard that a module's parameter stands for."""
+        return ShardLookup(self.wrapper, ranks_of(self.group))
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the types of the ``MixedPrecisionPolicy`` of the root."""
+        if not isinstance(self.wrapper, FSDPModule):
+            return {}
+        policy = casting_policy(self.wrapper)
+        return {name: getattr(policy, name, None) for name in _TYPES}
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter its own type and that in which FSDP2 means to reduce."""
+        sums = {p.name: p.summed_in for p in every_parameter(self.wrapper)}
+        return {n: (p.dtype, sums.get(n, p.dtype)) for n, p in self.parameters.items()}
+
+    def make_tap(self, plan: TapPlan) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        return FSDP2Tap(self.wrapper, self.parameters, plan)
+
+
+def find_fsdp2(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
+    """Return a model under ``fully_shard``; its workers are those of one of its meshes."""
+    workers = () if process_group is None else ranks_of(process_group)
+    parameters = fsdp2_parameters(model, workers)
+    first, *others = parameters_by_mesh(model)
+    chosen = any(p.name in parameters for p in first)
+    if chosen:
+        for other in others:
+            log_other_mesh(first, other)
+    return FSDP2Model(
+        FSDP2,
+        model,
+        parameters,
+        process_group or fsdp2_process_group(model),
+        fsdp2_device(model),
+        sharded=True,
+        replica=fsdp2_replica(model, workers),
+        mesh=_find_mesh(model) if chosen else None,
+        inside=model,
+    )
+
+
+def _find_mesh(model: nn.Module) -> MeshPlace | None:
+    try:
+        return mesh_place(model)
+    except Exception as error:  # whatever the meshes of its parameters are
+        _log.debug("other axes of the mesh are unknown: %r", error)
+        return None

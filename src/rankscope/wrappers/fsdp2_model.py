@@ -355,9 +355,10 @@ def parameters_by_mesh(model: nn.Module) -> list[list[ManagedParameter]]:
 
 def fsdp2_states(model: nn.Module) -> list[Any]:
     """Return FSDP2's own states of the modules to which ``fully_shard`` was applied."""
-    expect(FSDPModule, "_get_fsdp_state")
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    return list(dict.fromkeys(states))
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        expect(module, "_get_fsdp_state")
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
 
 
 def casting_policy(module: FSDPModule) -> Any:

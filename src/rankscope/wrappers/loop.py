@@ -27,17 +27,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rankscope.gradients.sketch import Sketcher
+from rankscope.errors import UnsupportedError
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.ddp_reading import measure_reduced
 from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.ranks import local_of, ranks_of
-from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.wrappers.tap import GradientTap, LocalGradient, TapPlan
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, check_one_device, trained_in
 
 _ALL_REDUCE = Relay(dist, "all_reduce")
 
@@ -66,30 +69,20 @@ class _Held:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer. ``workers`` are the W ranks that
-    are compared, ``summed`` gets the names of parameters that others sum with them, and ``held``
-    names the parameters in this rank's optimizer (none if it holds copies), and
-    ``in_shares`` whether each is in that of one rank; the other arguments are those of
-    :class:`~rankscope.wrappers.hooked.HookedTap`.
+    The observer's ``see_reduced`` is called before the optimizer.
     """
 
     def __init__(
         self,
         parameters: dict[str, Tensor],
-        workers: Collection[int],
-        sketcher: Sketcher,
-        guarded: Guarded,
+        workers: Collection[int],  # the ranks that are compared
+        plan: TapPlan,
         *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
-        summed: set[str],
-        unawaited: Callable[[bool], None] = lambda noticed: None,
-        held: Collection[str] | None = None,
-        in_shares: bool = False,
+        summed: set[str],  # gets the names of parameters that other ranks sum with these
+        held: Collection[str] | None = None,  # in this rank's optimizer; none if it holds copies
+        in_shares: bool = False,  # each is in the optimizer of one rank
     ) -> None:
-        super().__init__(
-            parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
-        )
+        super().__init__(parameters, plan)
         # every rank is taken to hold the reduced gradient, or each has a share
         self.reduced_copies = 1 if in_shares else len(workers)
         self._of_copies = held is not None and not held and not in_shares
@@ -102,14 +95,14 @@ class LoopTap(HookedTap):
         self.leave_out(())
         self._looked_for_others = False
         self._step = _Step()
-        self._parts = GradientParts(sketcher)
-        self._adds_up = sketcher.sketches
+        self._parts = GradientParts(plan.sketcher)
+        self._adds_up = plan.sketcher.sketches
         self._workers = frozenset(workers)
         self._summed = summed
         self._reduced_here: set[str] = set()  # over workers, in this step
         self._before_sums: dict[str, Any] = {}  # what has the gradients, as parameters do
         self._memory: Mapping[int, str] | None = None
-        self._read = reduced
+        self._read = plan.reduced
         has_others = dist.get_world_size() > len(workers)
         self._stop = _ALL_REDUCE.subscribe(before=self._see_sum) if has_others else None
 
@@ -302,3 +295,47 @@ class LoopTap(HookedTap):
         )
         if self._measure:
             self._micro.add(self._reading.totals, last=False)
+
+
+LOOP = WrapperKind(
+    "loop",
+    "loop reduces over a group",
+    by_loop=True,
+    updates_at_once=False,
+    begins_in_parts=True,
+)
+"""A model without wrapper, whose training reduces gradients itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopModel(Wrapped):
+    """A model that nothing wraps."""
+
+    def make_tap(self, plan: TapPlan) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        return LoopTap(
+            self.parameters,
+            ranks_of(self.group),
+            plan,
+            summed=self.summed,
+            held=self.held,
+            in_shares=self.in_shares,
+        )
+
+
+def find_loop(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
+    """Return a model without wrapper, whose workers are the ranks of a group."""
+    if group.size() < 2:
+        raise UnsupportedError(
+            f"watch() expected several workers, got {type(model).__name__} without wrapper in a "
+            "group of one rank, where there is nothing to compare; start the job with more ranks"
+        )
+    parameters = trained_in(model)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "watch() expected whole parameters on every rank of a model without wrapper, got "
+            "DTensor; wrap the model by fully_shard"
+        )
+    check_one_device(parameters)
+    device = next(iter(parameters.values()), torch.zeros(())).device
+    return LoopModel(LOOP, model, parameters, group, device, inside=model)

@@ -16,7 +16,8 @@ times the loss scale.
 Legend of shapes: W workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import Measured, Sketcher
+from rankscope.gradients.sketch import Measured
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.parts import MicroBatches, measure_reduced_parts
 from rankscope.wrappers.passes import BackwardEnd
-from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.wrappers.tap import GradientTap, LocalGradient, ReadReduced, TapPlan, guarded
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind
 
 _WRAPPERS = "megatron.core.distributed"
 _OPTIMIZERS = "megatron.core.optimizer"
@@ -48,22 +50,20 @@ class MegatronTap(GradientTap):
         self,
         ddp: Any,
         parameters: Mapping[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
+        plan: TapPlan,
     ) -> None:
+        sketcher = plan.sketcher
         self._factor = factor_of_mean(ddp)
         sharded = is_sharded(ddp)
         self.reduced_copies = 1 if sharded else megatron_process_group(ddp).size()
         self._sketcher = sketcher
-        self._guarded = guarded
-        self._read_reduced = reduced
+        self._guarded = plan.guarded
+        self._read_reduced = plan.reduced
         self._totals = sketcher.new_totals()
         self._reduced = sketcher.new_totals()
         self._grown = sketcher.new_totals()
         self._micro = MicroBatches()
-        self._backward = BackwardEnd(self._begin_backward, self._end_backward, guarded)
+        self._backward = BackwardEnd(self._begin_backward, self._end_backward, plan.guarded)
         self._reached: list[Callable[[], None]] = []  # called if the pass that runs trains
         self._buffers = [buffer.grad_data for buffer in ddp.buffers]
         self._versions: list[int] = []  # of the buffers, when the pass began
@@ -340,3 +340,42 @@ def _comes_from(value: object, package: str) -> bool:
 def _buckets(ddp: Any) -> Iterator[Any]:
     for group in ddp.bucket_groups:
         yield from group.buckets
+
+
+_SETTINGS = (
+    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
+    "average_in_collective", "bucket_size",
+)  # fmt: skip
+
+MEGATRON = WrapperKind(
+    "Megatron-core",
+    "Megatron-core reduces over a group",
+    own_optimizer=False,
+    no_canary="a canary's backward pass would add to the gradients in Megatron-core's buffers",
+    no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel(Wrapped):
+    """A model in Megatron-core's ``DistributedDataParallel``."""
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the settings of its ``ddp_config``."""
+        return {name: getattr(self.wrapper.ddp_config, name) for name in _SETTINGS}
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter the type of its buffer."""
+        held = {name: getattr(p, "main_grad", p) for name, p in self.parameters.items()}
+        return {name: [gradient.dtype] for name, gradient in held.items()}
+
+    def make_tap(self, plan: TapPlan) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        return MegatronTap(self.wrapper, self.parameters, plan)
+
+
+def find_megatron(ddp: Any, process_group: object = None) -> Wrapped:
+    """Return a model in Megatron-core's wrapper."""
+    group = megatron_process_group(ddp)
+    device = ddp.buffers[0].grad_data.device
+    return MegatronModel(MEGATRON, ddp, megatron_parameters(ddp), group, device)

@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
+from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 
 Guarded = Callable[..., None]
@@ -217,3 +218,19 @@ class ObserverGroup:
 
 def _ignore(*args: object) -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class TapPlan:
+    """What a tap measures, and whom it calls."""
+
+    sketcher: Sketcher
+    guarded: Guarded
+    reduced: ReadReduced
+    observer: GradientObserver  # gets local gradients, and a call after their reduction
+    shadowed: Callable[[], None] = _ignore
+    """Called after each synchronising step that this rank only shadows, since it has run out of
+    data inside ``model.join()``."""
+    unawaited: Callable[[bool], None] = _ignore
+    """Called in the hook of a backward pass's first gradient, if the pass was not noticed before
+    (argument False), or no forward pass waited for it (True): it may announce one."""
