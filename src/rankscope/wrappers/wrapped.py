@@ -119,7 +119,7 @@ def reduced_types(types: Mapping[str, Collection[torch.dtype]], groups: Groups) 
         group = groups.names[groups.index_of[name]]
         known = [coarsest[group]] if group in coarsest else []
         real = [dtype.to_real() if dtype.is_complex else dtype for dtype in each]
-        coarsest[group] = max(*known, *real, key=lambda dtype: torch.finfo(dtype).eps)
+        coarsest[group] = max([*known, *real], key=lambda dtype: torch.finfo(dtype).eps)
     return {group: dtype_name(dtype) for group, dtype in coarsest.items()}
 
 
