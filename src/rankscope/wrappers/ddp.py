@@ -246,7 +246,9 @@ class DDPTap(HookedTap):
         gradient = None
         step = self._step
         valid = self.complete and step.settled and not step.spoiled
-        valid = valid and (self._calls.whole if self._stream is None else self._stream.valid)
+        valid = valid and (
+            self._calls.whole if self._stream is None else self._stream.parts.adds_up
+        )
         if valid and self._measure:
             gradient = self._gradient(self._reduced if step.reduced_known else None)
         self._start_again()

@@ -150,7 +150,6 @@ class _PartsReader(LocalReader):
     ) -> None:
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
-        self._adds_up = sketcher.sketches
         self._num_backwards = 0
         self._begun = begun  # the step's first parts are missing
         self._handles: list[RemovableHandle] = [
@@ -160,20 +159,18 @@ class _PartsReader(LocalReader):
 
     @property
     def valid(self) -> bool:
-        return not self._begun and (self._adds_up or self._parts.count == 1)
+        return not self._begun and self._parts.adds_up
 
     @property
     def estimated(self) -> bool:
-        return self._parts.count > 1
+        return self._parts.estimated
 
     def end_backward(self) -> None:
         self._parts.close()
         self._num_backwards += 1
 
     def result(self) -> tuple[GradientTotals, Tensor | None]:
-        one_each = self._num_backwards == self._parts.count
-        micro = self._parts.part_squared_norms() if self.estimated and one_each else None
-        return self._parts.totals(), micro
+        return self._parts.totals(), self._parts.part_squared_norms(self._num_backwards)
 
     def reset(self, *, begun: bool = False) -> None:
         self._parts.reset()

@@ -29,14 +29,12 @@ from rankscope.wrappers.fsdp2_model import (
     casting_policy,
     ends_backward,
     every_parameter,
-    fsdp2_device,
-    fsdp2_parameters,
-    fsdp2_process_group,
-    fsdp2_replica,
     fsdp2_states,
     listen,
+    managed_parameters,
     measure_shards,
     parameters_by_mesh,
+    process_group_of,
     waits_by_hand,
 )
 from rankscope.wrappers.parts import GradientParts, MicroBatches
@@ -105,8 +103,8 @@ class FSDP2Tap(GradientTap):
     def __init__(
         self,
         model: nn.Module,  # or a module around it; ``fully_shard`` was applied to it or to parts
-        parameters: dict[str, Tensor],  # as of fsdp2_parameters
-        plan: TapPlan,  # with a sketcher on fsdp2_device
+        parameters: dict[str, Tensor],
+        plan: TapPlan,
     ) -> None:
         sketcher = plan.sketcher
         self._observer = plan.observer
@@ -216,7 +214,7 @@ class FSDP2Tap(GradientTap):
                 self._parts.totals(),
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
-                norm_estimated=self._parts.count > 1,
+                norm_estimated=self._parts.estimated,
                 accumulator_changes=self._gradients.collect() if self._step.one_each else None,
             )
         self._start_again()
@@ -231,9 +229,8 @@ class FSDP2Tap(GradientTap):
         """Return the norms when each forward pass had one backward pass and all were seen."""
         if not self._step.micro_known or not self._step.one_each:
             return None
-        if self._parts.count > 1:
-            each = self._parts.count == self._step.backwards
-            return self._parts.part_squared_norms() if each else None
+        if self._parts.estimated:
+            return self._parts.part_squared_norms(self._step.backwards)
         return self._micro.squared_norms()
 
     @guarded
@@ -599,22 +596,26 @@ class FSDP2Model(Wrapped):
 
 
 def find_fsdp2(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
-    """Return a model under ``fully_shard``; its workers are those of one of its meshes."""
+    """Return a model under ``fully_shard``; its workers are those of one of its meshes.
+
+    Parameters that it ignores are left out: nothing averages their gradients.
+    """
     workers = () if process_group is None else ranks_of(process_group)
-    parameters = fsdp2_parameters(model, workers)
+    managed = managed_parameters(model, workers)
+    group = managed[0].group
     first, *others = parameters_by_mesh(model)
-    chosen = any(p.name in parameters for p in first)
+    chosen = first[0].name == managed[0].name
     if chosen:
         for other in others:
             log_other_mesh(first, other)
     return FSDP2Model(
         FSDP2,
         model,
-        parameters,
-        process_group or fsdp2_process_group(model),
-        fsdp2_device(model),
+        {p.name: p.tensor for p in managed if p.tensor.requires_grad},
+        process_group or process_group_of(group),
+        group.device,  # of gradients; under CPU offloading the parameters live elsewhere
         sharded=True,
-        replica=fsdp2_replica(model, workers),
+        replica=group.replica,
         mesh=_find_mesh(model) if chosen else None,
         inside=model,
     )

@@ -96,7 +96,6 @@ class LoopTap(HookedTap):
         self._looked_for_others = False
         self._step = _Step()
         self._parts = GradientParts(plan.sketcher)
-        self._adds_up = plan.sketcher.sketches
         self._workers = frozenset(workers)
         self._summed = summed
         self._reduced_here: set[str] = set()  # over workers, in this step
@@ -202,9 +201,11 @@ class LoopTap(HookedTap):
         gradient = None
         step = self._step
         parts = self._parts if step.taken and step.num_passes > 1 else None
-        lost = parts is not None and not self._adds_up  # norms alone do not add up
+        lost = parts is not None and not parts.adds_up
         if self.complete and self._measure and self._calls.whole and not (step.spoiled or lost):
-            micro = parts.part_squared_norms() if parts else self._micro.squared_norms()
+            micro = (
+                parts.part_squared_norms(step.num_passes) if parts else self._micro.squared_norms()
+            )
             gradient = LocalGradient(
                 parts.totals() if parts else self._reading.totals,
                 self._reduced if step.reduced_known else None,
