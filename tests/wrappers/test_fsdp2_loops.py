@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.bus.groups import block_of, group_parameters
+from rankscope.bus.probe import Probe
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.fsdp2 import find_fsdp2
@@ -31,16 +32,8 @@ WIDTH, EXACT = 1021, 1e-5
 def make_tap(session):
     wrapped = find_fsdp2(session.model)
     sketcher = Sketcher(wrapped.device, group_parameters(wrapped.parameters), WIDTH)
-    plan = TapPlan(sketcher, lambda work: work(), ReadReduced.SKETCH, Nobody())
+    plan = TapPlan(sketcher, lambda work: work(), ReadReduced.SKETCH, Probe())
     return wrapped.make_tap(plan)
-
-
-class Nobody:
-    def see_local(self, name, gradient):
-        pass
-
-    def see_reduced(self):
-        pass
 
 
 def train_tapped(session, step, tap):

@@ -34,7 +34,7 @@ from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
-from rankscope.wrappers.tap import ObserverGroup, TapPlan
+from rankscope.wrappers.tap import TapPlan
 from rankscope.wrappers.transfer import begin_transfer
 from rankscope.wrappers.untraced import untraced
 from rankscope.wrappers.wrapped import is_compiled, takes_hooks
@@ -146,12 +146,12 @@ class StepCollector:
             reduced.append(self._accumulation.see_reduced)
             if CLIP.exists:
                 self._stop_listening = CLIP.subscribe(after=self._see_clipped)
-        observer = ObserverGroup(observers[0] if observers else None, reduced)
         plan = TapPlan(
             instruments.sketcher,
             guard,
             instruments.reduced,
-            observer,
+            observers[0] if observers else Probe(),
+            reduced,
             self._shadow,
             self._begin_unawaited,
         )

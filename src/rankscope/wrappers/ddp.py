@@ -35,7 +35,6 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, streams
-from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import LocalGradient, ReadReduced, TapPlan
 
@@ -206,7 +205,8 @@ class DDPTap(HookedTap):
         elif self._step.route is StepRoute.NONE:
             self._step.route = StepRoute.PAST_DDP
         self._find_stream()
-        self._choose_hooks()
+        several = self._stream is None and not self._prepared_late
+        self._choose_hooks(reads_late=several, synchronises=self._reduces)
         self._await_pass()
         self._step.synchronises = self._step.route is StepRoute.PAST_DDP or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
@@ -241,23 +241,15 @@ class DDPTap(HookedTap):
         """How long this worker was busy before it began to wait for the others, or NaN."""
         return self._busy.seconds if self.complete else math.nan
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
+    def _gradient(self) -> LocalGradient | None:
         step = self._step
-        valid = self.complete and step.settled and not step.spoiled
-        valid = valid and (
-            self._calls.whole if self._stream is None else self._stream.parts.adds_up
-        )
-        if valid and self._measure:
-            gradient = self._gradient(self._reduced if step.reduced_known else None)
-        self._start_again()
-        return gradient
-
-    def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
-        if self._stream is not None:
-            return self._stream.gradient(reduced, self._step.carried_over)
-        step = self._step
+        stream = self._stream
+        whole = self._calls.whole if stream is None else stream.parts.adds_up
+        if not (whole and step.settled) or step.spoiled:
+            return None
+        reduced = self._reduced if step.reduced_known else None
+        if stream is not None:
+            return stream.gradient(reduced, step.carried_over)
         totals = self._reading.totals
         if step.earlier is not None:
             totals = totals.clone()
@@ -295,23 +287,13 @@ class DDPTap(HookedTap):
         self._shadow.remove()
         self._busy.remove()
 
-    def _choose_hooks(self) -> None:
-        """Have as few hooks as the next backward pass needs, unless one runs."""
-        if in_backward():
-            return
-        noticed = self._noticed and not self._unnoticed
-        several = self._stream is None and noticed and not self._prepared_late
-        hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
-        self._hooks.keep(hooked)
-        self._noticed = False
-
     @property
     def _accumulates(self) -> bool:
         return self._stream is None
 
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
-        self._begin_step_anew()
+        super()._start_again()
         if self._stream is not None:
             self._stream.reset()
         self._step = StepState()
@@ -388,7 +370,7 @@ class DDPTap(HookedTap):
         if step.synchronises:
             self._busy.see_reduced()
         if reduced:
-            self._observer.see_reduced()
+            self._see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._stream is None) or self._reading.spoiled
         refs = self._reading.take_refs()

@@ -113,23 +113,21 @@ class DeepSpeedTap(GradientTap):
         parameters: dict[str, Tensor],
         plan: TapPlan,
     ) -> None:
+        super().__init__(plan)
         sketcher = plan.sketcher
         self._engine = engine
-        self._sketcher = sketcher
         self._local = choose_reader(engine, parameters, sketcher, plan.guarded)
         self._shards = ReducedReader(engine, parameters)
         replicated = self._shards.replicated
         self.reduced_copies = deepspeed_process_group(engine).size() if replicated else 1
         self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
-        self._read_reduced = plan.reduced if self._shards.available else ReadReduced.OFF
+        if not self._shards.available:
+            self._reads = ReadReduced.OFF
         self._reduced = sketcher.new_totals()
-        self._measure = False
-        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
         self._awaits_backward = False  # a forward pass was announced
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
-        self._guarded = plan.guarded
         self._stops = [
             Relay(engine, _BEGIN).subscribe(before=self._begin_backward),
             Relay(engine, _REDUCE).subscribe(before=self._before_reduction),
@@ -169,27 +167,25 @@ class DeepSpeedTap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._pass is not _Pass.NONE
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self.complete and self._local.valid:
-            totals, micro = self._local.result()
-            off = self._read_reduced is ReadReduced.OFF
-            reduced = None if off else self._reduced.clone()
-            gradient = LocalGradient(
-                totals,
-                reduced,
-                micro,
-                self._local.carried_over,
-                self._local.estimated,
-                accumulator_changes=self._sums.collect(),
-            )
+    def _gradient(self) -> LocalGradient | None:
+        if not self._local.valid:
+            return None
+        totals, micro = self._local.result()
+        return LocalGradient(
+            totals,
+            None if self._reads is ReadReduced.OFF else self._reduced.clone(),
+            micro,
+            self._local.carried_over,
+            self._local.estimated,
+            accumulator_changes=self._sums.collect(),
+        )
+
+    def _start_again(self) -> None:
         self._local.reset(begun=self._step is _Step.LAST)
         self._sums.reset()
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = 0
-        return gradient
 
     def remove(self) -> None:
         """Take all hooks out of the engine."""
@@ -244,10 +240,10 @@ class DeepSpeedTap(GradientTap):
     def _finish(self) -> None:
         if self._step is _Step.OPEN:
             self._step = _Step.LAST
-        if not self._measure or self._read_reduced is ReadReduced.OFF:
+        if not self._measure or self._reads is ReadReduced.OFF:
             return
         shards = list(self._shards.shards())
-        measure_reduced_parts(self._sketcher, self._read_reduced, shards, self._reduced)
+        measure_reduced_parts(self._sketcher, self._reads, shards, self._reduced)
 
 
 DEEPSPEED = WrapperKind(

@@ -106,8 +106,8 @@ class FSDP2Tap(GradientTap):
         parameters: dict[str, Tensor],
         plan: TapPlan,
     ) -> None:
+        super().__init__(plan)
         sketcher = plan.sketcher
-        self._observer = plan.observer
         meshes = parameters_by_mesh(model)
         managed = next(each for each in meshes if any(p.name in parameters for p in each))
         self._batches = len(meshes[0][0].group.ranks)
@@ -116,15 +116,11 @@ class FSDP2Tap(GradientTap):
         self._states = frozenset(fsdp2_states(model))
         self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
         self.reduced_copies = self._groups[0].num_copies
-        self._sketcher = sketcher
-        self._guarded = plan.guarded
         self._parts = GradientParts(sketcher)
         self._gradients = AccumulatedGradients(self._watched, sketcher, plan.reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
-        self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
-        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
-        self._measure = self._left_out = self._announcing = False
+        self._left_out = self._announcing = False
         self._start_again()
         self._stops = listen(
             backward_begins=self._on_begin,
@@ -205,20 +201,17 @@ class FSDP2Tap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._pass is _Pass.OPEN and not in_backward()
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self.complete and not self._step.spoiled:
-            reduced = self._gradients.reduced if self._step.reduced_read else None
-            gradient = LocalGradient(
-                self._parts.totals(),
-                None if reduced is None else reduced.clone(),
-                self._micro_squared_norms(),
-                norm_estimated=self._parts.estimated,
-                accumulator_changes=self._gradients.collect() if self._step.one_each else None,
-            )
-        self._start_again()
-        return gradient
+    def _gradient(self) -> LocalGradient | None:
+        if self._step.spoiled:
+            return None
+        reduced = self._gradients.reduced if self._step.reduced_read else None
+        return LocalGradient(
+            self._parts.totals(),
+            None if reduced is None else reduced.clone(),
+            self._micro_squared_norms(),
+            norm_estimated=self._parts.estimated,
+            accumulator_changes=self._gradients.collect() if self._step.one_each else None,
+        )
 
     def remove(self) -> None:
         """Stop listening."""
@@ -341,7 +334,7 @@ class FSDP2Tap(GradientTap):
         self._step.settled = synchronised and self._step.one_each
         self._step.complete |= synchronised
         if synchronised:
-            self._observer.see_reduced()
+            self._see_reduced()
         if self._measure:
             self._measure_pass(synchronised=synchronised, again=again)
 

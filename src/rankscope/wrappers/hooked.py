@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
 from rankscope.wrappers.parts import MicroBatches
-from rankscope.wrappers.passes import BackwardEnd
+from rankscope.wrappers.passes import BackwardEnd, in_backward
 from rankscope.wrappers.tap import GradientTap, ReadReduced, TapPlan
 from rankscope.wrappers.untraced import untraced
 
@@ -181,16 +181,12 @@ class HookedTap(GradientTap):
         *,
         in_buckets: bool = False,  # gradients are moved into buckets once their hooks are done
     ) -> None:
+        super().__init__(plan)
         sketcher = plan.sketcher
-        guarded = plan.guarded
-        observer = plan.observer
         self._parameters = parameters
         self._all = tuple(parameters)
-        self._sketcher = sketcher
-        self._guarded = guarded
-        self._observer = observer
-        self._backward = BackwardEnd(self._on_begin, self._finish, guarded, self._on_ending)
-        self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
+        self._backward = BackwardEnd(self._on_begin, self._finish, plan.guarded, self._on_ending)
+        self._reading = LocalReading(parameters, sketcher, plan.observer, in_buckets=in_buckets)
         self._reduced = None if plan.reduced is ReadReduced.OFF else sketcher.new_totals()
         self._measure_reduced = partial(measure_reduced, parameters, sketcher, plan.reduced)
         self._micro = MicroBatches()
@@ -200,9 +196,6 @@ class HookedTap(GradientTap):
         self._phase = PassPhase.IDLE
         self._noticed = False  # a backward pass since the last forward pass, at the model's output
         self._unnoticed = False  # the last one began before that, as in another part of the model
-        self._measure = False
-        self._announce: Callable[[], None] | None = None  # of the pass that runs
-        self._reached: list[Callable[[], None]] = []  # called if it trains
         self._unawaited = plan.unawaited
         self._left_out: Collection[str] = ()  # of this step
         self._hooks = GradientHooks(parameters, self._on_gradient)
@@ -262,7 +255,15 @@ class HookedTap(GradientTap):
         self._reading.forget()
         self._move(PassEvent.FORWARD)
 
-    def _begin_step_anew(self) -> None:
+    def _choose_hooks(self, *, reads_late: bool = True, synchronises: bool = False) -> None:
+        """Have as few hooks as the next backward pass needs, unless one runs."""
+        if in_backward():
+            return
+        few = reads_late and self._noticed and not self._unnoticed
+        self._hooks.keep(self._reading.hooked(synchronises=synchronises) if few else self._all)
+        self._noticed = False
+
+    def _start_again(self) -> None:
         self._leave_pass()
         self._reading.forget()
         self._micro.reset()

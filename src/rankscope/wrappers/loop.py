@@ -69,7 +69,7 @@ class _Held:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer.
+    What follows the reduction is called before the optimizer.
     """
 
     def __init__(
@@ -101,12 +101,14 @@ class LoopTap(HookedTap):
         self._reduced_here: set[str] = set()  # over workers, in this step
         self._before_sums: dict[str, Any] = {}  # what has the gradients, as parameters do
         self._memory: Mapping[int, str] | None = None
-        self._read = plan.reduced
         has_others = dist.get_world_size() > len(workers)
         self._stop = _ALL_REDUCE.subscribe(before=self._see_sum) if has_others else None
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
+        if not self._looked_for_others and not in_backward():
+            self._looked_for_others = True
+            self._reading.never_late = self._hooks.go_first()
         self._choose_hooks()
         self._await_pass()
         self._measure = measure
@@ -124,12 +126,12 @@ class LoopTap(HookedTap):
             self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
             self._num_waiting = 0
         self._move(PassEvent.OPTIMIZER)
-        self._observer.see_reduced()
+        self._see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = measure_reduced(
                 {**self._parameters, **self._before_sums},
                 self._sketcher,
-                self._read,
+                self._reads,
                 self._calls.names,
                 into=self._reduced,
                 left_out=self._of_others.union(self._left_out),
@@ -196,31 +198,34 @@ class LoopTap(HookedTap):
         """Measure the step that begins without some parameters."""
         super().leave_out(self._never.union(names) if self._never else names)
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
+    def _gradient(self) -> LocalGradient | None:
         step = self._step
-        parts = self._parts if step.taken and step.num_passes > 1 else None
-        lost = parts is not None and not parts.adds_up
-        if self.complete and self._measure and self._calls.whole and not (step.spoiled or lost):
-            micro = (
-                parts.part_squared_norms(step.num_passes) if parts else self._micro.squared_norms()
-            )
-            gradient = LocalGradient(
-                parts.totals() if parts else self._reading.totals,
-                self._reduced if step.reduced_known else None,
-                micro if step.num_passes > 1 else None,
+        if not self._calls.whole or step.spoiled:
+            return None
+        reduced = self._reduced if step.reduced_known else None
+        if step.num_passes == 1:
+            return LocalGradient(self._reading.totals, reduced, None, step.carried_over)
+        parts = self._parts
+        if not step.taken:
+            return LocalGradient(
+                self._reading.totals,
+                reduced,
+                self._micro.squared_norms(),
                 step.carried_over,
                 accumulator_changes=self._accumulator.collect(),
-                norm_estimated=parts is not None,
             )
+        if not parts.adds_up:
+            return None
+        micro = parts.part_squared_norms(step.num_passes)
+        return LocalGradient(parts.totals(), reduced, micro, step.carried_over, norm_estimated=True)
+
+    def _start_again(self) -> None:
         self._parts.reset()
         self._reduced_here.clear()
         self._before_sums.clear()
         self._memory = None
-        self._begin_step_anew()
+        super()._start_again()
         self._step = _Step()
-        return gradient
 
     def _keep_taken(self) -> None:
         """Keep the last pass's measurements where its gradient is taken away, as for copies."""
@@ -241,17 +246,6 @@ class LoopTap(HookedTap):
             return True
         readable = gradient.is_cpu and not gradient.is_sparse and gradient._version != version
         return readable and not bool(gradient.any())
-
-    def _choose_hooks(self) -> None:
-        """Have as few hooks as the next backward pass needs, unless one runs."""
-        if in_backward():
-            return
-        if not self._looked_for_others:
-            self._looked_for_others = True
-            self._reading.never_late = self._hooks.go_first()
-        noticed = self._noticed and not self._unnoticed
-        self._hooks.keep(self._reading.hooked(synchronises=False) if noticed else self._all)
-        self._noticed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         if last:

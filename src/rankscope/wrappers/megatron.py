@@ -52,19 +52,16 @@ class MegatronTap(GradientTap):
         parameters: Mapping[str, Tensor],
         plan: TapPlan,
     ) -> None:
+        super().__init__(plan)
         sketcher = plan.sketcher
         self._factor = factor_of_mean(ddp)
         sharded = is_sharded(ddp)
         self.reduced_copies = 1 if sharded else megatron_process_group(ddp).size()
-        self._sketcher = sketcher
-        self._guarded = plan.guarded
-        self._read_reduced = plan.reduced
         self._totals = sketcher.new_totals()
         self._reduced = sketcher.new_totals()
         self._grown = sketcher.new_totals()
         self._micro = MicroBatches()
         self._backward = BackwardEnd(self._begin_backward, self._end_backward, plan.guarded)
-        self._reached: list[Callable[[], None]] = []  # called if the pass that runs trains
         self._buffers = [buffer.grad_data for buffer in ddp.buffers]
         self._versions: list[int] = []  # of the buffers, when the pass began
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -74,7 +71,7 @@ class MegatronTap(GradientTap):
         if sharded:
             self._held = [p for group in ddp.bucket_groups for p in own_shards(group, names)]
         self._stop = Relay(ddp, "finish_grad_sync").subscribe(after=self._finish)
-        self._measure = self._complete = self._begun = False
+        self._complete = self._begun = False
         self._carried_over: Tensor | None = None
         self._start_again()
 
@@ -114,15 +111,12 @@ class MegatronTap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._backward.running
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self._complete and all(group.reads == 1 for group in self._groups):
-            reduced = None if self._read_reduced is ReadReduced.OFF else self._reduced
-            micro = self._micro.squared_norms() if self._one_each else None
-            gradient = LocalGradient(self._totals, reduced, micro, self._carried_over)
-        self._start_again()
-        return gradient
+    def _gradient(self) -> LocalGradient | None:
+        if any(group.reads != 1 for group in self._groups):
+            return None
+        reduced = None if self._reads is ReadReduced.OFF else self._reduced
+        micro = self._micro.squared_norms() if self._one_each else None
+        return LocalGradient(self._totals, reduced, micro, self._carried_over)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -179,8 +173,8 @@ class MegatronTap(GradientTap):
             return
         if self._sketcher.sketches:
             self._add_micro_batch(self._totals, last=True)
-        if self._read_reduced is not ReadReduced.OFF:
-            measure_reduced_parts(self._sketcher, self._read_reduced, self._held, self._reduced)
+        if self._reads is not ReadReduced.OFF:
+            measure_reduced_parts(self._sketcher, self._reads, self._held, self._reduced)
             self._reduced.scale(1 / self._factor)
 
 
