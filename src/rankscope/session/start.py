@@ -25,7 +25,7 @@ from rankscope.evidence import EVIDENCE
 from rankscope.files import to_plain
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import choose_instruments
+from rankscope.session.instruments import choose_instruments, job_of
 from rankscope.session.meetings import (
     LATER_SECONDS,
     WatchedStage,
@@ -174,15 +174,7 @@ def watch(
     alike = not local_steps  # else parameters differ, and with them every result
     reasons = {each.name: each.why_not(wrapped, options, alike=alike) for each in EVIDENCE}
     canary = not reasons["canary"]
-    instruments = choose_instruments(
-        wrapped,
-        options,
-        tier,
-        local_steps=local_steps,
-        loader=loader,
-        canary=canary,
-        given_dir=str(run_dir),
-    )
+    instruments = choose_instruments(wrapped, options, tier)
     described = {
         "tier": tier,
         **options.compared(),
@@ -226,7 +218,6 @@ def watch(
     held = frozenset(held_names(optimizer, wrapped.parameters)) if by_loop else None
     if held is not None and (handle.held is not HeldParameters.ALL or not held):
         wrapped = replace(wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES)
-        instruments = replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper, wrapped.summed)
     channel = Channel(shared_weights=stage.shared)
     if not local_steps and not handle.problem:
@@ -243,13 +234,23 @@ def watch(
             channel = replace(channel, meet_stages=later)
         else:
             channel = replace(channel, stages=meet())
+    job = job_of(
+        wrapped,
+        optimizer,
+        options,
+        handle.first_step,
+        local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=str(run_dir),
+        channel=channel,
+    )
     scope = Scope(
         models,
-        optimizer,
+        job,
         instruments,
         handle,
         on_finding=on_finding,
-        channel=channel,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
