@@ -27,13 +27,12 @@ from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.ddp_model import is_ddp
 from rankscope.wrappers.find import (
-    WRAPPING,
     find_parts,
     find_wrapper,
     in_training_mode,
     watchable_classes,
 )
-from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.living import WRAPPING, live_objects
 from rankscope.wrappers.optimizers import copies_of, first_of
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store, place_of_all
@@ -43,7 +42,6 @@ _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
 _PATIENCE_ALONE = 30.0  # for all ranks of a model without a wrapper: some may train none
-_WRAPPERS = (*WRAPPING, nn.DataParallel)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
@@ -320,9 +318,9 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         if not found:  # the loop takes them away
             types = {copy.dtype for copy in copies}
             found = [m for m in copied if types.isdisjoint(p.dtype for p in m.parameters())]
-    if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
+    if any(isinstance(module, WRAPPING) and module not in found for module in modules):
         return []
-    found = [module for module in found if not isinstance(module, _WRAPPERS)]
+    found = [module for module in found if not isinstance(module, WRAPPING)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
 

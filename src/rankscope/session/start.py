@@ -373,7 +373,7 @@ def _facts(
     with one_walk():
         splitting = splitting_loader() if loader is None else loader
         data_rows = rows_of(loader)
-        settings = given_settings(wrapped.wrapper, wrapped.module, optimizer, config)
+        settings = given_settings(wrapped, optimizer, config)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import UnsupportedError
 from rankscope.wrappers.ddp_model import (
@@ -26,6 +26,7 @@ from rankscope.wrappers.ddp_model import (
 from rankscope.wrappers.deepspeed import engine_class, find_deepspeed, is_deepspeed
 from rankscope.wrappers.fsdp2 import find_fsdp2
 from rankscope.wrappers.fsdp2_model import is_fsdp2
+from rankscope.wrappers.living import REDUCING, WRAPPING
 from rankscope.wrappers.loop import find_loop
 from rankscope.wrappers.megatron import find_megatron, is_megatron
 from rankscope.wrappers.wrapped import Wrapped
@@ -33,7 +34,6 @@ from rankscope.wrappers.wrapped import Wrapped
 _log = logging.getLogger("rankscope")
 
 Group = dist.ProcessGroup | None
-Classes = tuple[type[Any], ...]
 
 
 def _is_fsdp1(model: object) -> bool:
@@ -64,9 +64,6 @@ _WRAPPERS = (
     _Wrapper(is_megatron, find_megatron, around=True),
 )
 """All of them; the first that a model has counts."""
-
-WRAPPING: Classes = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
-"""Classes of torch's that reduce gradients of what they wrap."""
 
 
 def watchable_classes() -> list[type[Any]]:
@@ -110,7 +107,7 @@ def _wrapped_whole(model: Any) -> nn.Module | None:
     """Return the wrapped model inside a module without parameters of its own, as of Fabric."""
     if not isinstance(model, nn.Module):
         return None
-    wrapped = next((part for part in model.modules() if isinstance(part, WRAPPING)), None)
+    wrapped = next((part for part in model.modules() if isinstance(part, REDUCING)), None)
     if wrapped is None or wrapped is model:
         return None
     own = {id(p) for p in model.parameters()} - {id(p) for p in wrapped.parameters()}
@@ -123,7 +120,7 @@ def _check_bare(model: Any) -> None:
     wrapped = [
         type(part).__name__
         for part in parts
-        if isinstance(part, (*WRAPPING, DataParallel)) or type(part).__module__.startswith(_FOREIGN)
+        if isinstance(part, WRAPPING) or type(part).__module__.startswith(_FOREIGN)
     ]
     advice = "pass what the training calls, after wrapping"
     if not isinstance(model, nn.Module):
