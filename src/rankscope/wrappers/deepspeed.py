@@ -168,17 +168,8 @@ class DeepSpeedTap(GradientTap):
         return self._pass is not _Pass.NONE
 
     def _gradient(self) -> LocalGradient | None:
-        if not self._local.valid:
-            return None
-        totals, micro = self._local.result()
-        return LocalGradient(
-            totals,
-            None if self._reads is ReadReduced.OFF else self._reduced.clone(),
-            micro,
-            self._local.carried_over,
-            self._local.estimated,
-            accumulator_changes=self._sums.collect(),
-        )
+        reduced = None if self._reads is ReadReduced.OFF else self._reduced.clone()
+        return self._local.gradient(reduced, self._sums.collect())
 
     def _start_again(self) -> None:
         self._local.reset(begun=self._step is _Step.LAST)
