@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
@@ -166,15 +167,16 @@ class ShadowSteps:
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Of several ``models``, which are parts of one training, the first is timed.
+    Of several wrappers, which are of parts of one training, the first is timed.
     """
 
     def __init__(
         self,
-        models: Sequence[DistributedDataParallel],
-        parameters: dict[str, Tensor],
+        wrapped: Any,  # a DDPModel
         plan: TapPlan,
     ) -> None:
+        models: Sequence[DistributedDataParallel] = wrapped.ddps
+        parameters: dict[str, Tensor] = wrapped.parameters
         model = models[0]
         sketcher = plan.sketcher
         in_buckets = any(each.gradient_as_bucket_view for each in models)

@@ -13,17 +13,17 @@ from rankscope.errors import UnsupportedError
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.ddp import DDPTap
 from rankscope.wrappers.ranks import ranks_of
-from rankscope.wrappers.tap import GradientTap, TapPlan
 from rankscope.wrappers.wrapped import Wrapped, WrapperKind, check_one_device, trained_in
 
 _GROUPED_BY = "DistributedDataParallel got a process_group"
 _SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
 
-DDP = WrapperKind("DDP", _GROUPED_BY, one_of_many=True, begins_in_parts=True, traces=True)
+DDP = WrapperKind("DDP", _GROUPED_BY, DDPTap, one_of_many=True, begins_in_parts=True, traces=True)
 
 DDP_PARTS = WrapperKind(
     "DDP",
     _GROUPED_BY,
+    DDPTap,
     in_parts=True,
     no_canary="the training calls the parts of the model one by one, each in a DDP of its own",
     no_reference="the training calls its parts one by one, each in a DDP of its own",
@@ -33,6 +33,7 @@ DDP_PARTS = WrapperKind(
 REPLICATE = WrapperKind(
     "replicate",
     _GROUPED_BY,
+    DDPTap,
     runs_apart=False,
     no_canary="replicate() reduces in hooks of the model itself, so no worker can run it alone",
 )
@@ -46,7 +47,8 @@ class DDPModel(Wrapped):
     """
 
     @property
-    def _ddps(self) -> Sequence[DistributedDataParallel]:
+    def ddps(self) -> Sequence[DistributedDataParallel]:
+        """The wrappers, one for each part."""
         parts = self.inside
         return parts.wrappers if isinstance(parts, JointModel) else [self.wrapper]
 
@@ -57,7 +59,7 @@ class DDPModel(Wrapped):
         those: the present flag counts. One that it reduces all the same is equal on all workers,
         and makes no finding.
         """
-        lists: list[Any] = [getattr(each, "_module_parameters", None) for each in self._ddps]
+        lists: list[Any] = [getattr(each, "_module_parameters", None) for each in self.ddps]
         if any(parameters is None for parameters in lists):
             return None
         reduced = {id(p) for parameters in lists for p in parameters or () if p.requires_grad}
@@ -94,10 +96,6 @@ class DDPModel(Wrapped):
             "bucket_bytes": int(ddp.bucket_bytes_cap),
             "hook": communication_hook(ddp),
         }
-
-    def make_tap(self, plan: TapPlan) -> GradientTap:
-        """Return a tap that reads this model's local gradients from now on."""
-        return DDPTap(self._ddps, self.parameters, plan)
 
 
 class JointModel(nn.Module):

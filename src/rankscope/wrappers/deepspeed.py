@@ -109,10 +109,11 @@ class DeepSpeedTap(GradientTap):
 
     def __init__(
         self,
-        engine: Any,
-        parameters: dict[str, Tensor],
+        wrapped: Wrapped,
         plan: TapPlan,
     ) -> None:
+        engine = wrapped.wrapper
+        parameters = wrapped.parameters
         super().__init__(plan)
         sketcher = plan.sketcher
         self._engine = engine
@@ -240,6 +241,7 @@ class DeepSpeedTap(GradientTap):
 DEEPSPEED = WrapperKind(
     "DeepSpeed",
     "DeepSpeed reduces over a group",
+    DeepSpeedTap,
     engine=True,
     own_optimizer=False,
     updates_at_once=False,
@@ -264,10 +266,6 @@ class DeepSpeedModel(Wrapped):
     def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
         """Return by parameter its own type and the engine's ``communication_data_type``."""
         return engine_types(self.wrapper, self.parameters)
-
-    def make_tap(self, plan: TapPlan) -> GradientTap:
-        """Return a tap that reads this model's local gradients from now on."""
-        return DeepSpeedTap(self.wrapper, self.parameters, plan)
 
 
 def engine_types(

@@ -102,10 +102,11 @@ class FSDP2Tap(GradientTap):
 
     def __init__(
         self,
-        model: nn.Module,  # or a module around it; ``fully_shard`` was applied to it or to parts
-        parameters: dict[str, Tensor],
+        wrapped: Wrapped,
         plan: TapPlan,
     ) -> None:
+        model = wrapped.wrapper
+        parameters = wrapped.parameters
         super().__init__(plan)
         sketcher = plan.sketcher
         meshes = parameters_by_mesh(model)
@@ -555,7 +556,7 @@ def state_of(gradient: Tensor) -> State:
 
 _TYPES = ("param_dtype", "reduce_dtype", "output_dtype")
 
-FSDP2 = WrapperKind("FSDP2", "fully_shard got a mesh", no_canary=no_whole("FSDP2"))
+FSDP2 = WrapperKind("FSDP2", "fully_shard got a mesh", FSDP2Tap, no_canary=no_whole("FSDP2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,10 +583,6 @@ class FSDP2Model(Wrapped):
         """Return by parameter its own type and that in which FSDP2 means to reduce."""
         sums = {p.name: p.summed_in for p in every_parameter(self.wrapper)}
         return {n: (p.dtype, sums.get(n, p.dtype)) for n, p in self.parameters.items()}
-
-    def make_tap(self, plan: TapPlan) -> GradientTap:
-        """Return a tap that reads this model's local gradients from now on."""
-        return FSDP2Tap(self.wrapper, self.parameters, plan)
 
 
 def find_fsdp2(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:

@@ -39,7 +39,7 @@ from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.ranks import local_of, ranks_of
-from rankscope.wrappers.tap import GradientTap, LocalGradient, TapPlan
+from rankscope.wrappers.tap import LocalGradient, TapPlan
 from rankscope.wrappers.wrapped import Wrapped, WrapperKind, check_one_device, trained_in
 
 _ALL_REDUCE = Relay(dist, "all_reduce")
@@ -74,14 +74,13 @@ class LoopTap(HookedTap):
 
     def __init__(
         self,
-        parameters: dict[str, Tensor],
-        workers: Collection[int],  # the ranks that are compared
+        wrapped: Wrapped,
         plan: TapPlan,
-        *,
-        summed: set[str],  # gets the names of parameters that other ranks sum with these
-        held: Collection[str] | None = None,  # in this rank's optimizer; none if it holds copies
-        in_shares: bool = False,  # each is in the optimizer of one rank
     ) -> None:
+        parameters = wrapped.parameters
+        workers = ranks_of(wrapped.group)
+        held = wrapped.held
+        in_shares = wrapped.in_shares
         super().__init__(parameters, plan)
         # every rank is taken to hold the reduced gradient, or each has a share
         self.reduced_copies = 1 if in_shares else len(workers)
@@ -97,7 +96,7 @@ class LoopTap(HookedTap):
         self._step = _Step()
         self._parts = GradientParts(plan.sketcher)
         self._workers = frozenset(workers)
-        self._summed = summed
+        self._summed = wrapped.summed
         self._reduced_here: set[str] = set()  # over workers, in this step
         self._before_sums: dict[str, Any] = {}  # what has the gradients, as parameters do
         self._memory: Mapping[int, str] | None = None
@@ -295,27 +294,12 @@ class LoopTap(HookedTap):
 LOOP = WrapperKind(
     "loop",
     "loop reduces over a group",
+    LoopTap,
     by_loop=True,
     updates_at_once=False,
     begins_in_parts=True,
 )
 """A model without wrapper, whose training reduces gradients itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopModel(Wrapped):
-    """A model that nothing wraps."""
-
-    def make_tap(self, plan: TapPlan) -> GradientTap:
-        """Return a tap that reads this model's local gradients from now on."""
-        return LoopTap(
-            self.parameters,
-            ranks_of(self.group),
-            plan,
-            summed=self.summed,
-            held=self.held,
-            in_shares=self.in_shares,
-        )
 
 
 def find_loop(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
@@ -333,4 +317,4 @@ def find_loop(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
         )
     check_one_device(parameters)
     device = next(iter(parameters.values()), torch.zeros(())).device
-    return LoopModel(LOOP, model, parameters, group, device, inside=model)
+    return Wrapped(LOOP, model, parameters, group, device, inside=model)

@@ -48,10 +48,11 @@ class MegatronTap(GradientTap):
 
     def __init__(
         self,
-        ddp: Any,
-        parameters: Mapping[str, Tensor],
+        wrapped: Wrapped,
         plan: TapPlan,
     ) -> None:
+        ddp = wrapped.wrapper
+        parameters = wrapped.parameters
         super().__init__(plan)
         sketcher = plan.sketcher
         self._factor = factor_of_mean(ddp)
@@ -344,6 +345,7 @@ _SETTINGS = (
 MEGATRON = WrapperKind(
     "Megatron-core",
     "Megatron-core reduces over a group",
+    MegatronTap,
     own_optimizer=False,
     no_canary="a canary's backward pass would add to the gradients in Megatron-core's buffers",
     no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
@@ -362,10 +364,6 @@ class MegatronModel(Wrapped):
         """Return by parameter the type of its buffer."""
         held = {name: getattr(p, "main_grad", p) for name, p in self.parameters.items()}
         return {name: [gradient.dtype] for name, gradient in held.items()}
-
-    def make_tap(self, plan: TapPlan) -> GradientTap:
-        """Return a tap that reads this model's local gradients from now on."""
-        return MegatronTap(self.wrapper, self.parameters, plan)
 
 
 def find_megatron(ddp: Any, process_group: object = None) -> Wrapped:

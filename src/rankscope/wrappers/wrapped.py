@@ -1,7 +1,7 @@
 """What the monitor asks of a wrapper: facts of its kind, and the model that it wraps.
 
-A wrapper's module has its :class:`WrapperKind`, a subclass of :class:`Wrapped`, and a function that
-finds it; :mod:`rankscope.wrappers.find` lists these.
+A wrapper's module has its :class:`WrapperKind` with its tap, and a function that finds it, which
+:mod:`rankscope.wrappers.find` lists; where it differs in more, a subclass of :class:`Wrapped`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -25,6 +25,7 @@ class WrapperKind:
 
     name: str  # in messages and in the record
     grouped_by: str  # what decides which ranks reduce together, as a sentence's beginning
+    tap: "Callable[[Wrapped, TapPlan], GradientTap]"  # returns one of a model's local gradients
     by_loop: bool = False  # the training reduces by itself, and its optimizer's call ends a step
     engine: bool = False  # the wrapper's own call steps its optimizer
     own_optimizer: bool = True  # the training's optimizer holds the model's parameters themselves
@@ -48,7 +49,7 @@ def no_whole(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A data-parallel model as it was found; a wrapper's subclass has what is its own."""
+    """A data-parallel model as it was found; a wrapper's subclass has what else is its own."""
 
     kind: WrapperKind
     wrapper: Any
@@ -105,7 +106,7 @@ class Wrapped:
 
     def make_tap(self, plan: TapPlan) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
-        raise NotImplementedError
+        return self.kind.tap(self, plan)
 
 
 def reduced_types(types: Mapping[str, Collection[torch.dtype]], groups: Groups) -> dict[str, str]:

@@ -19,9 +19,9 @@ from rankscope.files import to_plain
 from rankscope.verdict.diagnosis import diagnose_run
 from rankscope.wrappers import facts as worker_facts
 from rankscope.wrappers.find import find_wrapper
-from rankscope.wrappers.loop import LOOP, LoopModel
+from rankscope.wrappers.loop import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
-from rankscope.wrappers.wrapped import trained_in
+from rankscope.wrappers.wrapped import Wrapped, trained_in
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -103,7 +103,7 @@ def make_model(width=3, dtype=torch.float32):
 
 def facts_of(model=None, optimizer=None, loader=None, wrapped=None):
     model = make_model() if model is None else model
-    wrapped = wrapped or LoopModel(LOOP, model, trained_in(model), None, None)
+    wrapped = wrapped or Wrapped(LOOP, model, trained_in(model), None, None)
     facts = worker_facts.training_facts(wrapped, optimizer, loader, wrapped.group)
     assert json.loads(json.dumps(to_plain(facts))) == to_plain(facts)
     return facts
