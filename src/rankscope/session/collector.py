@@ -143,8 +143,7 @@ class StepCollector:
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
-            if CLIP.exists:
-                self._stop_listening = CLIP.subscribe(after=self._see_clipped)
+            self._stop_listening = CLIP.subscribe(after=self._see_clipped)
         plan = TapPlan(
             instruments.sketcher,
             guard,

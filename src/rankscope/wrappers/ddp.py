@@ -40,8 +40,6 @@ from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import LocalGradient, ReadReduced, TapPlan
 
 _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
-
-
 _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
@@ -87,11 +85,7 @@ class BusyClock:
         self._broadcast_at = 0.0
         self._broadcasting = 0.0
         self._seconds: float | None = None
-        self._stop: Callable[[], object] = lambda: None
-        if _BROADCAST.exists:
-            self._stop = _BROADCAST.subscribe(
-                before=self._begin_broadcast, after=self._end_broadcast
-            )
+        self._stop = _BROADCAST.subscribe(before=self._begin_broadcast, after=self._end_broadcast)
 
     @property
     def seconds(self) -> float:
@@ -141,29 +135,6 @@ class BusyClock:
         return bool(getattr(model, "_comm_hooks", True) or getattr(join, "enable", False))
 
 
-class ShadowSteps:
-    """Notices the steps that a rank only shadows, since it has run out of data in ``model.join()``.
-
-    Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
-    steps pass is a method of DDP's class.
-    """
-
-    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
-        self._model = model
-        self._shadowed = shadowed
-        self._stop: Callable[[], object] = lambda: None
-        if _SHADOWED.exists:
-            self._stop = _SHADOWED.subscribe(after=self._see)
-
-    def remove(self) -> None:
-        """Stop listening; a second call does nothing."""
-        self._stop()
-
-    def _see(self, model: object) -> None:
-        if model is self._model:
-            self._shadowed()
-
-
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
@@ -194,7 +165,8 @@ class DDPTap(HookedTap):
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
-        self._shadow = ShadowSteps(model, plan.shadowed)
+        self._shadowed = plan.shadowed
+        self._stop_shadowing = _SHADOWED.subscribe(after=self._see_shadowed)
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training. DDP decides here whether backward synchronises.
@@ -286,7 +258,7 @@ class DDPTap(HookedTap):
         if self._stream is not None:
             self._stream.remove()
         super().remove()
-        self._shadow.remove()
+        self._stop_shadowing()
         self._busy.remove()
 
     @property
@@ -299,6 +271,14 @@ class DDPTap(HookedTap):
         if self._stream is not None:
             self._stream.reset()
         self._step = StepState()
+
+    def _see_shadowed(self, model: object) -> None:
+        """Note a step that this rank only shadows, out of data in ``model.join()``.
+
+        No hook fires in it: DDP calls the reduction itself.
+        """
+        if model is self._model:
+            self._shadowed()
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()

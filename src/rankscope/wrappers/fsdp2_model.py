@@ -65,12 +65,12 @@ def listen(
     expect(_STATE, "_register_root_post_backward_final_callback")
     expect(_GROUPS, "foreach_reduce")
     expect(_STATE, "_root_post_backward_final_callback")
-    stops = [
+    return [
         _BEGIN.subscribe(after=backward_begins),
         _REDUCE.subscribe(before=before_reduce),
         _END.subscribe(after=backward_ends),
+        _FINALIZE.subscribe(after=finalized),
     ]
-    return [*stops, _FINALIZE.subscribe(after=finalized)] if _FINALIZE.exists else stops
 
 
 def expect(owner: Any, *names: str) -> None:

@@ -166,10 +166,6 @@ class GradientHooks:
                 crowded.append(name)
         return crowded
 
-    def remove(self) -> None:
-        """Take all hooks out."""
-        self.keep(())
-
 
 class HookedTap(GradientTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters."""
@@ -235,7 +231,7 @@ class HookedTap(GradientTap):
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        self._hooks.remove()
+        self._hooks.keep(())
 
     @property
     def _accumulates(self) -> bool:
