@@ -37,18 +37,10 @@ from rankscope.session.opening import HeldParameters, RunHandle, RunRequest, hos
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrappers.datasets import data_facts
 from rankscope.wrappers.facts import (
     compilation,
-    data_digest_of,
-    data_fields_of,
-    draws_with_replacement,
     environment_facts,
-    length_of,
-    order_of,
-    rows_of,
-    sampler_seed,
-    splits_of,
-    splitting_loader,
     training_facts,
     vocabulary_digest,
 )
@@ -371,20 +363,12 @@ def _facts(
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     with one_walk():
-        splitting = splitting_loader() if loader is None else loader
-        data_rows = rows_of(loader)
+        data = data_facts(loader)
         settings = given_settings(wrapped, optimizer, config)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "sampler_seed": sampler_seed(splitting),
-        "with_replacement": draws_with_replacement(splitting),
-        "data_splits": splits_of(splitting),
-        "data_order": order_of(splitting),
-        "data_length": length_of(loader),
-        "data_rows": data_rows,
-        "data_digest": data_digest_of(splitting),
-        "data_fields": data_fields_of(splitting),
+        **data,
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from rankscope.bus.environment import OF_USER, Setting, plain_settings
-from rankscope.wrappers.facts import quietly, settings_of
+from rankscope.wrappers.datasets import quietly, settings_of
 from rankscope.wrappers.living import framework, live_objects
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.wrapped import Wrapped

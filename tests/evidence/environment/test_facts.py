@@ -18,6 +18,7 @@ from rankscope.bus.finding import Severity
 from rankscope.files import to_plain
 from rankscope.verdict.diagnosis import diagnose_run
 from rankscope.wrappers import facts as worker_facts
+from rankscope.wrappers.datasets import draws_with_replacement
 from rankscope.wrappers.find import find_wrapper
 from rankscope.wrappers.loop import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
@@ -240,7 +241,7 @@ def test_loaders_that_draw_with_replacement_are_recognised():
         data.DataLoader(data.ChainDataset([resampled])),
         data.DataLoader(DATA, sampler=RepeatedAugmentation(DATA, 2, 0)),
     ):
-        assert worker_facts.draws_with_replacement(loader)
+        assert draws_with_replacement(loader)
 
 
 def test_other_loaders_are_not():
@@ -261,7 +262,7 @@ def test_other_loaders_are_not():
         data.DataLoader(DATA, sampler=data.WeightedRandomSampler([1.0] * 12, 3, replacement=False)),
         data.DataLoader(Pipeline(range(3))),
     ):
-        assert not worker_facts.draws_with_replacement(loader)
+        assert not draws_with_replacement(loader)
 
 
 def train_on_shards(rank, folder):
