@@ -44,7 +44,7 @@ def given_settings(
     readers: tuple[Callable[[], Iterable[tuple[str, Any]]], ...] = (
         lambda: _of_transformers(held),
         lambda: _of_lightning(held),
-        _of_accelerate,
+        lambda: _of_accelerate(held),
         lambda: _of_deepspeed(wrapped),
         lambda: _of_schedulers(optimizer),
         _of_losses,
@@ -108,9 +108,12 @@ def _trainer_of(module: Any) -> Any:
         return None
 
 
-def _of_accelerate() -> Iterator[tuple[str, Any]]:
+def _of_accelerate(held: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of the accelerator of a model; one of an earlier training may live on."""
     kind = framework("accelerate.accelerator")
-    for accelerator in live_objects(kind)[kind][:1] if kind else ():
+    living = live_objects(kind)[kind] if kind else []
+    own = [a for a in living if any(_trains(each, held) for each in getattr(a, "_models", ()))]
+    for accelerator in (own or living)[:1]:
         yield "Accelerator", settings_of(accelerator, _ACCELERATOR)
 
 
