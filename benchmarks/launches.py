@@ -154,7 +154,7 @@ class _Training:
 
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
         from rankscope.session.collector import StepCollector
-        from rankscope.session.instruments import choose_instruments
+        from rankscope.session.instruments import choose_instruments, job_of
         from rankscope.session.options import WatchOptions
         from rankscope.wrappers.find import find_wrapper
         from rankscope.wrappers.guard import Guard
@@ -166,9 +166,11 @@ class _Training:
         self.model = DistributedDataParallel(_Model(tensors), **ddp)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         options = WatchOptions(sketch_width=WIDTH, overhead_budget=None)
-        instruments = choose_instruments(find_wrapper(self.model), options)
+        wrapped = find_wrapper(self.model)
+        instruments = choose_instruments(wrapped, options)
+        job = job_of(wrapped, self._optimizer, options)
         self._guard = Guard(fail)
-        self.collector = StepCollector(instruments, self._optimizer, self._guard, lambda step: None)
+        self.collector = StepCollector(instruments, job, self._guard, lambda step: None)
         for parameter in self.model.parameters():
             self._place(parameter)
 

@@ -34,7 +34,7 @@ from rankscope.evidence.state import meter
 from rankscope.gradients import sketch
 from rankscope.session import collector, outbox
 from rankscope.session.collector import StepCollector
-from rankscope.session.instruments import choose_instruments
+from rankscope.session.instruments import choose_instruments, job_of
 from rankscope.session.options import WatchOptions
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers import ddp, passes, transfer
@@ -126,9 +126,11 @@ class Watched:
         self.model = DistributedDataParallel(llama(hidden, layers))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
         options = WatchOptions(reduced=reduced, evidence=evidence)
-        instruments = choose_instruments(find_wrapper(self.model), options)
+        wrapped = find_wrapper(self.model)
+        instruments = choose_instruments(wrapped, options)
+        job = job_of(wrapped, self.optimizer, options)
         self.guard = TimedGuard(_fail)
-        self.collector = StepCollector(instruments, self.optimizer, self.guard, _pack)
+        self.collector = StepCollector(instruments, job, self.guard, _pack)
         self._hook()
 
     def _hook(self) -> None:

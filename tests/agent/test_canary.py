@@ -19,7 +19,8 @@ from rankscope.evidence.canary.cost import StepMemory
 from rankscope.evidence.canary.director import CanaryDirector
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.schedule import SPACING, first_scheduled
-from rankscope.wrappers.find import DDP, Wrapped
+from rankscope.wrappers.ddp_model import DDP
+from rankscope.wrappers.wrapped import Wrapped
 from support.models import make_batch, make_model
 from support.streams import gathered
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
@@ -91,6 +92,8 @@ def refused(_, folder):
         ({"optimizer": "adam"}, OPTIMIZER.format("str")),
         ({"optimizer": [optimizer, schedule]}, OPTIMIZER.format("StepLR")),
         ({"optimizer": other}, OTHERS),
+        ({"optimizer": other, "model": [model, DistributedDataParallel(nn.Linear(2, 2))]}, OTHERS),
+        ({"optimizer": other, "model": replicate(nn.Linear(2, 2))}, OTHERS),
         ({"run_dir": None}, "run_dir to be a path, got NoneType"),
         ({"on_finding": "print"}, "on_finding to be a function of a finding, got str"),
         ({"config": endless}, ENDLESS),

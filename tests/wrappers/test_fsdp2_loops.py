@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rankscope.bus.groups import block_of, group_parameters
+from rankscope.bus.probe import Probe
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.fsdp2 import FSDP2Tap
-from rankscope.wrappers.fsdp2_model import fsdp2_device, fsdp2_parameters, is_fsdp2
-from rankscope.wrappers.tap import ReadReduced
+from rankscope.wrappers.fsdp2 import find_fsdp2
+from rankscope.wrappers.fsdp2_model import is_fsdp2
+from rankscope.wrappers.tap import ReadReduced, TapPlan
 from support.cut import Cut
 from support.fsdp2_modes import Block, Net, make_batches, make_net, mode_named
 from support.fsdp2_training import Session, local_gradient, optimize, start, train_step
@@ -29,25 +30,10 @@ WIDTH, EXACT = 1021, 1e-5
 
 
 def make_tap(session):
-    parameters = fsdp2_parameters(session.model)
-    groups = group_parameters(parameters)
-    sketcher = Sketcher(fsdp2_device(session.model), groups, WIDTH)
-    return FSDP2Tap(
-        session.model,
-        parameters,
-        sketcher,
-        lambda work: work(),
-        reduced=ReadReduced.SKETCH,
-        observer=Nobody(),
-    )
-
-
-class Nobody:
-    def see_local(self, name, gradient):
-        pass
-
-    def see_reduced(self):
-        pass
+    wrapped = find_fsdp2(session.model)
+    sketcher = Sketcher(wrapped.device, group_parameters(wrapped.parameters), WIDTH)
+    plan = TapPlan(sketcher, lambda work: work(), ReadReduced.SKETCH, Probe())
+    return wrapped.make_tap(plan)
 
 
 def train_tapped(session, step, tap):
@@ -179,7 +165,7 @@ def a_model_that_is_not_sharded_is_refused():
     net = make_net()
     assert not is_fsdp2(net)
     with pytest.raises(UnsupportedError, match="got Net without any; call watch"):
-        fsdp2_parameters(net)
+        find_fsdp2(net)
     assert is_fsdp2(nn.Sequential(fully_shard(net)))
 
 
@@ -204,7 +190,7 @@ def tied_weights():
     alone = copy.deepcopy(net)
     fully_shard(net.blocks[0])
     fully_shard(net)
-    assert "head.weight" not in fsdp2_parameters(net)
+    assert "head.weight" not in find_fsdp2(net).parameters
     check_two_steps(net, alone)
 
 
@@ -231,7 +217,7 @@ def ignored_parameters_are_left_out():
     alone = copy.deepcopy(net)
     alone.gate.requires_grad_(False)
     fully_shard(net, ignored_params=set(net.gate.parameters()))
-    assert [name for name in fsdp2_parameters(net) if name.startswith("gate")] == []
+    assert [name for name in find_fsdp2(net).parameters if name.startswith("gate")] == []
     check_two_steps(net, alone)
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from rankscope.wrappers.find import JointModel
+from rankscope.wrappers.ddp_model import JointModel
 from rankscope.wrappers.guard import DeviceClock, Guard
 from rankscope.wrappers.living import live_objects, one_walk
 from rankscope.wrappers.passes import ForwardPasses, tensors_in

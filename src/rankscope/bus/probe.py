@@ -134,7 +134,7 @@ class Channel:
 class Job:
     """The training that probes measure, as they are made."""
 
-    wrapped: Any  # the model and its wrapper, see ``rankscope.wrappers.find``
+    wrapped: Any  # the model and its wrapper, see ``rankscope.wrappers.wrapped``
     optimizer: Any = None  # its optimizer, or several as one; None if unknown
     rank: int = 0  # this worker's rank in its data-parallel group
     loader: Any = None  # the training's data loader; None if it was not given

@@ -12,14 +12,11 @@ read where the backward pass begins. ``accelerator.end_training()`` closes the s
 incomplete if an exception is being handled then.
 """
 
-import contextlib
-import functools
-import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.integrations.hooks import closing_first
 from rankscope.private import Patch
 from rankscope.session import start
 from rankscope.session.scope import Scope
@@ -68,17 +65,5 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
         **(options.pop("config", None) or {}),
     }
     scope = start.watch(model, optimizer, config=config, **options)
-    scope.until_closed(Patch(accelerator, "end_training", partial(_closing, scope)))
+    scope.until_closed(Patch(accelerator, "end_training", partial(closing_first, scope)))
     return scope
-
-
-def _closing(scope: Scope, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an ``end_training`` that closes the scope before it ends the process group."""
-
-    @functools.wraps(original)
-    def end_training(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.suppress(Exception):
-            scope.__exit__(*sys.exc_info())
-        return original(*args, **kwargs)
-
-    return end_training

@@ -7,7 +7,6 @@ the training has made a process group of exactly them.
 
 import hashlib
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from rankscope.errors import RunError, UnsupportedError
@@ -28,25 +25,23 @@ from rankscope.private import Patch, callers, find
 from rankscope.session.meetings import stages_begin_apart
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
+from rankscope.wrappers.ddp_model import is_ddp
 from rankscope.wrappers.find import (
-    DDP,
-    FSDP2,
-    LOOP,
     find_parts,
     find_wrapper,
     in_training_mode,
-    is_compiled,
+    watchable_classes,
 )
-from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.living import WRAPPING, live_objects
 from rankscope.wrappers.optimizers import copies_of, first_of
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store, place_of_all
+from rankscope.wrappers.wrapped import is_compiled
 
 _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
 _PATIENCE_ALONE = 30.0  # for all ranks of a model without a wrapper: some may train none
-_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
@@ -106,7 +101,7 @@ def begins_later(model: nn.Module, *, evaluates: bool) -> bool:
     rank does not come.
     """
     wrapped = find_wrapper(model)
-    if wrapped.kind is LOOP:
+    if wrapped.kind.by_loop:
         return evaluates
     ranks = tuple(ranks_of(wrapped.group))
     if ranks not in _met:
@@ -131,7 +126,7 @@ def begin(
     """
     log_to_stderr()
     wrapped = find_wrapper(model)
-    alone = wrapped.kind is LOOP
+    alone = wrapped.kind.by_loop
     context = CallerContext(model, called, earlier)
     patience = _PATIENCE_ALONE if alone else BEGIN_SECONDS
     problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "", patience)
@@ -140,9 +135,9 @@ def begin(
         return None
     if problem:
         raise RunError(problem)
-    models = [model, *(context.other_parts(wrapped.group) if wrapped.kind is DDP else ())]
+    models = [model, *(context.other_parts(wrapped.group) if wrapped.kind.one_of_many else ())]
     optimizers = context.optimizers(models)
-    if not optimizers and wrapped.kind in (DDP, FSDP2, LOOP):
+    if not optimizers and wrapped.kind.own_optimizer:
         optimizers = context.optimizers_by_shape(models)
     with torch.autocast(wrapped.device.type, enabled=False), stages_begin_apart():
         scope = watch(
@@ -183,8 +178,7 @@ class CallerContext:
     ) -> None:
         self._model = model
         self._earlier = earlier
-        engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
-        wrappers = [DistributedDataParallel, FSDPModule, *([engine] if engine else [])]
+        wrappers = watchable_classes()
         found = live_objects(Optimizer, Scope, *wrappers)
         self._optimizers = _each_once([*found[Optimizer], *called])
         living = (wrapper for kind in wrappers for wrapper in found[kind])
@@ -238,7 +232,7 @@ class CallerContext:
         parts: list[nn.Module] = [
             other
             for other in self.other_models()
-            if isinstance(other, DistributedDataParallel)
+            if is_ddp(other)
             and ranks_of(other.process_group) == ranks
             and any(id(parameter) in updated for parameter in other.parameters())
         ]
@@ -324,9 +318,9 @@ def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         if not found:  # the loop takes them away
             types = {copy.dtype for copy in copies}
             found = [m for m in copied if types.isdisjoint(p.dtype for p in m.parameters())]
-    if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
+    if any(isinstance(module, WRAPPING) and module not in found for module in modules):
         return []
-    found = [module for module in found if not isinstance(module, _WRAPPERS)]
+    found = [module for module in found if not isinstance(module, WRAPPING)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
 

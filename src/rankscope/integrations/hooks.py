@@ -1,6 +1,8 @@
 """Hooks into a script that are never on its stack; torch is not imported for them."""
 
 import atexit
+import contextlib
+import functools
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
@@ -83,6 +85,21 @@ class CallHook:
     def remove(self) -> None:
         """Leave the class as it was."""
         self._patch.remove()
+
+
+def closing_first(scope: Any, end: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a framework's method that closes a scope, and then ends a training.
+
+    The run is incomplete if an exception is being handled.
+    """
+
+    @functools.wraps(end)
+    def close_and_end(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(Exception):
+            scope.__exit__(*sys.exc_info())
+        return end(*args, **kwargs)
+
+    return close_and_end
 
 
 def at_end(owner: Any, finish: Callable[[], None]) -> None:

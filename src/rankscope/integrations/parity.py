@@ -433,9 +433,9 @@ def _sharded_parameters(model: Any) -> list[Any]:
     """Return FSDP2's shards: a pass without gradient leaves whole parameters in their place."""
     if _FSDP not in sys.modules:
         return []
-    from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
+    from rankscope.wrappers.fsdp2_model import every_parameter
 
-    return [each.tensor for each in every_parameter(model)] if is_fsdp2(model) else []
+    return [each.tensor for each in every_parameter(model)]
 
 
 def _reshard(model: Any) -> None:

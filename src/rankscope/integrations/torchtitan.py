@@ -15,8 +15,7 @@ divides by the number of tokens of all workers and micro-batches, and ``trainer.
 """
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ import torch
 
 import rankscope
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.integrations.hooks import closing_first
 from rankscope.private import Patch
 from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.surroundings import outside
@@ -66,57 +66,16 @@ def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
             "optimizer, and a run_dir of its own"
         )
     optimizers = list(trainer.optimizers.optimizers)
-    optimizer = optimizers[0] if len(optimizers) == 1 else TitanOptimizers(optimizers)
     config = {**_facts(trainer), **(options.pop("config", None) or {})}
     [model] = trainer.model_parts
-    scope = rankscope.watch(model, optimizer, run_dir=run_dir, config=config, **options)
+    scope = rankscope.watch(model, optimizers, run_dir=run_dir, config=config, **options)
     schedule = getattr(trainer, "pp_schedule", None)  # it has a loss function of its own
     calls = (trainer, "loss_fn") if schedule is None else (schedule, "_loss_fn")
     scope.until_closed(
         Patch(*calls, lambda loss_fn: _Losses(loss_fn, scope)),
-        Patch(trainer, "close", lambda close: partial(_close_both, scope, close)),
+        Patch(trainer, "close", partial(closing_first, scope)),
     )
     return scope
-
-
-def _close_both(scope: "Scope", close: Callable[[], None]) -> None:
-    scope.__exit__(*sys.exc_info())
-    close()
-
-
-class TitanOptimizers(torch.optim.Optimizer):
-    """Several optimizers that step together, in this order, as one; it cannot step itself."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        # It has nothing of its own, so no super().__init__.
-        self._optimizers = tuple(optimizers)
-        self._optimizer_step_pre_hooks = self._optimizers[0]._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = self._optimizers[-1]._optimizer_step_post_hooks
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups of all of them."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """The state of all of them, by parameter."""
-        parts = (optimizer.state for optimizer in self._optimizers)
-        return {parameter: values for state in parts for parameter, values in state.items()}
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call a hook before the first of them steps."""
-        return self._optimizers[0].register_step_pre_hook(self._for_all(hook))
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call a hook after the last of them has stepped."""
-        return self._optimizers[-1].register_step_post_hook(self._for_all(hook))
-
-    def _for_all(self, hook: Callable[..., Any]) -> Callable[..., None]:
-        def call(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            hook(self, args, kwargs)
-
-        return call
 
 
 class _Losses:

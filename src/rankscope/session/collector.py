@@ -11,7 +11,7 @@ optimizer on, each call closes a step; from the first one on, where the plan has
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from functools import partial
 from typing import Any
@@ -20,23 +20,24 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.pace import Intervals
-from rankscope.bus.probe import EVENTS, Channel, Evaluated, Pending, Probe, StepEnd, overriding
+from rankscope.bus.probe import EVENTS, Evaluated, Job, Pending, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
-from rankscope.wrappers.find import is_compiled, is_training, takes_hooks
+from rankscope.wrappers.find import is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.living import one_walk
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
-from rankscope.wrappers.tap import ObserverGroup
+from rankscope.wrappers.tap import GradientTap, TapPlan
 from rankscope.wrappers.transfer import begin_transfer
 from rankscope.wrappers.untraced import untraced
+from rankscope.wrappers.wrapped import is_compiled, takes_hooks
 
 _log = logging.getLogger("rankscope")
 
@@ -99,19 +100,19 @@ class _StepSoFar:
 class StepCollector:
     """Collects one worker's steps, one after the other; all calls come on the training thread.
 
-    ``send`` is called with each closed step; ``channel`` is the probes' way to the root.
+    ``send`` is called with each closed step.
     """
 
     def __init__(
         self,
         instruments: Instruments,
-        optimizer: torch.optim.Optimizer | None,
+        job: Job,  # without its guard
         guard: Guard,
         send: Callable[[LocalStep], None],
-        first_step: int = 0,
-        channel: Channel | None = None,
     ) -> None:
-        self.step = first_step
+        job = replace(job, guard=guard, leave_out=guard.leave_out)
+        optimizer = job.optimizer
+        self.step = job.first_step
         self.paused = False  # gradients are not measured
         self.by_backward = False  # a backward pass has begun the last micro-batch
         self.unseen = False  # the training has trained on what no forward pass had returned
@@ -119,13 +120,12 @@ class StepCollector:
         self._evaluated = False  # a pass in evaluation mode may prove to be trained on
         self._runs_model = False  # a probe runs the model
         self._noted: set[str] = set()  # what is noted once in a session
-        self.intervals = Intervals(instruments.options.every)
+        self.intervals = Intervals(job.every)
         self._guard = guard
         self._send = send
         self._take_read_seconds = instruments.sketcher.take_seconds
-        self._module = instruments.wrapped.module
+        self._module = job.wrapped.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
-        job = instruments.make_job(optimizer, first_step, guard, channel or Channel())
         made = {each.name: each.make_probes(job) for each in EVIDENCE}
         self._probes: dict[str, Probe] = {name: some[0] for name, some in made.items() if some}
         probes: list[Probe] = [one for some in made.values() for one in some]
@@ -134,7 +134,7 @@ class StepCollector:
         self._recomputes: list[Probe] = [call.__self__ for call in self._calls["recompute"]]
         self._so_far = _StepSoFar()
         self._updates_alone = 0  # since gradients were synchronised for the last time
-        self._local = instruments.local_steps > 0  # updates alone are steps of their own
+        self._local = job.local_steps > 0  # updates alone are steps of their own
         self._accumulation: Accumulation | None = None
         self._stop_listening: Callable[[], object] = lambda: None
         if optimizer is not None:
@@ -143,17 +143,17 @@ class StepCollector:
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
-            if CLIP.exists:
-                self._stop_listening = CLIP.subscribe(after=self._see_clipped)
-        observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.wrapped.make_tap(
+            self._stop_listening = CLIP.subscribe(after=self._see_clipped)
+        plan = TapPlan(
             instruments.sketcher,
             guard,
             instruments.reduced,
-            observer,
+            observers[0] if observers else Probe(),
+            reduced,
             self._shadow,
             self._begin_unawaited,
         )
+        self._tap: GradientTap = job.wrapped.make_tap(plan)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(
             self._module, guard, lambda: self._passes.current + 1, self._calls["after_schedule"]

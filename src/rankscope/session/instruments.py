@@ -1,4 +1,4 @@
-"""Chooses the instruments of a model, by its wrapper and the options."""
+"""Chooses the instruments of a model and its job, by its wrapper and the options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +17,14 @@ from rankscope.bus.groups import (
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import PACE
 from rankscope.bus.plan import Tier
-from rankscope.bus.probe import Channel, Job
+from rankscope.bus.probe import Job
 from rankscope.bus.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.wrappers.find import LOOP, Wrapped, reduced_types
-from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.tap import ReadReduced
+from rankscope.wrappers.wrapped import Wrapped, reduced_types
 
 GROUP_WIDTH = 251  # width of the sketch of a group: its cosines err by 0.06 at most
 
@@ -37,8 +36,6 @@ STATE_SPACING = PACE.state_spacing
 class Instruments:
     """The instruments of one model."""
 
-    wrapped: Wrapped
-    options: WatchOptions
     sketcher: Sketcher
     reduced: ReadReduced  # how the reduced gradient is read
     layout: Layout
@@ -46,53 +43,10 @@ class Instruments:
     # where the reduction is audited, for each group the type in which its gradient is meant to be
     # reduced; else None
     reduced_in: Mapping[str, str] | None
-    local_steps: int  # from one average of the workers' parameters to the next; 0 without
-    loader: Any
-    canary: bool
-    given_dir: str
-
-    def make_job(
-        self,
-        optimizer: torch.optim.Optimizer | None,
-        first_step: int,
-        guard: Guard,
-        channel: Channel,
-    ) -> Job:
-        """Return the job that probes are made for."""
-        options = self.options
-        rank = dist.get_rank(self.wrapped.group)
-        return Job(
-            wrapped=self.wrapped,
-            optimizer=optimizer,
-            rank=rank,
-            loader=self.loader,
-            exact=options.evidence,
-            trace=options.trace and rank == 0,
-            every=options.every,
-            state_spacing=1 if options.overhead_budget is None else STATE_SPACING,
-            local_steps=self.local_steps,
-            first_step=first_step,
-            seed=options.seed,
-            canary=self.canary,
-            canary_every=options.canary_every,
-            verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
-            parity=options.parity,
-            given_dir=self.given_dir,
-            leave_out=guard.leave_out,
-            guard=guard,
-            channel=channel,
-        )
 
 
 def choose_instruments(
-    wrapped: Wrapped,
-    options: WatchOptions,
-    tier: Tier = Tier.SKETCH,
-    *,
-    local_steps: int = 0,
-    loader: Any = None,
-    canary: bool = False,
-    given_dir: str = "",
+    wrapped: Wrapped, options: WatchOptions, tier: Tier = Tier.SKETCH
 ) -> Instruments:
     """Return the instruments of a model."""
     if not wrapped.parameters:
@@ -116,23 +70,43 @@ def choose_instruments(
         section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
         num_products=0 if sketches else 1,
-        by_loop=wrapped.kind is LOOP,
+        by_loop=wrapped.kind.by_loop,
     )
     reduced_in = None
     if sections is not None:
-        reduced_in = reduced_types(wrapped.wrapper, wrapped.parameters, groups)
+        reduced_in = reduced_types(wrapped.gradient_types(), groups)
     return Instruments(
-        wrapped=wrapped,
-        options=options,
         sketcher=sketcher,
         reduced=reduced,
         layout=layout,
         groups=groups,
         reduced_in=reduced_in,
-        local_steps=local_steps,
-        loader=loader,
-        canary=canary,
-        given_dir=given_dir,
+    )
+
+
+def job_of(
+    wrapped: Wrapped,
+    optimizer: torch.optim.Optimizer | None,
+    options: WatchOptions,
+    first_step: int = 0,
+    **more: Any,
+) -> Job:
+    """Return the job that probes are made for, with more of its fields."""
+    rank = dist.get_rank(wrapped.group)
+    return Job(
+        wrapped=wrapped,
+        optimizer=optimizer,
+        rank=rank,
+        exact=options.evidence,
+        trace=options.trace and rank == 0,
+        every=options.every,
+        state_spacing=1 if options.overhead_budget is None else STATE_SPACING,
+        first_step=first_step,
+        seed=options.seed,
+        canary_every=options.canary_every,
+        verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
+        parity=options.parity,
+        **more,
     )
 
 
@@ -143,7 +117,7 @@ def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
     """
     reduced = options.reads(tier)
     is_audited = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
-    return ReadReduced.OFF if wrapped.kind is LOOP and not is_audited else reduced
+    return ReadReduced.OFF if wrapped.kind.by_loop and not is_audited else reduced
 
 
 def _sections(wrapped: Wrapped, groups: Groups) -> Sections:

@@ -26,7 +26,6 @@ from rankscope.agent.frames import GUESTS, FrameKind, pack
 from rankscope.agent.link import Link, connect
 from rankscope.agent.step_message import tag
 from rankscope.bus.probe import Content
-from rankscope.wrappers.find import FSDP2, Wrapped
 from rankscope.wrappers.fsdp2_mesh import (
     MeshPlace,
     StageParameter,
@@ -35,8 +34,9 @@ from rankscope.wrappers.fsdp2_mesh import (
     held_by,
     stage_line,
 )
-from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
+from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
+from rankscope.wrappers.wrapped import Wrapped
 
 _log = logging.getLogger("rankscope")
 
@@ -188,7 +188,7 @@ def meet_stages(
     :func:`meet_mesh`. None without stages, if this rank shares no weight, or if some do not come.
     """
     try:
-        found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
+        found = stage_line(wrapped.wrapper)
         if found is None:
             return None
         _STAGES[stage] = None
@@ -210,7 +210,7 @@ def _meet_along(
 ) -> JoinedMesh | None:
     """Do what :func:`meet_stages` does, along an axis."""
     assert dist.group.WORLD is not None
-    watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
+    watched = [each for each in _STAGES if stage_line(each.model) == (axis, line)]
     stages = [managed_parameters(each.model) for each in watched]
     facts = {**facts, "held": [held_by(each) for each in stages]}
     ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=patience_seconds)
@@ -230,10 +230,6 @@ def _meet_along(
     certain = tuple(tie.label for tie in own_ties if tie.certain)
     place = MeshPlace(dist.get_rank(), along, {axis: along}, copies, certain)
     return _join(place, ranks, facts, answer, compares=compares)
-
-
-def _stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
-    return stage_line(model) if is_fsdp2(model) else None
 
 
 def _ties_of(held: Sequence[Sequence[Any]]) -> dict[str, Any]:

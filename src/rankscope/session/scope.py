@@ -32,7 +32,7 @@ from rankscope.agent.step_message import tag
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
-from rankscope.bus.probe import Channel, Content
+from rankscope.bus.probe import Content, Job
 from rankscope.bus.step import StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
@@ -53,20 +53,14 @@ from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.backward_loss import BackwardLoss
 from rankscope.wrappers.calls import ForeignHook, ModuleHook
-from rankscope.wrappers.find import (
-    DDP,
-    LOOP,
-    is_compiled,
-    is_training,
-    log_if_rewrapped,
-    takes_hooks,
-)
+from rankscope.wrappers.find import is_training, log_if_rewrapped
 from rankscope.wrappers.guard import Guard, clock_of
 from rankscope.wrappers.labels import problem_of
 from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.part_calls import PartCalls
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
+from rankscope.wrappers.wrapped import is_compiled, takes_hooks
 
 _log = logging.getLogger("rankscope")
 
@@ -105,12 +99,11 @@ class Scope:
     def __init__(
         self,
         models: Sequence[torch.nn.Module],  # wrapped or compiled; the training calls the first
-        optimizer: torch.optim.Optimizer | None,  # several as one; None if unknown
+        job: Job,  # its channel's other fields are filled in here
         instruments: Instruments,
         handle: RunHandle,
         *,
         on_finding: OnFinding | None,  # takes each finding that opens, gets worse or closes
-        channel: Channel,  # what the run is a part of; its other fields are filled in here
         sinks: Sinks | None = None,  # that live in this process
         announce_end: bool = False,  # rank 0 prints the run's place at the end
     ) -> None:
@@ -124,20 +117,15 @@ class Scope:
         self._declined_loss = False  # a call of ``loss``
         self._training = False  # the last forward pass of the model counts
         self._pid = os.getpid()
-        self._guard = Guard(self._fail, clock_of(instruments.wrapped.device))
-        self._collector = StepCollector(
-            instruments,
-            optimizer,
-            self._guard,
-            self._send,
-            handle.first_step,
-            replace(
-                channel,
-                send=self._send_evidence,
-                has_room=lambda: self._link.has_room,
-                meeting=handle.meeting,
-            ),
+        self._guard = Guard(self._fail, clock_of(job.wrapped.device))
+        channel = replace(
+            job.channel,
+            send=self._send_evidence,
+            has_room=lambda: self._link.has_room,
+            meeting=handle.meeting,
         )
+        job = replace(job, channel=channel)
+        self._collector = StepCollector(instruments, job, self._guard, self._send)
         self._mark = _new_mark()
         self._recorder_thread = start_recorder_thread()
         numbers = None if self._recorder_thread is None else self._recorder_thread.numbers
@@ -146,13 +134,13 @@ class Scope:
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [ModuleHook(model, self._before_forward, self._after_forward)]
         self._model = model
-        self._inner = inner = instruments.wrapped.module
+        self._inner = inner = job.wrapped.module
         self._hooks_inside = self._may_hook_inside(model)
         if self._hooks_inside:
             self._hooks.append(
                 ModuleHook(inner, self._before_inner_forward, self._after_inner_forward)
             )
-        for each in all_of(optimizer):
+        for each in all_of(job.optimizer):
             before = ForeignHook(self._before_optimizer_step, compiled=True)
             after = ForeignHook(self._after_optimizer_step, compiled=True)
             self._hooks.append(each.register_step_pre_hook(before))
@@ -165,8 +153,7 @@ class Scope:
         self._hooks.append(self._losses)
         self._losses.install()
         self._parts: PartCalls | None = None  # once the training has done without forward passes
-        whole = instruments.wrapped.parts is None and instruments.wrapped.replicated is None
-        self._may_see_parts = whole and instruments.wrapped.kind in (DDP, LOOP)
+        self._may_see_parts = job.wrapped.kind.begins_in_parts
         _scopes.add(self)
         self._at_exit = partial(_close_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)

@@ -25,7 +25,7 @@ from rankscope.evidence import EVIDENCE
 from rankscope.files import to_plain
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
-from rankscope.session.instruments import choose_instruments
+from rankscope.session.instruments import choose_instruments, job_of
 from rankscope.session.meetings import (
     LATER_SECONDS,
     WatchedStage,
@@ -37,22 +37,14 @@ from rankscope.session.opening import HeldParameters, RunHandle, RunRequest, hos
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrappers.datasets import data_facts
 from rankscope.wrappers.facts import (
     compilation,
-    data_digest_of,
-    data_fields_of,
-    draws_with_replacement,
     environment_facts,
-    length_of,
-    order_of,
-    rows_of,
-    sampler_seed,
-    splits_of,
-    splitting_loader,
     training_facts,
     vocabulary_digest,
 )
-from rankscope.wrappers.find import DDP, LOOP, Wrapped, find_parts, find_wrapper
+from rankscope.wrappers.find import find_parts, find_wrapper
 from rankscope.wrappers.living import live_objects, one_walk
 from rankscope.wrappers.optimizers import (
     JointOptimizer,
@@ -66,6 +58,7 @@ from rankscope.wrappers.optimizers import (
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
 from rankscope.wrappers.settings import given_settings
+from rankscope.wrappers.wrapped import Wrapped
 
 ALERTS = "RANKSCOPE_ALERTS"  # environment variable: the alerts of a ``watch`` that names none
 
@@ -163,7 +156,8 @@ def watch(
     if len(optimizers) > 1:
         optimizers = [JointOptimizer(optimizers)]
     optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
-    if wrapped.kind is LOOP and optimizer is None:
+    by_loop = wrapped.kind.by_loop
+    if by_loop and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
             "whose call ends a step; got none of torch.optim.Optimizer: watch(model, optimizer, …)"
@@ -172,15 +166,7 @@ def watch(
     alike = not local_steps  # else parameters differ, and with them every result
     reasons = {each.name: each.why_not(wrapped, options, alike=alike) for each in EVIDENCE}
     canary = not reasons["canary"]
-    instruments = choose_instruments(
-        wrapped,
-        options,
-        tier,
-        local_steps=local_steps,
-        loader=loader,
-        canary=canary,
-        given_dir=str(run_dir),
-    )
+    instruments = choose_instruments(wrapped, options, tier)
     described = {
         "tier": tier,
         **options.compared(),
@@ -201,7 +187,7 @@ def watch(
             "facts": _facts(model, wrapped, optimizer, config, options.tokenizer, loader),
             "config": dict(config or {}),
             "unmeasured": {name: why for name, why in reasons.items() if why},
-            "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
+            "training": training_facts(wrapped, optimizer, loader, group),
             "sinks": sinks,
             "alerts": options.alerts or os.environ.get(ALERTS, "").split(),
             **_own_directory(run_dir, ranks_of(group)),
@@ -216,15 +202,14 @@ def watch(
             flush_seconds=options.flush_seconds,
             hang_seconds=options.hang_seconds,
             in_thread=_in_thread(options.agent),
-            held=held_bits(optimizer, wrapped.parameters) if wrapped.kind is LOOP else "",
+            held=held_bits(optimizer, wrapped.parameters) if by_loop else "",
             announce=options.announce,
             share=options.share,
         ),
     )
-    held = frozenset(held_names(optimizer, wrapped.parameters)) if wrapped.kind is LOOP else None
+    held = frozenset(held_names(optimizer, wrapped.parameters)) if by_loop else None
     if held is not None and (handle.held is not HeldParameters.ALL or not held):
         wrapped = replace(wrapped, held=held, in_shares=handle.held is HeldParameters.SHARES)
-        instruments = replace(instruments, wrapped=wrapped)
     stage = WatchedStage(wrapped.wrapper, wrapped.summed)
     channel = Channel(shared_weights=stage.shared)
     if not local_steps and not handle.problem:
@@ -241,13 +226,23 @@ def watch(
             channel = replace(channel, meet_stages=later)
         else:
             channel = replace(channel, stages=meet())
+    job = job_of(
+        wrapped,
+        optimizer,
+        options,
+        handle.first_step,
+        local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=str(run_dir),
+        channel=channel,
+    )
     scope = Scope(
         models,
-        optimizer,
+        job,
         instruments,
         handle,
         on_finding=on_finding,
-        channel=channel,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
@@ -276,7 +271,9 @@ def _check_given(optimizer: object, run_dir: object, on_finding: object, config:
 
 def _check_held(optimizer: Any, wrapped: Wrapped) -> None:
     parameters = list(wrapped.parameters.values())
-    if wrapped.kind not in (DDP, LOOP) or may_train(all_of(optimizer), parameters):
+    if wrapped.sharded or not wrapped.kind.own_optimizer:
+        return
+    if may_train(all_of(optimizer), parameters):
         return
     modules: list[torch.nn.Module] = live_objects(torch.nn.Module)[torch.nn.Module]
     known = {id(p) for module in modules for p in module._parameters.values()}
@@ -366,20 +363,12 @@ def _facts(
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     with one_walk():
-        splitting = splitting_loader() if loader is None else loader
-        data_rows = rows_of(loader)
-        settings = given_settings(wrapped.wrapper, wrapped.module, optimizer, config)
+        data = data_facts(loader)
+        settings = given_settings(wrapped, optimizer, config)
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "sampler_seed": sampler_seed(splitting),
-        "with_replacement": draws_with_replacement(splitting),
-        "data_splits": splits_of(splitting),
-        "data_order": order_of(splitting),
-        "data_length": length_of(loader),
-        "data_rows": data_rows,
-        "data_digest": data_digest_of(splitting),
-        "data_fields": data_fields_of(splitting),
+        **data,
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

@@ -48,8 +48,10 @@ class Relay:
 
         The returned function ends that; a second call does nothing. It also ends with the object,
         which is not kept alive. When another tool has replaced the function meanwhile, its
-        replacement stays.
+        replacement stays. Without the function, nothing is called.
         """
+        if not self.exists:
+            return lambda: None
         self._entering += 1  # a garbage collection may end the last subscription at any moment
         patch = self._patch
         if patch is None or not patch.in_place:

@@ -1,22 +1,282 @@
-"""The rows of a data set: digests by which ranks see whether theirs are the same, in one order."""
+"""A training's data loader and data set, by what they show of themselves; nothing is drawn.
+
+Digests of rows show whether those of several ranks are the same, in one order.
+"""
 
 import contextlib
 import itertools
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 
 from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.living import live_objects
 
 _ROWS = 64  # that are looked at
 _STORED_ROWS = 16  # of a table of ``datasets``, which lie in files
 _DEPTH = 3  # data sets inside of others
 _ELEMENTS = 4096  # of a row that are read
 _FIELDS = 16  # arrays in one list of a data set, as in TensorDataset
+_SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
+_LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
+
+
+def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return facts, or none if reading them fails: a job must not fail to start for them."""
+    try:
+        return collect()
+    except Exception:
+        return {}
+
+
+def settings_of(owner: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the attributes of an object that are numbers or words, by name."""
+    found = {name: _quietly_of(owner, name) for name in names}
+    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
+
+
+def _quietly_of(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a property may do anything
+        return None
+
+
+def class_of(thing: object) -> str:
+    """Return the name of an object's class, with its module."""
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def data_facts(loader: Any) -> dict[str, Any]:
+    """Return what ranks compare of the data; without a loader, of the living ones."""
+    splitting = splitting_loader() if loader is None else loader
+    return {
+        "sampler_seed": sampler_seed(splitting),
+        "with_replacement": draws_with_replacement(splitting),
+        "data_splits": splits_of(splitting),
+        "data_order": order_of(splitting),
+        "data_length": length_of(loader),
+        "data_rows": rows_of(loader),
+        "data_digest": data_digest_of(splitting),
+        "data_fields": data_fields_of(splitting),
+    }
+
+
+def loader_facts(loader: Any) -> dict[str, Any]:
+    """Return the facts of a data loader, its samplers and its data set."""
+    facts: dict[str, Any] = {"class": class_of(loader), **settings_of(loader, _LOADER_SETTINGS)}
+    for name in ("sampler", "batch_sampler"):
+        sampler = _quietly_of(loader, name)
+        if sampler is not None:
+            facts[name] = {"class": class_of(sampler), **settings_of(sampler, _SAMPLER_SETTINGS)}
+    data: Any = _quietly_of(loader, "dataset")
+    if data is not None:
+        facts["dataset"] = {"class": class_of(data), **quietly(lambda: {"length": len(data)})}
+    generator = _quietly_of(loader, "generator")
+    if isinstance(generator, torch.Generator):
+        facts["seed"] = generator.initial_seed()
+    return facts
+
+
+def sampler_seed(loader: Any) -> int | None:
+    """Return the seed with which a data loader's samples are shuffled; None if unknown.
+
+    That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
+    unless it does not shuffle, or of the generator that torch's own samplers draw from.
+    """
+    if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
+        return None  # accelerate gives all ranks the generator of rank 0 with each pass
+    batches = _quietly_of(loader, "batch_sampler")
+    batches = _quietly_of(batches, "batch_sampler") or batches  # inside accelerate's share of it
+    for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
+        if sampler is None or _quietly_of(sampler, "shuffle") is False:
+            continue
+        for name in ("seed", "initial_seed"):
+            seed = _quietly_of(sampler, name)
+            if isinstance(seed, int) and not isinstance(seed, bool):
+                return seed
+        generator = _quietly_of(sampler, "generator")
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return None
+
+
+def draws_with_replacement(loader: Any) -> bool:
+    """Return whether a data loader declares that it draws samples, or shards, with replacement.
+
+    That is torch's samplers with ``replacement=True``, those of repeated augmentation, and
+    webdataset's ``ResampledShards`` (``WebDataset(resampled=True)``) or a class of that name.
+    """
+    return any(map(_replaces, _inside(loader)))
+
+
+def splits_of(loader: Any) -> list[tuple[str, int]]:
+    """Return what in a data loader gives each rank a part of the data, and into how many parts.
+
+    That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
+    ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for part in _inside(loader):
+        number = _parts_made_by(part)
+        if number is not None and number > 1:
+            found[id(part)] = (type(part).__name__, number)
+    return list(found.values())
+
+
+def splitting_loader() -> Any:
+    """Return the living data loader that splits its data into the most parts; None without any.
+
+    Of several, that of the most rows, as a data set for evaluation has fewer.
+    """
+
+    def size(loader: Any) -> tuple[int, int]:
+        return math.prod(n for _, n in splits_of(loader)), rows_of(loader) or 0
+
+    loaders = [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
+    return max(loaders, key=size, default=None)
+
+
+def _parts_made_by(part: Any) -> int | None:
+    for number, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+        found = _quietly_of(part, number), _quietly_of(part, place)
+        if all(isinstance(one, int) for one in found):
+            return int(found[0])
+    by_node = _quietly_of(_quietly_of(part, "_distributed"), "world_size")
+    if isinstance(by_node, int):
+        return by_node
+    if type(part).__name__ == "DataLoaderDispatcher":
+        dealt = _quietly_of(_quietly_of(part, "state"), "num_processes")
+        return dealt if isinstance(dealt, int) else None
+    return None
+
+
+def order_of(loader: Any) -> str:
+    """Return what decides the order of a loader's data; empty if unknown.
+
+    "nothing" where it does not shuffle, "set_epoch" where a part has that method, "generator" where
+    torch's ``RandomSampler`` draws.
+    """
+    parts = list(_inside(loader))
+    samplers = [part for part in parts if isinstance(part, Sampler)]
+    if any(type(s) is SequentialSampler or _quietly_of(s, "shuffle") is False for s in samplers):
+        return "nothing"
+    if any(callable(_quietly_of(part, "set_epoch")) for part in parts[1:]):
+        return "set_epoch"
+    return "generator" if any(type(sampler) is RandomSampler for sampler in samplers) else ""
+
+
+def length_of(loader: Any) -> int | None:
+    """Return how many samples a loader's iterable data set has, by its own word, if known."""
+    known = []
+    for part in _inside(loader):
+        if isinstance(part, IterableDataset):
+            with contextlib.suppress(Exception):  # most have no length
+                known.append(len(part))  # type: ignore[arg-type]
+    return max(known, default=None)
+
+
+def rows_of(loader: Any) -> int | None:
+    """Return how many rows the data set of a loader has; without one, those of all living loaders.
+
+    None where a data set is iterable: it may yield any number of rows.
+    """
+    loaders = live_objects(DataLoader)[DataLoader] if loader is None else [loader]
+    sets = {id(data): data for data in (_quietly_of(each, "dataset") for each in loaders)}
+    rows = []
+    for data in sets.values():
+        if data is None or isinstance(data, IterableDataset):
+            return None
+        with contextlib.suppress(Exception):  # some have no length
+            rows.append(len(data))
+    return sum(rows) or None
+
+
+_PLACES = 4096
+
+
+def data_digest_of(loader: Any) -> int | None:
+    """Return a digest of which rows a loader's data set has, as far as none has to be made.
+
+    Of a ``torch.utils.data.Subset``, that is its places, some thousands of them; of a table of
+    ``datasets``, the first and the last row as they are stored. None of others.
+    """
+    for part in _inside(loader):
+        with contextlib.suppress(Exception):
+            if isinstance(part, Subset):
+                places = part.indices
+                few = range(0, len(places), len(places) // _PLACES + 1)
+                return digest_of(repr([len(places), *(places[at] for at in few)]).encode())
+            if type(part).__module__ == "datasets.arrow_dataset":
+                stored = part.with_format("arrow")
+                ends = [stored[at].to_pydict() for at in (0, len(part) - 1)]
+                return digest_of(repr(ends).encode())
+    return None
+
+
+def data_fields_of(loader: Any) -> list[int]:
+    """Return digests of what the data set of a loader stores of its rows: one that ranks share."""
+    return digests_by_field(_quietly_of(loader, "dataset"))
+
+
+def _inside(loader: Any) -> Iterator[Any]:
+    """Yield a loader and its parts, each once; nothing of them is read or called."""
+    waiting = deque([loader])
+    visited: set[int] = set()
+    while waiting and len(visited) < _MAX_VISITED:
+        part = waiting.popleft()
+        if part is not None and id(part) not in visited:
+            visited.add(id(part))
+            yield part
+            waiting.extend(_parts_of(part))
+
+
+def _replaces(part: Any) -> bool:
+    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    if isinstance(part, Sampler) and repeats_rows(part):
+        return True
+    return _quietly_of(part, "replacement") is True
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    for name in _PARTS:
+        value = _quietly_of(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _quietly_of(part, name)
+        if isinstance(value, list | tuple):
+            yield from value
 
 
 def rows_digest(data: Any) -> int | None:

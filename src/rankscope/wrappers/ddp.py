@@ -25,24 +25,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, streams
-from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
-from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.wrappers.tap import LocalGradient, ReadReduced, TapPlan
 
 _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
-
-
 _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 
@@ -88,11 +85,7 @@ class BusyClock:
         self._broadcast_at = 0.0
         self._broadcasting = 0.0
         self._seconds: float | None = None
-        self._stop: Callable[[], object] = lambda: None
-        if _BROADCAST.exists:
-            self._stop = _BROADCAST.subscribe(
-                before=self._begin_broadcast, after=self._end_broadcast
-            )
+        self._stop = _BROADCAST.subscribe(before=self._begin_broadcast, after=self._end_broadcast)
 
     @property
     def seconds(self) -> float:
@@ -142,62 +135,29 @@ class BusyClock:
         return bool(getattr(model, "_comm_hooks", True) or getattr(join, "enable", False))
 
 
-class ShadowSteps:
-    """Notices the steps that a rank only shadows, since it has run out of data in ``model.join()``.
-
-    Its hooks do not fire in them: DDP calls the reduction itself. The only place that all of these
-    steps pass is a method of DDP's class.
-    """
-
-    def __init__(self, model: DistributedDataParallel, shadowed: Callable[[], None]) -> None:
-        self._model = model
-        self._shadowed = shadowed
-        self._stop: Callable[[], object] = lambda: None
-        if _SHADOWED.exists:
-            self._stop = _SHADOWED.subscribe(after=self._see)
-
-    def remove(self) -> None:
-        """Stop listening; a second call does nothing."""
-        self._stop()
-
-    def _see(self, model: object) -> None:
-        if model is self._model:
-            self._shadowed()
-
-
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Of several ``models``, which are parts of one training, the first is timed. ``shadowed`` is
-    called after each synchronising step that this rank only shadows, since it has run out of data
-    inside ``model.join()``. The other arguments are those of
-    :class:`~rankscope.wrappers.hooked.HookedTap`.
+    Of several wrappers, which are of parts of one training, the first is timed.
     """
 
     def __init__(
         self,
-        models: Sequence[DistributedDataParallel],
-        parameters: dict[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
-        unawaited: Callable[[bool], None] = lambda noticed: None,
-        shadowed: Callable[[], None],
+        wrapped: Any,  # a DDPModel
+        plan: TapPlan,
     ) -> None:
+        models: Sequence[DistributedDataParallel] = wrapped.ddps
+        parameters: dict[str, Tensor] = wrapped.parameters
         model = models[0]
+        sketcher = plan.sketcher
         in_buckets = any(each.gradient_as_bucket_view for each in models)
-        super().__init__(
-            parameters, sketcher, guarded,
-            reduced=reduced, observer=observer, in_buckets=in_buckets, unawaited=unawaited,
-        )  # fmt: skip
+        super().__init__(parameters, plan, in_buckets=in_buckets)
         self._model = model
         self._models = tuple(models)
         self._product: ReducedProduct | None = None
-        if len(models) == 1 and needs_product(model, sketcher, reduced):
-            self._product = ReducedProduct(parameters, sketcher.device, guarded)
-        self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
+        if len(models) == 1 and needs_product(model, sketcher, plan.reduced):
+            self._product = ReducedProduct(parameters, sketcher.device, plan.guarded)
+        self._subtracts = plan.reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self.reduced_copies = model.process_group.size()
@@ -205,7 +165,8 @@ class DDPTap(HookedTap):
         self._left: tuple[Tensor, int] | None = None  # a parameter, and its version after a pass
         self._prepared_late = False  # the reduction, after the forward pass
         self._stream: StreamReader | None = None
-        self._shadow = ShadowSteps(model, shadowed)
+        self._shadowed = plan.shadowed
+        self._stop_shadowing = _SHADOWED.subscribe(after=self._see_shadowed)
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training. DDP decides here whether backward synchronises.
@@ -218,7 +179,8 @@ class DDPTap(HookedTap):
         elif self._step.route is StepRoute.NONE:
             self._step.route = StepRoute.PAST_DDP
         self._find_stream()
-        self._choose_hooks()
+        several = self._stream is None and not self._prepared_late
+        self._choose_hooks(reads_late=several, synchronises=self._reduces)
         self._await_pass()
         self._step.synchronises = self._step.route is StepRoute.PAST_DDP or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
@@ -253,21 +215,15 @@ class DDPTap(HookedTap):
         """How long this worker was busy before it began to wait for the others, or NaN."""
         return self._busy.seconds if self.complete else math.nan
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
+    def _gradient(self) -> LocalGradient | None:
         step = self._step
-        valid = self.complete and step.settled and not step.spoiled
-        valid = valid and (self._calls.whole if self._stream is None else self._stream.valid)
-        if valid and self._measure:
-            gradient = self._gradient(self._reduced if step.reduced_known else None)
-        self._start_again()
-        return gradient
-
-    def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
-        if self._stream is not None:
-            return self._stream.gradient(reduced, self._step.carried_over)
-        step = self._step
+        stream = self._stream
+        whole = self._calls.whole if stream is None else stream.parts.adds_up
+        if not (whole and step.settled) or step.spoiled:
+            return None
+        reduced = self._reduced if step.reduced_known else None
+        if stream is not None:
+            return stream.gradient(reduced, step.carried_over)
         totals = self._reading.totals
         if step.earlier is not None:
             totals = totals.clone()
@@ -302,18 +258,8 @@ class DDPTap(HookedTap):
         if self._stream is not None:
             self._stream.remove()
         super().remove()
-        self._shadow.remove()
+        self._stop_shadowing()
         self._busy.remove()
-
-    def _choose_hooks(self) -> None:
-        """Have as few hooks as the next backward pass needs, unless one runs."""
-        if in_backward():
-            return
-        noticed = self._noticed and not self._unnoticed
-        several = self._stream is None and noticed and not self._prepared_late
-        hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
-        self._hooks.keep(hooked)
-        self._noticed = False
 
     @property
     def _accumulates(self) -> bool:
@@ -321,10 +267,18 @@ class DDPTap(HookedTap):
 
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
-        self._begin_step_anew()
+        super()._start_again()
         if self._stream is not None:
             self._stream.reset()
         self._step = StepState()
+
+    def _see_shadowed(self, model: object) -> None:
+        """Note a step that this rank only shadows, out of data in ``model.join()``.
+
+        No hook fires in it: DDP calls the reduction itself.
+        """
+        if model is self._model:
+            self._shadowed()
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
@@ -398,7 +352,7 @@ class DDPTap(HookedTap):
         if step.synchronises:
             self._busy.see_reduced()
         if reduced:
-            self._observer.see_reduced()
+            self._see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._stream is None) or self._reading.spoiled
         refs = self._reading.take_refs()

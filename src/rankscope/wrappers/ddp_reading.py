@@ -23,9 +23,10 @@ from weakref import ref
 
 from torch import Tensor
 
+from rankscope.bus.probe import Probe
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.tap import GradientObserver, ReadReduced
+from rankscope.wrappers.tap import ReadReduced
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one
 _TRUSTED_AFTER = 4  # steps that were alike
@@ -56,7 +57,7 @@ class LocalReading:
         self,
         parameters: Mapping[str, Tensor],
         sketcher: Sketcher,
-        observer: GradientObserver,
+        observer: Probe,
         *,
         in_buckets: bool,
     ) -> None:

@@ -16,19 +16,21 @@ the reduction averages, before DeepSpeed unscales and clips it in ``step``.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.deepspeed_reading import ReducedReader, SumsAudit, choose_reader
 from rankscope.wrappers.parts import measure_reduced_parts
-from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.wrappers.tap import GradientTap, LocalGradient, ReadReduced, TapPlan, guarded
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, no_whole, trained_in
 
 _BEGIN = "_backward_prologue"
 _END = "_backward_epilogue"
@@ -38,10 +40,14 @@ _MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever ste
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
+def engine_class() -> type[Any] | None:
+    """Return the class of DeepSpeed's engines; None where DeepSpeed is not loaded."""
+    return getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+
+
 def is_deepspeed(model: object) -> bool:
-    """Return whether a model is a DeepSpeed engine; never imports DeepSpeed."""
-    module = sys.modules.get("deepspeed.runtime.engine")
-    engine = getattr(module, "DeepSpeedEngine", None)
+    """Return whether a model is a DeepSpeed engine."""
+    engine = engine_class()
     return engine is not None and isinstance(model, engine)
 
 
@@ -103,29 +109,26 @@ class DeepSpeedTap(GradientTap):
 
     def __init__(
         self,
-        engine: Any,
-        parameters: dict[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
+        wrapped: Wrapped,
+        plan: TapPlan,
     ) -> None:
+        engine = wrapped.wrapper
+        parameters = wrapped.parameters
+        super().__init__(plan)
+        sketcher = plan.sketcher
         self._engine = engine
-        self._sketcher = sketcher
-        self._local = choose_reader(engine, parameters, sketcher, guarded)
+        self._local = choose_reader(engine, parameters, sketcher, plan.guarded)
         self._shards = ReducedReader(engine, parameters)
         replicated = self._shards.replicated
         self.reduced_copies = deepspeed_process_group(engine).size() if replicated else 1
         self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
-        self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
+        if not self._shards.available:
+            self._reads = ReadReduced.OFF
         self._reduced = sketcher.new_totals()
-        self._measure = False
-        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
         self._awaits_backward = False  # a forward pass was announced
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = self._most_backwards = 0
-        self._guarded = guarded
         self._stops = [
             Relay(engine, _BEGIN).subscribe(before=self._begin_backward),
             Relay(engine, _REDUCE).subscribe(before=self._before_reduction),
@@ -165,27 +168,16 @@ class DeepSpeedTap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._pass is not _Pass.NONE
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self.complete and self._local.valid:
-            totals, micro = self._local.result()
-            off = self._read_reduced is ReadReduced.OFF
-            reduced = None if off else self._reduced.clone()
-            gradient = LocalGradient(
-                totals,
-                reduced,
-                micro,
-                self._local.carried_over,
-                self._local.estimated,
-                accumulator_changes=self._sums.collect(),
-            )
+    def _gradient(self) -> LocalGradient | None:
+        reduced = None if self._reads is ReadReduced.OFF else self._reduced.clone()
+        return self._local.gradient(reduced, self._sums.collect())
+
+    def _start_again(self) -> None:
         self._local.reset(begun=self._step is _Step.LAST)
         self._sums.reset()
         self._pass = _Pass.NONE
         self._step = _Step.OPEN
         self._num_backwards = 0
-        return gradient
 
     def remove(self) -> None:
         """Take all hooks out of the engine."""
@@ -240,7 +232,61 @@ class DeepSpeedTap(GradientTap):
     def _finish(self) -> None:
         if self._step is _Step.OPEN:
             self._step = _Step.LAST
-        if not self._measure or self._read_reduced is ReadReduced.OFF:
+        if not self._measure or self._reads is ReadReduced.OFF:
             return
         shards = list(self._shards.shards())
-        measure_reduced_parts(self._sketcher, self._read_reduced, shards, self._reduced)
+        measure_reduced_parts(self._sketcher, self._reads, shards, self._reduced)
+
+
+DEEPSPEED = WrapperKind(
+    "DeepSpeed",
+    "DeepSpeed reduces over a group",
+    DeepSpeedTap,
+    engine=True,
+    own_optimizer=False,
+    updates_at_once=False,
+    runs_apart=False,
+    no_canary=no_whole("DeepSpeed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedModel(Wrapped):
+    """A model in a DeepSpeed engine."""
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the engine's stage, accumulation and type of communication."""
+        engine = self.wrapper
+        return {
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "communication_dtype": engine.communication_data_type,
+        }
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter its own type and the engine's ``communication_data_type``."""
+        return engine_types(self.wrapper, self.parameters)
+
+
+def engine_types(
+    engine: Any, parameters: Mapping[str, Tensor]
+) -> dict[str, Collection[torch.dtype]]:
+    """Return by parameter the types in which an engine adds its gradient up and keeps it."""
+    given = getattr(engine, "communication_data_type", None)
+    summed = given if isinstance(given, torch.dtype) else torch.float32
+    return {name: (parameter.dtype, summed) for name, parameter in parameters.items()}
+
+
+def find_deepspeed(engine: Any, process_group: object = None) -> Wrapped:
+    """Return a model in a DeepSpeed engine."""
+    sharded = engine.zero_optimization_stage() >= 3
+    return DeepSpeedModel(
+        DEEPSPEED,
+        engine,
+        trained_in(engine.module),
+        deepspeed_process_group(engine),
+        engine.device,
+        engine.basic_optimizer,
+        sharded=sharded,
+        replica=None if sharded else 0,
+    )

@@ -14,7 +14,7 @@ from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.parts import GradientParts, MicroBatches
-from rankscope.wrappers.tap import Guarded
+from rankscope.wrappers.tap import Guarded, LocalGradient
 from rankscope.wrappers.untraced import untraced
 
 _Sums = Iterator[tuple[str, Tensor]]
@@ -24,22 +24,8 @@ class LocalReader(ABC):
     """Measures the local gradient of a step, as backward passes come and go."""
 
     on = False  # the backward passes that follow are measured
-    carried_over: Tensor | None = None  # see LocalGradient
-
-    @property
-    def valid(self) -> bool:
-        """Whether the measurements are those of a whole step's local gradient."""
-        return True
-
-    @property
-    def estimated(self) -> bool:
-        """Whether its squared norms are estimates."""
-        return False
-
-    @property
-    def sum_so_far(self) -> GradientTotals | None:
-        """Totals of the sum over the step's passes; None where that is not read whole."""
-        return None
+    sum_so_far: GradientTotals | None = None
+    """Totals of the sum over the step's passes; None where that is not read whole."""
 
     def begin_backward(self, *, first: bool) -> None:  # noqa: B027 - most have nothing to do
         """Note that a backward pass begins, the first of its step or a later one."""
@@ -52,8 +38,13 @@ class LocalReader(ABC):
         """Note that a backward pass has ended, and with it the reduction, if any."""
 
     @abstractmethod
-    def result(self) -> tuple[GradientTotals, Tensor | None]:
-        """Return the step's totals and the squared norms of its micro-batches, if known."""
+    def gradient(
+        self, reduced: GradientTotals | None, changes: Tensor | None
+    ) -> LocalGradient | None:
+        """Return the step's measurements; None unless they are those of a whole step.
+
+        ``changes`` are those of the sum between its passes.
+        """
 
     @abstractmethod
     def reset(self, *, begun: bool = False) -> None:
@@ -103,18 +94,15 @@ class _AccumulatedReader(LocalReader):
         self._parameters = parameters
         self._gradient_of = gradient_of
         self._sketcher = sketcher
-        self._totals = sketcher.new_totals()
+        self.sum_so_far = self._totals = sketcher.new_totals()
         self._is_read = False
         self._micro = MicroBatches()
-
-    @property
-    def sum_so_far(self) -> GradientTotals:
-        return self._totals
+        self._carried_over: Tensor | None = None
 
     def begin_backward(self, *, first: bool) -> None:
         if first:
             old = [gradient for _, gradient in _named(self._parameters, self._gradient_of)]
-            self.carried_over = min(old, key=Tensor.numel).any() if old else None
+            self._carried_over = min(old, key=Tensor.numel).any() if old else None
 
     def before_reduction(self) -> None:
         self._is_read = True
@@ -129,14 +117,20 @@ class _AccumulatedReader(LocalReader):
             self.before_reduction()
         self._is_read = False
 
-    def result(self) -> tuple[GradientTotals, Tensor | None]:
+    def gradient(self, reduced: GradientTotals | None, changes: Tensor | None) -> LocalGradient:
         micro = self._micro.squared_norms()
-        return self._totals.clone(), None if micro is None or len(micro) == 1 else micro
+        return LocalGradient(
+            self._totals.clone(),
+            reduced,
+            None if micro is None or len(micro) == 1 else micro,
+            self._carried_over,
+            accumulator_changes=changes,
+        )
 
     def reset(self, *, begun: bool = False) -> None:
         self._is_read = False
         self._micro.reset()
-        self.carried_over = None
+        self._carried_over = None
 
 
 class _PartsReader(LocalReader):
@@ -150,7 +144,6 @@ class _PartsReader(LocalReader):
     ) -> None:
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
-        self._adds_up = sketcher.sketches
         self._num_backwards = 0
         self._begun = begun  # the step's first parts are missing
         self._handles: list[RemovableHandle] = [
@@ -158,22 +151,22 @@ class _PartsReader(LocalReader):
             for name, parameter in parameters.items()
         ]
 
-    @property
-    def valid(self) -> bool:
-        return not self._begun and (self._adds_up or self._parts.count == 1)
-
-    @property
-    def estimated(self) -> bool:
-        return self._parts.count > 1
-
     def end_backward(self) -> None:
         self._parts.close()
         self._num_backwards += 1
 
-    def result(self) -> tuple[GradientTotals, Tensor | None]:
-        one_each = self._num_backwards == self._parts.count
-        micro = self._parts.part_squared_norms() if self.estimated and one_each else None
-        return self._parts.totals(), micro
+    def gradient(
+        self, reduced: GradientTotals | None, changes: Tensor | None
+    ) -> LocalGradient | None:
+        if self._begun or not self._parts.adds_up:
+            return None
+        return LocalGradient(
+            self._parts.totals(),
+            reduced,
+            self._parts.part_squared_norms(self._num_backwards),
+            norm_estimated=self._parts.estimated,
+            accumulator_changes=changes,
+        )
 
     def reset(self, *, begun: bool = False) -> None:
         self._parts.reset()

@@ -10,8 +10,8 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-)
 
 from rankscope.bus.environment import PACKAGES, VARIABLES, precision_digest, without_addresses
 from rankscope.bus.pace import PACE
@@ -37,10 +27,10 @@ from rankscope.errors import UsageError
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.datasets import digests_by_field, repeats_rows
-from rankscope.wrappers.find import is_compiled
+from rankscope.wrappers.datasets import class_of, loader_facts, quietly
 from rankscope.wrappers.living import framework, live_objects
 from rankscope.wrappers.optimizers import all_of, held_bits, held_names
+from rankscope.wrappers.wrapped import Wrapped, is_compiled
 
 Fact = str | int | bool
 
@@ -189,14 +179,6 @@ def _device(device: torch.device) -> dict[str, Fact]:
     return facts if memory is None else {**facts, "device_memory": int(memory)}
 
 
-def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return facts, or none if reading them fails: a job must not fail to start for them."""
-    try:
-        return collect()
-    except Exception:
-        return {}
-
-
 class PrecisionMeter:
     """Reads the precision of each step's first forward pass.
 
@@ -307,35 +289,12 @@ Facts = dict[str, Any]
 _MOST_NAMED = 256  # buffers
 
 _UNSAID = frozenset({"params", "param_names"})
-_DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-_MEGATRON_SETTINGS = (
-    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
-    "average_in_collective", "bucket_size",
-)  # fmt: skip
-_SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
-_LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
 _MAX_GROUPS = 64  # parameter groups that are written out
-_PARTS = (
-    "base_dataloader",  # accelerate's wrapper
-    "batch_sampler",
-    "sampler",
-    "dataset",
-    "source",
-)
-_LISTS_OF_PARTS = (
-    "datasets",  # torch's ConcatDataset and ChainDataset
-    "pipeline",  # webdataset's stages, its loader's included
-)
-_MAX_VISITED = 64
 _MAX_NAMES = 8  # of parameters that are not watched
 
 
 def training_facts(
-    wrapper: nn.Module,
-    module: nn.Module,
-    optimizer: Any,
-    loader: Any,
-    group: dist.ProcessGroup,
+    wrapped: Wrapped, optimizer: Any, loader: Any, group: dist.ProcessGroup
 ) -> Facts:
     """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
 
@@ -343,15 +302,16 @@ def training_facts(
     has the number of the model's that are in no optimizer, and names, where a loop reduces.
     ``declared_micro_batches`` is what Accelerate was given as gradient_accumulation_steps.
     """
+    module = wrapped.module
     return {
         "seed": torch.initial_seed(),
-        "model": quietly(lambda: {"class": _class_of(module), **_unsaved_buffers(module)}),
+        "model": quietly(lambda: {"class": class_of(module), **_unsaved_buffers(module)}),
         "parameters": quietly(lambda: _parameters(module)),
-        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "reduction": quietly(lambda: _reduction(wrapped, group)),
         "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
-        "loader": None if loader is None else quietly(lambda: _loader(loader)),
+        "loader": None if loader is None else quietly(lambda: loader_facts(loader)),
         **quietly(lambda: _unwatched(module, optimizer)),
-        **quietly(lambda: _unheld(wrapper, module, optimizer)),
+        **quietly(lambda: _unheld(wrapped, optimizer)),
         **quietly(_declared),
     }
 
@@ -374,10 +334,10 @@ def _unsaved_buffers(module: nn.Module) -> Facts:
     return {"unsaved_buffers": names[:_MOST_NAMED]} if names else {}
 
 
-def _unheld(wrapper: nn.Module, module: nn.Module, optimizer: Any) -> Facts:
-    if wrapper is not module or isinstance(wrapper, FSDPModule) or optimizer is None:
+def _unheld(wrapped: Wrapped, optimizer: Any) -> Facts:
+    if not wrapped.kind.by_loop or optimizer is None:
         return {}
-    named = {canonical_name(name): p for name, p in module.named_parameters() if p.requires_grad}
+    named = wrapped.parameters
     if not held_bits(optimizer, named):
         return {}
     names = sorted(named.keys() - held_names(optimizer, named))
@@ -400,41 +360,16 @@ def _parameters(module: nn.Module) -> Facts:
     }
 
 
-def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
-    facts: Facts = {"class": type(wrapper).__name__, "backend": str(dist.get_backend(group))}
-    if isinstance(wrapper, DistributedDataParallel):
-        facts |= {name: bool(getattr(wrapper, name)) for name in _DDP_SETTINGS}
-        facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
-        facts["hook"] = communication_hook(wrapper)
-    elif isinstance(wrapper, FSDPModule):
-        policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
-        names = ("param_dtype", "reduce_dtype", "output_dtype")
-        facts |= {name: plain_value(getattr(policy, name, None)) for name in names}
-    elif hasattr(wrapper, "zero_optimization_stage"):
-        engine: Any = wrapper
-        facts |= {
-            "stage": int(engine.zero_optimization_stage()),
-            "micro_batches": int(engine.gradient_accumulation_steps()),
-            "communication_dtype": plain_value(engine.communication_data_type),
-        }
-    elif hasattr(wrapper, "ddp_config"):
-        facts |= {
-            name: plain_value(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS
-        }
-    return facts
-
-
-def communication_hook(wrapper: nn.Module) -> str | None:
-    """Return the name of DDP's communication hook; None without one."""
-    names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
-    log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
-    return ", ".join(names) or str(log.get("comm_hook") or "") or None
+def _reduction(wrapped: Wrapped, group: dist.ProcessGroup) -> Facts:
+    settings = {name: plain_value(value) for name, value in wrapped.settings().items()}
+    backend = str(dist.get_backend(group))
+    return {"class": type(wrapped.wrapper).__name__, "backend": backend, **settings}
 
 
 def _optimizer(optimizer: Any) -> Facts:
     groups = _own_groups(optimizer.param_groups)
     return {
-        "class": ", ".join(map(_class_of, all_of(optimizer))),
+        "class": ", ".join(map(class_of, all_of(optimizer))),
         "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
         "num_groups": len(groups),
     }
@@ -481,67 +416,6 @@ def _group(group: Mapping[str, Any]) -> Facts:
     return {**settings, "tensors": len(group["params"])}
 
 
-def _loader(loader: Any) -> Facts:
-    facts: Facts = {"class": _class_of(loader), **settings_of(loader, _LOADER_SETTINGS)}
-    for name in ("sampler", "batch_sampler"):
-        sampler = _quietly_of(loader, name)
-        if sampler is not None:
-            facts[name] = {"class": _class_of(sampler), **settings_of(sampler, _SAMPLER_SETTINGS)}
-    data: Any = _quietly_of(loader, "dataset")
-    if data is not None:
-        facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
-    generator = _quietly_of(loader, "generator")
-    if isinstance(generator, torch.Generator):
-        facts["seed"] = generator.initial_seed()
-    return facts
-
-
-def sampler_seed(loader: Any) -> int | None:
-    """Return the seed with which a data loader's samples are shuffled; None if unknown.
-
-    That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
-    unless it does not shuffle, or of the generator that torch's own samplers draw from.
-    """
-    if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
-        return None  # accelerate gives all ranks the generator of rank 0 with each pass
-    batches = _quietly_of(loader, "batch_sampler")
-    batches = _quietly_of(batches, "batch_sampler") or batches  # inside accelerate's share of it
-    for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
-        if sampler is None or _quietly_of(sampler, "shuffle") is False:
-            continue
-        for name in ("seed", "initial_seed"):
-            seed = _quietly_of(sampler, name)
-            if isinstance(seed, int) and not isinstance(seed, bool):
-                return seed
-        generator = _quietly_of(sampler, "generator")
-        if isinstance(generator, torch.Generator):
-            return generator.initial_seed()
-    return None
-
-
-def settings_of(owner: object, names: Iterable[str]) -> Facts:
-    """Return the attributes of an object that are numbers or words, by name."""
-    found = {name: _quietly_of(owner, name) for name in names}
-    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
-
-
-def _quietly_of(owner: object, name: str) -> Any:
-    try:
-        return getattr(owner, name, None)
-    except Exception:  # a property may do anything
-        return None
-
-
-def _class_of(thing: object) -> str:
-    kind = type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _name_of(function: Any) -> str:
-    name = getattr(function, "__qualname__", None)
-    return _class_of(function) if name is None else f"{function.__module__}.{name}"
-
-
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
     return tuple(shape)
@@ -559,154 +433,4 @@ def plain_value(value: object) -> object:
         return [plain_value(part) for part in value]
     if isinstance(value, torch.dtype):
         return dtype_name(value)
-    return _class_of(value)
-
-
-def draws_with_replacement(loader: Any) -> bool:
-    """Return whether a data loader declares that it draws samples, or shards, with replacement.
-
-    That is torch's samplers with ``replacement=True``, those of repeated augmentation, and
-    webdataset's ``ResampledShards`` (``WebDataset(resampled=True)``) or a class of that name.
-    """
-    return any(map(_replaces, _inside(loader)))
-
-
-def splits_of(loader: Any) -> list[tuple[str, int]]:
-    """Return what in a data loader gives each rank a part of the data, and into how many parts.
-
-    That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
-    ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
-    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads.
-    """
-    found: dict[int, tuple[str, int]] = {}
-    for part in _inside(loader):
-        number = _parts_made_by(part)
-        if number is not None and number > 1:
-            found[id(part)] = (type(part).__name__, number)
-    return list(found.values())
-
-
-def splitting_loader() -> Any:
-    """Return the living data loader that splits its data into the most parts; None without any.
-
-    Of several, that of the most rows, as a data set for evaluation has fewer.
-    """
-
-    def size(loader: Any) -> tuple[int, int]:
-        return math.prod(n for _, n in splits_of(loader)), rows_of(loader) or 0
-
-    loaders = [each for each in live_objects(DataLoader)[DataLoader] if splits_of(each)]
-    return max(loaders, key=size, default=None)
-
-
-def _parts_made_by(part: Any) -> int | None:
-    for number, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
-        found = _quietly_of(part, number), _quietly_of(part, place)
-        if all(isinstance(one, int) for one in found):
-            return int(found[0])
-    by_node = _quietly_of(_quietly_of(part, "_distributed"), "world_size")
-    if isinstance(by_node, int):
-        return by_node
-    if type(part).__name__ == "DataLoaderDispatcher":
-        dealt = _quietly_of(_quietly_of(part, "state"), "num_processes")
-        return dealt if isinstance(dealt, int) else None
-    return None
-
-
-def order_of(loader: Any) -> str:
-    """Return what decides the order of a loader's data; empty if unknown.
-
-    "nothing" where it does not shuffle, "set_epoch" where a part has that method, "generator" where
-    torch's ``RandomSampler`` draws.
-    """
-    parts = list(_inside(loader))
-    samplers = [part for part in parts if isinstance(part, Sampler)]
-    if any(type(s) is SequentialSampler or _quietly_of(s, "shuffle") is False for s in samplers):
-        return "nothing"
-    if any(callable(_quietly_of(part, "set_epoch")) for part in parts[1:]):
-        return "set_epoch"
-    return "generator" if any(type(sampler) is RandomSampler for sampler in samplers) else ""
-
-
-def length_of(loader: Any) -> int | None:
-    """Return how many samples a loader's iterable data set has, by its own word, if known."""
-    known = []
-    for part in _inside(loader):
-        if isinstance(part, IterableDataset):
-            with contextlib.suppress(Exception):  # most have no length
-                known.append(len(part))  # type: ignore[arg-type]
-    return max(known, default=None)
-
-
-def rows_of(loader: Any) -> int | None:
-    """Return how many rows the data set of a loader has; without one, those of all living loaders.
-
-    None where a data set is iterable: it may yield any number of rows.
-    """
-    loaders = live_objects(DataLoader)[DataLoader] if loader is None else [loader]
-    sets = {id(data): data for data in (_quietly_of(each, "dataset") for each in loaders)}
-    rows = []
-    for data in sets.values():
-        if data is None or isinstance(data, IterableDataset):
-            return None
-        with contextlib.suppress(Exception):  # some have no length
-            rows.append(len(data))
-    return sum(rows) or None
-
-
-_PLACES = 4096
-
-
-def data_digest_of(loader: Any) -> int | None:
-    """Return a digest of which rows a loader's data set has, as far as none has to be made.
-
-    Of a ``torch.utils.data.Subset``, that is its places, some thousands of them; of a table of
-    ``datasets``, the first and the last row as they are stored. None of others.
-    """
-    for part in _inside(loader):
-        with contextlib.suppress(Exception):
-            if isinstance(part, Subset):
-                places = part.indices
-                few = range(0, len(places), len(places) // _PLACES + 1)
-                return digest_of(repr([len(places), *(places[at] for at in few)]).encode())
-            if type(part).__module__ == "datasets.arrow_dataset":
-                stored = part.with_format("arrow")
-                ends = [stored[at].to_pydict() for at in (0, len(part) - 1)]
-                return digest_of(repr(ends).encode())
-    return None
-
-
-def data_fields_of(loader: Any) -> list[int]:
-    """Return digests of what the data set of a loader stores of its rows: one that ranks share."""
-    return digests_by_field(_quietly_of(loader, "dataset"))
-
-
-def _inside(loader: Any) -> Iterator[Any]:
-    """Yield a loader and its parts, each once; nothing of them is read or called."""
-    waiting = deque([loader])
-    visited: set[int] = set()
-    while waiting and len(visited) < _MAX_VISITED:
-        part = waiting.popleft()
-        if part is not None and id(part) not in visited:
-            visited.add(id(part))
-            yield part
-            waiting.extend(_parts_of(part))
-
-
-def _replaces(part: Any) -> bool:
-    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
-        return True
-    if isinstance(part, Sampler) and repeats_rows(part):
-        return True
-    return _quietly_of(part, "replacement") is True
-
-
-def _parts_of(part: Any) -> Iterator[Any]:
-    for name in _PARTS:
-        value = _quietly_of(part, name)
-        if value is not None:  # a list is the data themselves, and has no parts
-            yield value
-    for name in _LISTS_OF_PARTS:
-        value = _quietly_of(part, name)
-        if isinstance(value, list | tuple):
-            yield from value
+    return class_of(value)

@@ -12,34 +12,42 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from rankscope.bus.words import shortened
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, log_other_mesh, mesh_place
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
+    ShardLookup,
+    casting_policy,
     ends_backward,
+    every_parameter,
     fsdp2_states,
     listen,
+    managed_parameters,
     measure_shards,
     parameters_by_mesh,
+    process_group_of,
     waits_by_hand,
 )
 from rankscope.wrappers.parts import GradientParts, MicroBatches
 from rankscope.wrappers.passes import in_backward
-from rankscope.wrappers.ranks import local_of
+from rankscope.wrappers.ranks import local_of, ranks_of
 from rankscope.wrappers.tap import (
-    GradientObserver,
     GradientTap,
-    Guarded,
     LocalGradient,
     ReadReduced,
+    TapPlan,
     guarded,
 )
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, no_whole
 
 _log = logging.getLogger("rankscope")
 
@@ -94,15 +102,13 @@ class FSDP2Tap(GradientTap):
 
     def __init__(
         self,
-        model: nn.Module,  # or a module around it; ``fully_shard`` was applied to it or to parts
-        parameters: dict[str, Tensor],  # as of fsdp2_parameters
-        sketcher: Sketcher,  # on fsdp2_device
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
+        wrapped: Wrapped,
+        plan: TapPlan,
     ) -> None:
-        self._observer = observer
+        model = wrapped.wrapper
+        parameters = wrapped.parameters
+        super().__init__(plan)
+        sketcher = plan.sketcher
         meshes = parameters_by_mesh(model)
         managed = next(each for each in meshes if any(p.name in parameters for p in each))
         self._batches = len(meshes[0][0].group.ranks)
@@ -111,15 +117,11 @@ class FSDP2Tap(GradientTap):
         self._states = frozenset(fsdp2_states(model))
         self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
         self.reduced_copies = self._groups[0].num_copies
-        self._sketcher = sketcher
-        self._guarded = guarded
         self._parts = GradientParts(sketcher)
-        self._gradients = AccumulatedGradients(self._watched, sketcher, reduced)
+        self._gradients = AccumulatedGradients(self._watched, sketcher, plan.reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
-        self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
-        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
-        self._measure = self._left_out = self._announcing = False
+        self._left_out = self._announcing = False
         self._start_again()
         self._stops = listen(
             backward_begins=self._on_begin,
@@ -200,20 +202,17 @@ class FSDP2Tap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._pass is _Pass.OPEN and not in_backward()
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self.complete and not self._step.spoiled:
-            reduced = self._gradients.reduced if self._step.reduced_read else None
-            gradient = LocalGradient(
-                self._parts.totals(),
-                None if reduced is None else reduced.clone(),
-                self._micro_squared_norms(),
-                norm_estimated=self._parts.count > 1,
-                accumulator_changes=self._gradients.collect() if self._step.one_each else None,
-            )
-        self._start_again()
-        return gradient
+    def _gradient(self) -> LocalGradient | None:
+        if self._step.spoiled:
+            return None
+        reduced = self._gradients.reduced if self._step.reduced_read else None
+        return LocalGradient(
+            self._parts.totals(),
+            None if reduced is None else reduced.clone(),
+            self._micro_squared_norms(),
+            norm_estimated=self._parts.estimated,
+            accumulator_changes=self._gradients.collect() if self._step.one_each else None,
+        )
 
     def remove(self) -> None:
         """Stop listening."""
@@ -224,9 +223,8 @@ class FSDP2Tap(GradientTap):
         """Return the norms when each forward pass had one backward pass and all were seen."""
         if not self._step.micro_known or not self._step.one_each:
             return None
-        if self._parts.count > 1:
-            each = self._parts.count == self._step.backwards
-            return self._parts.part_squared_norms() if each else None
+        if self._parts.estimated:
+            return self._parts.part_squared_norms(self._step.backwards)
         return self._micro.squared_norms()
 
     @guarded
@@ -337,7 +335,7 @@ class FSDP2Tap(GradientTap):
         self._step.settled = synchronised and self._step.one_each
         self._step.complete |= synchronised
         if synchronised:
-            self._observer.see_reduced()
+            self._see_reduced()
         if self._measure:
             self._measure_pass(synchronised=synchronised, again=again)
 
@@ -554,3 +552,68 @@ def state_of(gradient: Tensor) -> State:
     Of a DTensor its own version counts: autograd leaves that of its local part alone.
     """
     return local_of(gradient).data_ptr(), gradient._version
+
+
+_TYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+FSDP2 = WrapperKind("FSDP2", "fully_shard got a mesh", FSDP2Tap, no_canary=no_whole("FSDP2"))
+
+
+@dataclass(frozen=True, slots=True)
+class FSDP2Model(Wrapped):
+    """A model to which ``fully_shard`` was applied, or to parts of it."""
+
+    def every_parameter(self) -> dict[str, Tensor]:
+        """Return all shards by canonical name, also where the model holds gathered parameters."""
+        meshes = parameters_by_mesh(self.wrapper)
+        return {p.name: p.tensor for managed in meshes for p in managed}
+
+    def lookup(self) -> Callable[[nn.Module, str], Tensor | None] | None:
+        """Return how to find the shard that a module's parameter stands for."""
+        return ShardLookup(self.wrapper, ranks_of(self.group))
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the types of the ``MixedPrecisionPolicy`` of the root."""
+        if not isinstance(self.wrapper, FSDPModule):
+            return {}
+        policy = casting_policy(self.wrapper)
+        return {name: getattr(policy, name, None) for name in _TYPES}
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter its own type and that in which FSDP2 means to reduce."""
+        sums = {p.name: p.summed_in for p in every_parameter(self.wrapper)}
+        return {n: (p.dtype, sums.get(n, p.dtype)) for n, p in self.parameters.items()}
+
+
+def find_fsdp2(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
+    """Return a model under ``fully_shard``; its workers are those of one of its meshes.
+
+    Parameters that it ignores are left out: nothing averages their gradients.
+    """
+    workers = () if process_group is None else ranks_of(process_group)
+    managed = managed_parameters(model, workers)
+    group = managed[0].group
+    first, *others = parameters_by_mesh(model)
+    chosen = first[0].name == managed[0].name
+    if chosen:
+        for other in others:
+            log_other_mesh(first, other)
+    return FSDP2Model(
+        FSDP2,
+        model,
+        {p.name: p.tensor for p in managed if p.tensor.requires_grad},
+        process_group or process_group_of(group),
+        group.device,  # of gradients; under CPU offloading the parameters live elsewhere
+        sharded=True,
+        replica=group.replica,
+        mesh=_find_mesh(model) if chosen else None,
+        inside=model,
+    )
+
+
+def _find_mesh(model: nn.Module) -> MeshPlace | None:
+    try:
+        return mesh_place(model)
+    except Exception as error:  # whatever the meshes of its parameters are
+        _log.debug("other axes of the mesh are unknown: %r", error)
+        return None

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.digest import digest_tensor
-from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters, parameters_by_mesh
 from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
@@ -39,7 +39,8 @@ class MeshPlace:
 
 def stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
     """Return the axis of pipeline stages and the ranks along it through this one; None without."""
-    for mesh in _meshes(managed_parameters(model)):
+    largest = parameters_by_mesh(model)[:1]  # none where FSDP2 shards nothing
+    for mesh in (mesh for managed in largest for mesh in _meshes(managed)):
         for name in mesh.mesh_dim_names or ():
             line = _through(mesh, (name,))
             if name.startswith(_STAGES) and len(line) > 1:

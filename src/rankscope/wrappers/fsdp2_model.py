@@ -65,12 +65,12 @@ def listen(
     expect(_STATE, "_register_root_post_backward_final_callback")
     expect(_GROUPS, "foreach_reduce")
     expect(_STATE, "_root_post_backward_final_callback")
-    stops = [
+    return [
         _BEGIN.subscribe(after=backward_begins),
         _REDUCE.subscribe(before=before_reduce),
         _END.subscribe(after=backward_ends),
+        _FINALIZE.subscribe(after=finalized),
     ]
-    return [*stops, _FINALIZE.subscribe(after=finalized)] if _FINALIZE.exists else stops
 
 
 def expect(owner: Any, *names: str) -> None:
@@ -101,6 +101,11 @@ class ParameterGroup:
         self.shard_size = int(getattr(info, "shard_mesh_size", 1))
         self.num_copies = int(getattr(info, "replicate_mesh_size", 1))
         self.ranks: tuple[int, ...] = tuple(info.mesh.mesh.flatten().tolist())
+        self.replica: int | None = (
+            None  # the number of this rank's shard; None: each parameter has one owner
+        )
+        if self.num_copies > 1:
+            self.replica = int(getattr(info, "shard_mesh_rank", 0))
         self.shard_group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
         self.replicate_group: dist.ProcessGroup | None = getattr(
             info, "replicate_process_group", None
@@ -264,28 +269,12 @@ def is_fsdp2(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def fsdp2_parameters(model: nn.Module, workers: Collection[int] = ()) -> dict[str, Tensor]:
-    """Return the trainable parameters that FSDP2 reduces, by canonical name, in model order.
-
-    Parameters that it ignores are left out: nothing averages their gradients. ``workers`` as for
-    :func:`managed_parameters`.
-    """
-    managed = managed_parameters(model, workers)
-    return {p.name: p.tensor for p in managed if p.tensor.requires_grad}
-
-
-def fsdp2_device(model: nn.Module) -> torch.device:
-    """Return where gradients live; under CPU offloading the parameters live elsewhere."""
-    return managed_parameters(model)[0].group.device
-
-
-def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
-    """Return a process group of the workers to compare.
+def process_group_of(group: ParameterGroup) -> dist.ProcessGroup:
+    """Return a process group of the workers that reduce a group of parameters.
 
     Usually one that exists. HSDP inside a larger mesh has none: then its members, and they alone,
     make a gloo group, so all of them must call this at the same point of the program.
     """
-    group = managed_parameters(model)[0].group
     if group.num_copies == 1 and group.shard_group is not None:
         return group.shard_group
     if group.shard_size == 1 and group.replicate_group is not None:
@@ -296,17 +285,6 @@ def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
         list(group.ranks), backend="gloo", use_local_synchronization=True
     )
     return made
-
-
-def fsdp2_replica(model: nn.Module, workers: Collection[int] = ()) -> int | None:
-    """Return the number of the shard that this worker holds, as its replicas do.
-
-    None when each parameter has one owner.
-    """
-    first = managed_parameters(model, workers)[0]
-    if first.group.num_copies == 1:
-        return None
-    return int(getattr(first.inside.mesh_info, "shard_mesh_rank", 0))
 
 
 def managed_parameters(model: nn.Module, workers: Collection[int] = ()) -> list[ManagedParameter]:
@@ -355,9 +333,10 @@ def parameters_by_mesh(model: nn.Module) -> list[list[ManagedParameter]]:
 
 def fsdp2_states(model: nn.Module) -> list[Any]:
     """Return FSDP2's own states of the modules to which ``fully_shard`` was applied."""
-    expect(FSDPModule, "_get_fsdp_state")
-    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-    return list(dict.fromkeys(states))
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        expect(module, "_get_fsdp_state")
+    return list(dict.fromkeys(module._get_fsdp_state() for module in modules))
 
 
 def casting_policy(module: FSDPModule) -> Any:

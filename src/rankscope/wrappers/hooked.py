@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.accumulator import AccumulatorAudit
 from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
 from rankscope.wrappers.parts import MicroBatches
-from rankscope.wrappers.passes import BackwardEnd
-from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+from rankscope.wrappers.passes import BackwardEnd, in_backward
+from rankscope.wrappers.tap import GradientTap, ReadReduced, TapPlan
 from rankscope.wrappers.untraced import untraced
 
 
@@ -167,38 +166,25 @@ class GradientHooks:
                 crowded.append(name)
         return crowded
 
-    def remove(self) -> None:
-        """Take all hooks out."""
-        self.keep(())
-
 
 class HookedTap(GradientTap):
-    """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters.
-
-    ``unawaited`` is called in the hook of a backward pass's first gradient, if the pass was not
-    noticed before (argument False), or no forward pass waited for it (True): it may announce one.
-    """
+    """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters."""
 
     def __init__(
         self,
         parameters: dict[str, Tensor],  # that require a gradient, by the sketcher's names
-        sketcher: Sketcher,
-        guarded: Guarded,
+        plan: TapPlan,
         *,
-        reduced: ReadReduced,
-        observer: GradientObserver,  # gets local gradients, and a call after their reduction
         in_buckets: bool = False,  # gradients are moved into buckets once their hooks are done
-        unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
+        super().__init__(plan)
+        sketcher = plan.sketcher
         self._parameters = parameters
         self._all = tuple(parameters)
-        self._sketcher = sketcher
-        self._guarded = guarded
-        self._observer = observer
-        self._backward = BackwardEnd(self._on_begin, self._finish, guarded, self._on_ending)
-        self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
-        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
-        self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
+        self._backward = BackwardEnd(self._on_begin, self._finish, plan.guarded, self._on_ending)
+        self._reading = LocalReading(parameters, sketcher, plan.observer, in_buckets=in_buckets)
+        self._reduced = None if plan.reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._measure_reduced = partial(measure_reduced, parameters, sketcher, plan.reduced)
         self._micro = MicroBatches()
         self._accumulator = AccumulatorAudit(parameters, sketcher)
         self._calls = HookCalls()
@@ -206,10 +192,7 @@ class HookedTap(GradientTap):
         self._phase = PassPhase.IDLE
         self._noticed = False  # a backward pass since the last forward pass, at the model's output
         self._unnoticed = False  # the last one began before that, as in another part of the model
-        self._measure = False
-        self._announce: Callable[[], None] | None = None  # of the pass that runs
-        self._reached: list[Callable[[], None]] = []  # called if it trains
-        self._unawaited = unawaited
+        self._unawaited = plan.unawaited
         self._left_out: Collection[str] = ()  # of this step
         self._hooks = GradientHooks(parameters, self._on_gradient)
 
@@ -248,7 +231,7 @@ class HookedTap(GradientTap):
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        self._hooks.remove()
+        self._hooks.keep(())
 
     @property
     def _accumulates(self) -> bool:
@@ -268,7 +251,15 @@ class HookedTap(GradientTap):
         self._reading.forget()
         self._move(PassEvent.FORWARD)
 
-    def _begin_step_anew(self) -> None:
+    def _choose_hooks(self, *, reads_late: bool = True, synchronises: bool = False) -> None:
+        """Have as few hooks as the next backward pass needs, unless one runs."""
+        if in_backward():
+            return
+        few = reads_late and self._noticed and not self._unnoticed
+        self._hooks.keep(self._reading.hooked(synchronises=synchronises) if few else self._all)
+        self._noticed = False
+
+    def _start_again(self) -> None:
         self._leave_pass()
         self._reading.forget()
         self._micro.reset()

@@ -22,7 +22,10 @@ from rankscope.private import find
 ITERATOR: Any = find("torch.utils.data.dataloader._BaseDataLoaderIter")
 """The class of the iterators of data loaders; None if torch has none."""
 
-_WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule}
+REDUCING = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+"""Classes of torch's that reduce gradients of what they wrap."""
+
+WRAPPING = (*REDUCING, DataParallel)
 _SHARED: tuple[Any, ...] = (nn.Module, DataLoader, LRScheduler, *([ITERATOR] if ITERATOR else []))
 _FRAMEWORKS = {"transformers.trainer": "Trainer", "accelerate.accelerator": "Accelerator"}
 _walk: ContextVar[dict[type, list[Any]] | None] = ContextVar("walk", default=None)
@@ -149,7 +152,7 @@ def frozen_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
 def living_modules(inside: Container[int]) -> list[nn.Module]:
     """Return the living modules that are in no wrapper, and not ``inside`` by their ids."""
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    wrapped = [each for each in modules if not _WRAPPERS.isdisjoint(type(each).__mro__)]
+    wrapped = [each for each in modules if issubclass(type(each), WRAPPING)]
     apart = {id(part) for each in wrapped for part in each.modules()}
     return [each for each in modules if id(each) not in apart and id(each) not in inside]
 

@@ -212,8 +212,10 @@ class LoaderRows:
         self._taken: LoaderBatch | None = None  # by the last pass
         self._num_plain = 0  # passes without inputs of floating point, in a row
         self._num_unchanged = 0
-        relays = ((YIELDS, self._see), (PLACES, self._see_places))
-        self._stops = [relay.subscribe(after=see) for relay, see in relays if relay.exists]
+        self._stops = [
+            YIELDS.subscribe(after=self._see),
+            PLACES.subscribe(after=self._see_places),
+        ]
 
     def stop(self) -> None:
         """Follow no more."""

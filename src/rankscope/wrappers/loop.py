@@ -27,17 +27,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rankscope.gradients.sketch import Sketcher
+from rankscope.errors import UnsupportedError
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.ddp_reading import measure_reduced
 from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.ranks import local_of, ranks_of
-from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+from rankscope.wrappers.tap import LocalGradient, TapPlan
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind, check_one_device, trained_in
 
 _ALL_REDUCE = Relay(dist, "all_reduce")
 
@@ -66,30 +69,19 @@ class _Held:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    The observer's ``see_reduced`` is called before the optimizer. ``workers`` are the W ranks that
-    are compared, ``summed`` gets the names of parameters that others sum with them, and ``held``
-    names the parameters in this rank's optimizer (none if it holds copies), and
-    ``in_shares`` whether each is in that of one rank; the other arguments are those of
-    :class:`~rankscope.wrappers.hooked.HookedTap`.
+    What follows the reduction is called before the optimizer.
     """
 
     def __init__(
         self,
-        parameters: dict[str, Tensor],
-        workers: Collection[int],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
-        observer: GradientObserver,
-        summed: set[str],
-        unawaited: Callable[[bool], None] = lambda noticed: None,
-        held: Collection[str] | None = None,
-        in_shares: bool = False,
+        wrapped: Wrapped,
+        plan: TapPlan,
     ) -> None:
-        super().__init__(
-            parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
-        )
+        parameters = wrapped.parameters
+        workers = ranks_of(wrapped.group)
+        held = wrapped.held
+        in_shares = wrapped.in_shares
+        super().__init__(parameters, plan)
         # every rank is taken to hold the reduced gradient, or each has a share
         self.reduced_copies = 1 if in_shares else len(workers)
         self._of_copies = held is not None and not held and not in_shares
@@ -102,19 +94,20 @@ class LoopTap(HookedTap):
         self.leave_out(())
         self._looked_for_others = False
         self._step = _Step()
-        self._parts = GradientParts(sketcher)
-        self._adds_up = sketcher.sketches
+        self._parts = GradientParts(plan.sketcher)
         self._workers = frozenset(workers)
-        self._summed = summed
+        self._summed = wrapped.summed
         self._reduced_here: set[str] = set()  # over workers, in this step
         self._before_sums: dict[str, Any] = {}  # what has the gradients, as parameters do
         self._memory: Mapping[int, str] | None = None
-        self._read = reduced
         has_others = dist.get_world_size() > len(workers)
         self._stop = _ALL_REDUCE.subscribe(before=self._see_sum) if has_others else None
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
+        if not self._looked_for_others and not in_backward():
+            self._looked_for_others = True
+            self._reading.never_late = self._hooks.go_first()
         self._choose_hooks()
         self._await_pass()
         self._measure = measure
@@ -132,12 +125,12 @@ class LoopTap(HookedTap):
             self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
             self._num_waiting = 0
         self._move(PassEvent.OPTIMIZER)
-        self._observer.see_reduced()
+        self._see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = measure_reduced(
                 {**self._parameters, **self._before_sums},
                 self._sketcher,
-                self._read,
+                self._reads,
                 self._calls.names,
                 into=self._reduced,
                 left_out=self._of_others.union(self._left_out),
@@ -204,29 +197,34 @@ class LoopTap(HookedTap):
         """Measure the step that begins without some parameters."""
         super().leave_out(self._never.union(names) if self._never else names)
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
+    def _gradient(self) -> LocalGradient | None:
         step = self._step
-        parts = self._parts if step.taken and step.num_passes > 1 else None
-        lost = parts is not None and not self._adds_up  # norms alone do not add up
-        if self.complete and self._measure and self._calls.whole and not (step.spoiled or lost):
-            micro = parts.part_squared_norms() if parts else self._micro.squared_norms()
-            gradient = LocalGradient(
-                parts.totals() if parts else self._reading.totals,
-                self._reduced if step.reduced_known else None,
-                micro if step.num_passes > 1 else None,
+        if not self._calls.whole or step.spoiled:
+            return None
+        reduced = self._reduced if step.reduced_known else None
+        if step.num_passes == 1:
+            return LocalGradient(self._reading.totals, reduced, None, step.carried_over)
+        parts = self._parts
+        if not step.taken:
+            return LocalGradient(
+                self._reading.totals,
+                reduced,
+                self._micro.squared_norms(),
                 step.carried_over,
                 accumulator_changes=self._accumulator.collect(),
-                norm_estimated=parts is not None,
             )
+        if not parts.adds_up:
+            return None
+        micro = parts.part_squared_norms(step.num_passes)
+        return LocalGradient(parts.totals(), reduced, micro, step.carried_over, norm_estimated=True)
+
+    def _start_again(self) -> None:
         self._parts.reset()
         self._reduced_here.clear()
         self._before_sums.clear()
         self._memory = None
-        self._begin_step_anew()
+        super()._start_again()
         self._step = _Step()
-        return gradient
 
     def _keep_taken(self) -> None:
         """Keep the last pass's measurements where its gradient is taken away, as for copies."""
@@ -247,17 +245,6 @@ class LoopTap(HookedTap):
             return True
         readable = gradient.is_cpu and not gradient.is_sparse and gradient._version != version
         return readable and not bool(gradient.any())
-
-    def _choose_hooks(self) -> None:
-        """Have as few hooks as the next backward pass needs, unless one runs."""
-        if in_backward():
-            return
-        if not self._looked_for_others:
-            self._looked_for_others = True
-            self._reading.never_late = self._hooks.go_first()
-        noticed = self._noticed and not self._unnoticed
-        self._hooks.keep(self._reading.hooked(synchronises=False) if noticed else self._all)
-        self._noticed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         if last:
@@ -302,3 +289,32 @@ class LoopTap(HookedTap):
         )
         if self._measure:
             self._micro.add(self._reading.totals, last=False)
+
+
+LOOP = WrapperKind(
+    "loop",
+    "loop reduces over a group",
+    LoopTap,
+    by_loop=True,
+    updates_at_once=False,
+    begins_in_parts=True,
+)
+"""A model without wrapper, whose training reduces gradients itself."""
+
+
+def find_loop(model: nn.Module, group: dist.ProcessGroup) -> Wrapped:
+    """Return a model without wrapper, whose workers are the ranks of a group."""
+    if group.size() < 2:
+        raise UnsupportedError(
+            f"watch() expected several workers, got {type(model).__name__} without wrapper in a "
+            "group of one rank, where there is nothing to compare; start the job with more ranks"
+        )
+    parameters = trained_in(model)
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "watch() expected whole parameters on every rank of a model without wrapper, got "
+            "DTensor; wrap the model by fully_shard"
+        )
+    check_one_device(parameters)
+    device = next(iter(parameters.values()), torch.zeros(())).device
+    return Wrapped(LOOP, model, parameters, group, device, inside=model)

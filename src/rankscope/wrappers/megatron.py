@@ -16,7 +16,8 @@ times the loss scale.
 Legend of shapes: W workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import Measured, Sketcher
+from rankscope.gradients.sketch import Measured
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.parts import MicroBatches, measure_reduced_parts
 from rankscope.wrappers.passes import BackwardEnd
-from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+from rankscope.wrappers.tap import GradientTap, LocalGradient, ReadReduced, TapPlan, guarded
+from rankscope.wrappers.wrapped import Wrapped, WrapperKind
 
 _WRAPPERS = "megatron.core.distributed"
 _OPTIMIZERS = "megatron.core.optimizer"
@@ -46,25 +48,21 @@ class MegatronTap(GradientTap):
 
     def __init__(
         self,
-        ddp: Any,
-        parameters: Mapping[str, Tensor],
-        sketcher: Sketcher,
-        guarded: Guarded,
-        *,
-        reduced: ReadReduced,
+        wrapped: Wrapped,
+        plan: TapPlan,
     ) -> None:
+        ddp = wrapped.wrapper
+        parameters = wrapped.parameters
+        super().__init__(plan)
+        sketcher = plan.sketcher
         self._factor = factor_of_mean(ddp)
         sharded = is_sharded(ddp)
         self.reduced_copies = 1 if sharded else megatron_process_group(ddp).size()
-        self._sketcher = sketcher
-        self._guarded = guarded
-        self._read_reduced = reduced
         self._totals = sketcher.new_totals()
         self._reduced = sketcher.new_totals()
         self._grown = sketcher.new_totals()
         self._micro = MicroBatches()
-        self._backward = BackwardEnd(self._begin_backward, self._end_backward, guarded)
-        self._reached: list[Callable[[], None]] = []  # called if the pass that runs trains
+        self._backward = BackwardEnd(self._begin_backward, self._end_backward, plan.guarded)
         self._buffers = [buffer.grad_data for buffer in ddp.buffers]
         self._versions: list[int] = []  # of the buffers, when the pass began
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -74,7 +72,7 @@ class MegatronTap(GradientTap):
         if sharded:
             self._held = [p for group in ddp.bucket_groups for p in own_shards(group, names)]
         self._stop = Relay(ddp, "finish_grad_sync").subscribe(after=self._finish)
-        self._measure = self._complete = self._begun = False
+        self._complete = self._begun = False
         self._carried_over: Tensor | None = None
         self._start_again()
 
@@ -114,15 +112,12 @@ class MegatronTap(GradientTap):
         """Whether a backward pass began since then and never ended: it raised."""
         return self._backward.running
 
-    def collect(self) -> LocalGradient | None:
-        """Return the step's measurements and start again; None without valid ones."""
-        gradient = None
-        if self._measure and self._complete and all(group.reads == 1 for group in self._groups):
-            reduced = None if self._read_reduced is ReadReduced.OFF else self._reduced
-            micro = self._micro.squared_norms() if self._one_each else None
-            gradient = LocalGradient(self._totals, reduced, micro, self._carried_over)
-        self._start_again()
-        return gradient
+    def _gradient(self) -> LocalGradient | None:
+        if any(group.reads != 1 for group in self._groups):
+            return None
+        reduced = None if self._reads is ReadReduced.OFF else self._reduced
+        micro = self._micro.squared_norms() if self._one_each else None
+        return LocalGradient(self._totals, reduced, micro, self._carried_over)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -179,8 +174,8 @@ class MegatronTap(GradientTap):
             return
         if self._sketcher.sketches:
             self._add_micro_batch(self._totals, last=True)
-        if self._read_reduced is not ReadReduced.OFF:
-            measure_reduced_parts(self._sketcher, self._read_reduced, self._held, self._reduced)
+        if self._reads is not ReadReduced.OFF:
+            measure_reduced_parts(self._sketcher, self._reads, self._held, self._reduced)
             self._reduced.scale(1 / self._factor)
 
 
@@ -340,3 +335,39 @@ def _comes_from(value: object, package: str) -> bool:
 def _buckets(ddp: Any) -> Iterator[Any]:
     for group in ddp.bucket_groups:
         yield from group.buckets
+
+
+_SETTINGS = (
+    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
+    "average_in_collective", "bucket_size",
+)  # fmt: skip
+
+MEGATRON = WrapperKind(
+    "Megatron-core",
+    "Megatron-core reduces over a group",
+    MegatronTap,
+    own_optimizer=False,
+    no_canary="a canary's backward pass would add to the gradients in Megatron-core's buffers",
+    no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModel(Wrapped):
+    """A model in Megatron-core's ``DistributedDataParallel``."""
+
+    def settings(self) -> Mapping[str, object]:
+        """Return the settings of its ``ddp_config``."""
+        return {name: getattr(self.wrapper.ddp_config, name) for name in _SETTINGS}
+
+    def gradient_types(self) -> Mapping[str, Collection[torch.dtype]]:
+        """Return by parameter the type of its buffer."""
+        held = {name: getattr(p, "main_grad", p) for name, p in self.parameters.items()}
+        return {name: [gradient.dtype] for name, gradient in held.items()}
+
+
+def find_megatron(ddp: Any, process_group: object = None) -> Wrapped:
+    """Return a model in Megatron-core's wrapper."""
+    group = megatron_process_group(ddp)
+    device = ddp.buffers[0].grad_data.device
+    return MegatronModel(MEGATRON, ddp, megatron_parameters(ddp), group, device)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.wrappers.calls import ModuleHook
-from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.untraced import untraced
+from rankscope.wrappers.wrapped import takes_hooks
 
 
 class PartCall:

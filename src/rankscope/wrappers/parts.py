@@ -100,8 +100,23 @@ class GradientParts:
             totals.squared_norms.add_(cross_terms).clamp_(min=0.0)
         return totals
 
-    def part_squared_norms(self) -> Tensor:
-        """Return float64 ``[M]``: the exact squared norm of each closed part."""
+    @property
+    def adds_up(self) -> bool:
+        """Whether the totals are those of the sum: norms alone do not add up over parts."""
+        return self._sketcher.sketches or self.count == 1
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the squared norms of the totals are estimates."""
+        return self.count > 1
+
+    def part_squared_norms(self, num_passes: int) -> Tensor | None:
+        """Return float64 ``[M]``: the exact squared norm of each closed part.
+
+        None with a single one, and unless each of so many backward passes was one.
+        """
+        if not 1 < self.count == num_passes:
+            return None
         if self._closed:
             self._put_away()
         return torch.stack(self._squared_norms)
@@ -184,7 +199,6 @@ class StreamReader:
 
     def __init__(self, stream: MicroBatchStream, sketcher: Sketcher) -> None:
         self.parts = GradientParts(sketcher)
-        self._adds_up = sketcher.sketches
         self._stream = stream
         self._num_passes = 0
         self._see: Watcher | None = None
@@ -209,25 +223,18 @@ class StreamReader:
         self.parts.close()
         self._num_passes += 1
 
-    @property
-    def valid(self) -> bool:
-        """Whether the totals are those of the step: norms alone do not add up over parts."""
-        return self._adds_up or self.parts.count == 1
-
     def gradient(
         self, reduced: GradientTotals | None, carried_over: Tensor | None
     ) -> LocalGradient:
         """Return the step's measurements; ``reduced`` is scaled in place to the workers' mean."""
-        count = self.parts.count
-        one_each = count > 1 and count == self._num_passes
         if reduced is not None:
             reduced.scale(1 / self._stream.factor)
         return LocalGradient(
             self.parts.totals(),
             reduced,
-            self.parts.part_squared_norms() if one_each else None,
+            self.parts.part_squared_norms(self._num_passes),
             carried_over,
-            norm_estimated=count > 1,
+            norm_estimated=self.parts.estimated,
         )
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from rankscope.bus.environment import OF_USER, Setting, plain_settings
-from rankscope.wrappers.facts import quietly, settings_of
+from rankscope.wrappers.datasets import quietly, settings_of
 from rankscope.wrappers.living import framework, live_objects
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.wrapped import Wrapped
 
 _ACCELERATOR = (
     *("mixed_precision", "gradient_accumulation_steps", "step_scheduler_with_optimizer"),
@@ -31,20 +32,20 @@ _MOVES = ("last_epoch", "total_iters_done", "best", "num_bad_epochs", "cooldown_
 
 
 def given_settings(
-    wrapper: nn.Module, module: nn.Module, optimizer: Any, config: Mapping[str, Any] | None
+    wrapped: Wrapped, optimizer: Any, config: Mapping[str, Any] | None
 ) -> dict[str, Setting]:
     """Return the settings of a training by dotted name; the first part says whose they are.
 
     They are the arguments of a Trainer of Transformers or Lightning, of Accelerate and DeepSpeed,
     of schedulers of the learning rate and loss modules, the optimizer's class, and the user's.
     """
-    held = {id(parameter) for parameter in module.parameters()}
+    held = {id(parameter) for parameter in wrapped.module.parameters()}
     found: dict[str, Setting] = {}
     readers: tuple[Callable[[], Iterable[tuple[str, Any]]], ...] = (
         lambda: _of_transformers(held),
         lambda: _of_lightning(held),
-        _of_accelerate,
-        lambda: _of_deepspeed(wrapper),
+        lambda: _of_accelerate(held),
+        lambda: _of_deepspeed(wrapped),
         lambda: _of_schedulers(optimizer),
         _of_losses,
         lambda: [("optimizer", {"class": [type(each).__name__ for each in all_of(optimizer)]})],
@@ -107,15 +108,18 @@ def _trainer_of(module: Any) -> Any:
         return None
 
 
-def _of_accelerate() -> Iterator[tuple[str, Any]]:
+def _of_accelerate(held: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of the accelerator of a model; one of an earlier training may live on."""
     kind = framework("accelerate.accelerator")
-    for accelerator in live_objects(kind)[kind][:1] if kind else ():
+    living = live_objects(kind)[kind] if kind else []
+    own = [a for a in living if any(_trains(each, held) for each in getattr(a, "_models", ()))]
+    for accelerator in (own or living)[:1]:
         yield "Accelerator", settings_of(accelerator, _ACCELERATOR)
 
 
-def _of_deepspeed(wrapper: Any) -> Iterator[tuple[str, Any]]:
-    if hasattr(wrapper, "zero_optimization_stage") and isinstance(wrapper.config, Mapping):
-        yield "DeepSpeed", wrapper.config
+def _of_deepspeed(wrapped: Wrapped) -> Iterator[tuple[str, Any]]:
+    if wrapped.kind.engine and isinstance(wrapped.wrapper.config, Mapping):
+        yield "DeepSpeed", wrapped.wrapper.config
 
 
 def _of_schedulers(optimizer: Any) -> Iterator[tuple[str, Any]]:

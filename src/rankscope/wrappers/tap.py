@@ -1,7 +1,8 @@
-"""The interface of all wrappers to the monitor: taps on gradients, and observers of them."""
+"""The interface of all wrappers to the monitor: taps on gradients."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial, wraps
@@ -9,6 +10,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
+from rankscope.bus.probe import Probe
+from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 
 Guarded = Callable[..., None]
@@ -70,7 +73,29 @@ class LocalGradient:
     accumulator_changes: Tensor | None = None  # between passes, see AccumulatorAudit.collect
 
 
-class GradientTap(Protocol):
+def _ignore(*args: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class TapPlan:
+    """What a tap measures, and whom it calls."""
+
+    sketcher: Sketcher
+    guarded: Guarded
+    reduced: ReadReduced
+    observer: Probe  # gets local gradients
+    after_reduction: Sequence[Callable[[], None]] = ()
+    """Called once the reduction is over, in order, before anything else touches the gradients."""
+    shadowed: Callable[[], None] = _ignore
+    """Called after each synchronising step that this rank only shadows, since it has run out of
+    data inside ``model.join()``."""
+    unawaited: Callable[[bool], None] = _ignore
+    """Called in the hook of a backward pass's first gradient, if the pass was not noticed before
+    (argument False), or no forward pass waited for it (True): it may announce one."""
+
+
+class GradientTap(ABC):
     """Reads the local gradient during backward passes.
 
     A tap counts nothing and sends nothing: before each forward pass in training, the scope's call
@@ -90,17 +115,29 @@ class GradientTap(Protocol):
     changed, as in sharpness-aware minimisation. Most taps cannot detect it.
     """
 
+    def __init__(self, plan: TapPlan) -> None:
+        self._sketcher = plan.sketcher
+        self._guarded = plan.guarded
+        self._observer = plan.observer
+        self._after_reduction = plan.after_reduction
+        self._reads = plan.reduced
+        self._measure = False  # the backward passes that follow
+        self._announce: Callable[[], None] | None = None  # a forward pass in evaluation mode
+        self._reached: list[Callable[[], None]] = []  # called if the pass that runs trains
+
     @property
     def summed_workers(self) -> float:
         """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
         return 1.0
 
+    @abstractmethod
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow, to measure or not.
 
         Where the training calls the module inside the wrapper (``bypassed``), nothing is reduced.
         """
 
+    @abstractmethod
     def notice_backward(self, trained: Callable[[], None]) -> None:
         """Note that the running backward pass has reached the model's output.
 
@@ -145,10 +182,12 @@ class GradientTap(Protocol):
         return
 
     @property
+    @abstractmethod
     def complete(self) -> bool:
         """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
 
     @property
+    @abstractmethod
     def aborted(self) -> bool:
         """Whether a backward pass began since then and never ended: it raised."""
 
@@ -164,56 +203,22 @@ class GradientTap(Protocol):
 
     def collect(self) -> LocalGradient | None:
         """Return the step's measurements and start again; None without valid ones."""
+        gradient = self._gradient() if self._measure and self.complete else None
+        self._start_again()
+        return gradient
 
+    @abstractmethod
     def remove(self) -> None:
         """Take all hooks out of the model."""
 
-
-class GradientObserver(Protocol):
-    """Gets gradients at two moments of a backward pass, on the training thread."""
-
-    @property
-    def wanted_names(self) -> Collection[str]:
-        """Canonical names of the parameters whose local gradient it wants to see in this step.
-
-        Gradients of others cost time, and do nothing. Known from the step's first forward pass on.
-        """
-
-    def see_local(self, name: str, gradient: Tensor) -> None:
-        """Read the local gradient of a parameter, before the reduction, by its canonical name.
-
-        With several micro-batches it is called for each, with the gradient accumulated so far,
-        which may be overwritten as soon as this returns.
-        """
-
-    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Read local gradients of several parameters at once, by name: on a device, one launch."""
-
-    def see_reduced(self) -> None:
-        """Called when the reduction is over, before anything else touches the gradients."""
-
-
-class ObserverGroup:
-    """Passes local gradients to one observer, and calls several after the reduction, in order."""
-
-    def __init__(
-        self, observer: GradientObserver | None, reduced: Iterable[Callable[[], None]]
-    ) -> None:
-        self._observer = observer
-        self._reduced = tuple(reduced)
-        self.see_local = _ignore if observer is None else observer.see_local
-        self.see_locals = _ignore if observer is None else observer.see_locals
-
-    @property
-    def wanted_names(self) -> Collection[str]:
-        """The observer's wanted names."""
-        return () if self._observer is None else self._observer.wanted_names
-
-    def see_reduced(self) -> None:
-        """Call all observers of the end of the reduction."""
-        for call in self._reduced:
+    def _see_reduced(self) -> None:
+        for call in self._after_reduction:
             call()
 
+    @abstractmethod
+    def _gradient(self) -> LocalGradient | None:
+        """Return the measurements of a complete step; None unless they are valid."""
 
-def _ignore(*args: object) -> None:
-    pass
+    @abstractmethod
+    def _start_again(self) -> None:
+        """Begin another step."""

@@ -18,7 +18,11 @@ from rankscope.bus.finding import Severity
 from rankscope.files import to_plain
 from rankscope.verdict.diagnosis import diagnose_run
 from rankscope.wrappers import facts as worker_facts
+from rankscope.wrappers.datasets import draws_with_replacement
+from rankscope.wrappers.find import find_wrapper
+from rankscope.wrappers.loop import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
+from rankscope.wrappers.wrapped import Wrapped, trained_in
 from support.loops import Loop
 from support.ranks import run_ranks
 
@@ -98,9 +102,10 @@ def make_model(width=3, dtype=torch.float32):
     return model
 
 
-def facts_of(model=None, optimizer=None, loader=None, wrapper=None, group=None):
+def facts_of(model=None, optimizer=None, loader=None, wrapped=None):
     model = make_model() if model is None else model
-    facts = worker_facts.training_facts(wrapper or model, model, optimizer, loader, group)
+    wrapped = wrapped or Wrapped(LOOP, model, trained_in(model), None, None)
+    facts = worker_facts.training_facts(wrapped, optimizer, loader, wrapped.group)
     assert json.loads(json.dumps(to_plain(facts))) == to_plain(facts)
     return facts
 
@@ -167,7 +172,7 @@ def hooks(rank):
             register(ddp)
         except (TypeError, RuntimeError):  # bfloat16 is refused on some machines
             continue
-        found.append(facts_of(ddp.module, wrapper=ddp, group=ddp.process_group)["reduction"])
+        found.append(facts_of(wrapped=find_wrapper(ddp))["reduction"])
     return found
 
 
@@ -236,7 +241,7 @@ def test_loaders_that_draw_with_replacement_are_recognised():
         data.DataLoader(data.ChainDataset([resampled])),
         data.DataLoader(DATA, sampler=RepeatedAugmentation(DATA, 2, 0)),
     ):
-        assert worker_facts.draws_with_replacement(loader)
+        assert draws_with_replacement(loader)
 
 
 def test_other_loaders_are_not():
@@ -257,7 +262,7 @@ def test_other_loaders_are_not():
         data.DataLoader(DATA, sampler=data.WeightedRandomSampler([1.0] * 12, 3, replacement=False)),
         data.DataLoader(Pipeline(range(3))),
     ):
-        assert not worker_facts.draws_with_replacement(loader)
+        assert not draws_with_replacement(loader)
 
 
 def train_on_shards(rank, folder):

@@ -12,7 +12,7 @@ from rankscope.bus.step import StepReport
 from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.overlap import OverlappingShards, _chance, _ShareTest
 from rankscope.verdict.diagnosis import are_other_rows
-from rankscope.wrappers.facts import data_digest_of, length_of, order_of, rows_of, splits_of
+from rankscope.wrappers.datasets import data_digest_of, length_of, order_of, rows_of, splits_of
 from support.stepping import describe, evidence_of
 from support.streams import gathered, replicated, reports, shard, sharded, with_replacement
 

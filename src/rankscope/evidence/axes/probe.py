@@ -17,7 +17,6 @@ from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.stats.arrays import Floats, digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.clipping import rounding_of
-from rankscope.wrappers.find import FSDP2
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
 from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
 from rankscope.wrappers.ranks import local_of, ranks_of
@@ -128,7 +127,7 @@ class AxesProbe(Probe):
 
 def make_probe(job: Job) -> AxesProbe | None:
     """Return the probe of what should agree along other axes; None without any."""
-    if not job.exact or job.local_steps or job.wrapped.kind is not FSDP2:
+    if not job.exact or job.local_steps:
         return None
     try:
         return _make(job)

@@ -27,8 +27,8 @@ from rankscope.evidence.canary.schedule import (
     first_scheduled,
 )
 from rankscope.private import lacking
-from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.surroundings import why_wait
+from rankscope.wrappers.wrapped import Wrapped
 
 _log = logging.getLogger("rankscope")
 

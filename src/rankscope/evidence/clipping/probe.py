@@ -12,7 +12,6 @@ from torch import Tensor
 from rankscope.bus.probe import Awaited, Job, MessagePart, Pending, Probe, Ready, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.wrappers.clipping import CLIP, NORM, VALUE, rounding_of
-from rankscope.wrappers.find import LOOP
 from rankscope.wrappers.labels import is_spread, own
 from rankscope.wrappers.tap import Guarded, guarded
 
@@ -203,6 +202,5 @@ def make_probe(job: Job) -> ClippingProbe | None:
     wrapped = job.wrapped
     everyone = wrapped.group.size() == torch.distributed.get_world_size()  # no other stages
     whole = wrapped.mesh is None and everyone
-    by_loop = wrapped.kind is LOOP
     parameters = wrapped.parameters.values()
-    return ClippingProbe(parameters, job.guard, whole=whole, by_loop=by_loop)
+    return ClippingProbe(parameters, job.guard, whole=whole, by_loop=wrapped.kind.by_loop)

@@ -18,7 +18,6 @@ from rankscope.evidence.joined import BEGINS, KEY
 from rankscope.gradients.digest import digest_tensor
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import owned_names
-from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, LOOP, REPLICATE, all_parameters
 from rankscope.wrappers.optimizers import all_of
 
 EVERY = 8
@@ -139,13 +138,13 @@ def _is_plain(parameter: Tensor) -> bool:
 def make_probe(job: Job) -> Probe | None:
     """Return the probe, where the optimizer holds the model's tensors."""
     wrapped: Any = job.wrapped
-    if wrapped.kind not in (DDP, DDP_PARTS, REPLICATE, FSDP2, LOOP):
+    if not wrapped.kind.own_optimizer:
         return None
     if getattr(job.optimizer, "param_groups", None) is None:
         return None
-    named = all_parameters(wrapped)
+    named = wrapped.every_parameter()
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    inside = () if wrapped.parts is not None else tuple(wrapped.module.parameters())
+    inside = () if wrapped.kind.in_parts else tuple(wrapped.module.parameters())
     return JoinedProbe(
         frozen, job.optimizer, wrapped.parameters, first=not job.rank, ignored=inside
     )

@@ -29,7 +29,7 @@ from rankscope.gradients.digest import word_of
 from rankscope.gradients.host import HostCopy, number_of
 from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.fsdp2_model import is_fsdp2, managed_places
+from rankscope.wrappers.fsdp2_model import managed_places
 from rankscope.wrappers.optimizers import all_of, first_of, trained_copies
 from rankscope.wrappers.ranks import local_of
 
@@ -252,8 +252,7 @@ class Place(NamedTuple):
 
 def places_of(module: nn.Module) -> dict[int, Place]:
     """Return the places of a model's parameters by id; under FSDP2 those of their shards."""
-    managed = managed_places(module) if is_fsdp2(module) else ()
-    shards = {place: each.tensor for place, each in managed}
+    shards = {place: each.tensor for place, each in managed_places(module)}
     places: dict[int, Place] = {}
     for prefix, holder in module.named_modules():
         for key, parameter in holder._parameters.items():

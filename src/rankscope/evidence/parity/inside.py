@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from rankscope.bus.parity import OUTPUT, OUTPUT_GRADIENT, TensorFigures
 from rankscope.evidence.parity.figures import FigureMeter
 from rankscope.gradients.names import canonical_name
-from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.wrapped import takes_hooks
 
 Take = Callable[[str, str, Tensor], None]
 

@@ -68,13 +68,13 @@ from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
-from rankscope.wrappers.find import takes_hooks
 from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.megatron import is_megatron
 from rankscope.wrappers.optimizers import all_of, trained_copies
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.wrapped import takes_hooks
 
 _log = logging.getLogger("rankscope")
 

@@ -33,17 +33,9 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.private import lacking
 from rankscope.wrappers.calls import ForeignHook
+from rankscope.wrappers.ddp_model import communication_hook
+from rankscope.wrappers.deepspeed import engine_types
 from rankscope.wrappers.deepspeed_reading import ReducedReader
-from rankscope.wrappers.facts import communication_hook
-from rankscope.wrappers.find import (
-    DDP,
-    DEEPSPEED,
-    FSDP2,
-    REPLICATE,
-    Wrapped,
-    is_compiled,
-    reduced_types,
-)
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     casting_policy,
@@ -51,6 +43,7 @@ from rankscope.wrappers.fsdp2_model import (
     measure_shards,
     parameters_by_mesh,
 )
+from rankscope.wrappers.wrapped import Wrapped, is_compiled, reduced_types
 
 _SHARDERS = ("torch.distributed.", "deepspeed.")
 """Modules whose hooks are left out of a copy."""
@@ -365,7 +358,7 @@ class EngineModel(WholeModel):
         self._engine = engine
         parameters: dict[str, Tensor] = dict(zip(self.names, self._parameters, strict=True))
         groups = Groups(self.names, {name: at for at, name in enumerate(self.names)})
-        types = reduced_types(engine, parameters, groups)
+        types = reduced_types(engine_types(engine, parameters), groups)
         self.types = tuple(types[name] for name in self.names)
         self._sharded = engine.zero_optimization_stage() == 3
         self._shards = ReducedReader(engine, parameters)
@@ -426,22 +419,18 @@ def loss_scale(engine: Any) -> Tensor:
 
 def reference_model(wrapped: Wrapped) -> ReferenceModel:
     """Return the model that a worker runs alone; CanaryDeclined if it cannot."""
-    if wrapped.kind is FSDP2:
-        return _sharded(wrapped)
     size = wrapped.group.size()
-    if wrapped.kind is DEEPSPEED:
+    if wrapped.kind.engine:
         return EngineModel(wrapped.wrapper, size)
-    kind = ReplicatedModel if wrapped.kind is REPLICATE else WholeModel
+    if wrapped.sharded:
+        return _sharded(wrapped)
+    kind = WholeModel if wrapped.kind.runs_apart else ReplicatedModel
     model = kind(wrapped.module, size, wrapped.held, in_shares=wrapped.in_shares)
-    sent = [dtype for name, dtype in _SENT_IN.items() if name in _hook_of(wrapped).lower()]
+    hook = communication_hook(wrapped.wrapper) or ""
+    sent = [dtype for name, dtype in _SENT_IN.items() if name in hook.lower()]
     for dtype in sent:
         model.round_in(dtype)
     return model
-
-
-def _hook_of(wrapped: Wrapped) -> str:
-    """Return the name of DDP's communication hook; empty without one."""
-    return (communication_hook(wrapped.wrapper) or "") if wrapped.kind is DDP else ""
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:
@@ -466,7 +455,7 @@ def why_no_reference(wrapped: Wrapped) -> str:
         return "Lightning runs training_step in place of the forward pass, with all that it logs"
     if wrapped.kind.no_reference:
         return wrapped.kind.no_reference
-    hook = _hook_of(wrapped)
+    hook = communication_hook(wrapped.wrapper) or ""
     if any(name in hook for name in _CHANGE_MORE):
         return f"its communication hook, {hook}, changes gradients by more than rounding"
     if any(map(is_compiled, wrapped.wrapper.modules())):

@@ -26,11 +26,11 @@ from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.wrappers.clipping import CLIP, VALUE
 from rankscope.wrappers.deepspeed import before_engine_step
-from rankscope.wrappers.find import DDP, DEEPSPEED, FSDP2, LOOP, Wrapped
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.rendezvous import agree, place_of_all
 from rankscope.wrappers.surroundings import outside
+from rankscope.wrappers.wrapped import Wrapped
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
@@ -64,12 +64,10 @@ class ReferenceProbe(Probe):
         self._module = wrapped.module
         self._device = wrapped.device
         self._group = wrapped.group
-        engine = wrapped.kind is DEEPSPEED
-        shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
         mesh_meeting = None if channel.mesh is None else channel.mesh.ranks
         # All ranks that hold a part of a parameter take part in gathering it.
-        self._meeting = (mesh_meeting or channel.meeting) if shards else None
-        self._engine = wrapped.wrapper if engine else None
+        self._meeting = (mesh_meeting or channel.meeting) if wrapped.sharded else None
+        self._engine = wrapped.wrapper if wrapped.kind.engine else None
         self._why_not = why_no_reference(wrapped)
         if job.optimizer is None:
             self._why_not = self._why_not or _NO_OPTIMIZER
@@ -86,8 +84,8 @@ class ReferenceProbe(Probe):
             self._prepare(wrapped, job.seed)
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
-        copy = GatheredModel(wrapped.wrapper) if wrapped.kind is FSDP2 else None
-        if wrapped.kind in (DDP, LOOP, FSDP2) and not wrapped.in_shares:
+        if wrapped.kind.runs_apart and not wrapped.in_shares:
+            copy = GatheredModel(wrapped.wrapper) if wrapped.sharded else None
             held = wrapped.parameters if wrapped.held is None else wrapped.held
             trained = {n: p for n, p in wrapped.parameters.items() if p.requires_grad and n in held}
             self._derivative = DirectionalDerivative(
@@ -105,7 +103,7 @@ class ReferenceProbe(Probe):
         except CanaryDeclined as reason:
             self._why_no_copy = in_words(reason)
         else:
-            if wrapped.kind is LOOP:
+            if wrapped.kind.by_loop:
                 self._listened = [
                     relay.subscribe(before=self._before_clipping)
                     for relay in (CLIP, VALUE)

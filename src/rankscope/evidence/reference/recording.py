@@ -22,7 +22,7 @@ from rankscope.evidence.reference.loss_tape import LossTape, may_record
 from rankscope.evidence.reference.micro_batch import LOST, MicroBatch
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP, VALUE
-from rankscope.wrappers.fsdp2_model import every_parameter, is_fsdp2
+from rankscope.wrappers.fsdp2_model import every_parameter
 from rankscope.wrappers.part_calls import PartCall
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import outside
@@ -282,10 +282,8 @@ def _leaves(module: nn.Module) -> dict[int, str]:
     Under FSDP2 these are whole ones where they are gathered, and shards elsewhere.
     """
     names = {id(p): canonical_name(name) for name, p in module.named_parameters()}
-    if is_fsdp2(module):
-        whole = ((managed.name, managed.unsharded) for managed in every_parameter(module))
-        names |= {id(parameter): name for name, parameter in whole if parameter is not None}
-    return names
+    whole = ((managed.name, managed.unsharded) for managed in every_parameter(module))
+    return names | {id(parameter): name for name, parameter in whole if parameter is not None}
 
 
 def in_words(reason: CanaryDeclined) -> str:

@@ -29,10 +29,7 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.find import FSDP2, MEGATRON
-from rankscope.wrappers.fsdp2_model import ShardLookup
 from rankscope.wrappers.living import frozen_modules, label_of, living_modules
-from rankscope.wrappers.ranks import ranks_of
 
 _log = logging.getLogger("rankscope")
 
@@ -84,10 +81,9 @@ def make_probe(job: Job) -> tuple[Probe, ...]:
 
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
-    ranks = ranks_of(wrapped.group) if wrapped.kind is FSDP2 else []
-    of_parameters = bool(wrapped.kind.state_by_parameter)  # and the same on replicas
-    if wrapped.kind is MEGATRON:
-        of_parameters = _updates_all(wrapped, job.optimizer)
+    lookup = wrapped.lookup()
+    updates_all = _updates_all(wrapped, job.optimizer)
+    of_parameters = wrapped.kind.own_optimizer or updates_all  # and the same on replicas
     return StateMeter(
         wrapped.module,
         job.optimizer if of_parameters else None,
@@ -95,15 +91,15 @@ def _meter(job: Job) -> StateMeter:
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
         left_out=wrapped.left_out(),
-        lookup=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
+        lookup=lookup,
         device=wrapped.device,
         spacing=job.state_spacing,
         local_steps=job.local_steps,
         sums_by_hand=wrapped.mesh is not None,
-        shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
+        shards=lookup is not None and wrapped.mesh is None,
         summed=job.channel.shared_weights,
         sends_names=job.rank == 0,
-        updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
+        updates_all=not job.local_steps and updates_all,
         held=wrapped.held,
     )
 

@@ -18,7 +18,6 @@ from rankscope.evidence.state.plan import held_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.find import FSDP2, all_parameters
 from rankscope.wrappers.labels import own
 from rankscope.wrappers.optimizers import held_names
 from rankscope.wrappers.passes import tensors_in
@@ -100,7 +99,7 @@ def make_adapter_probe(job: Job) -> AdapterProbe | None:
     """Return the probe of adapters; None where the optimizer does not hold the parameters."""
     if getattr(job.optimizer, "param_groups", None) is None:
         return None
-    parameters = all_parameters(job.wrapped)
+    parameters = job.wrapped.every_parameter()
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
     names = adapted_matrices(parameters, held_names(job.optimizer, trained))
     return AdapterProbe(names) if names else None
@@ -150,7 +149,7 @@ def _place_of(matrix: DTensor) -> str:
 
 def make_shards_probe(job: Job) -> ShardsProbe | None:
     """Return the probe of sharded matrices; None where there are none."""
-    if job.wrapped.kind is not FSDP2:
+    if not job.wrapped.sharded:
         return None
     held: dict[str, Tensor] = job.wrapped.parameters
     matrices = [(n, p) for n, p in held.items() if isinstance(p, DTensor) and p.dim() > 1]

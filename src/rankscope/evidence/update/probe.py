@@ -19,7 +19,6 @@ from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.audit import UpdateAudit
 from rankscope.evidence.update.compare import UpdateShare
 from rankscope.wrappers.calls import ForeignHook
-from rankscope.wrappers.find import DEEPSPEED, MEGATRON
 from rankscope.wrappers.optimizers import all_of, has_closure
 from rankscope.wrappers.surroundings import outside, traced
 
@@ -47,7 +46,7 @@ class UpdateProbe(Probe):
             if isinstance(each, torch.optim.Optimizer) and "param_groups" in vars(each)
         ]
         self._why_not = "" if self._optimizers else _NO_OPTIMIZER
-        if wrapped.kind in (DEEPSPEED, MEGATRON):
+        if not wrapped.kind.own_optimizer:
             self._why_not = _ENGINE.format(wrapped.kind)
         mesh = job.channel.mesh
         self._meeting = (None if mesh is None else mesh.ranks) or job.channel.meeting

@@ -21,13 +21,13 @@ from rankscope.bus.words import dtype_name
 from rankscope.evidence.world.director import ELEMENTS, MOST_UNITS, Unit, UnitsOfJob
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.find import DDP, DDP_PARTS, FSDP2, REPLICATE, Wrapped
 from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
 from rankscope.wrappers.labels import own
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.ranks import ranks_of
 from rankscope.wrappers.rendezvous import default_store
+from rankscope.wrappers.wrapped import Wrapped
 
 _log = logging.getLogger("rankscope")
 
@@ -231,7 +231,7 @@ def _unit(
         names=tuple(name for name, _ in some),
         dtype=dtype_name(some[0][1].dtype),
         divisor=divisor,
-        wrapper=_described(job.wrapped),
+        wrapper=job.wrapped.kind.grouped_by,
         axes=axes,
         given_dir=job.given_dir,
         seed=torch.initial_seed(),
@@ -239,26 +239,16 @@ def _unit(
     return unit, [tensor for _, tensor in some]
 
 
-def _described(wrapped: Wrapped) -> str:
-    if wrapped.kind is FSDP2:
-        return "fully_shard got a mesh"
-    if wrapped.kind in (DDP, DDP_PARTS, REPLICATE):
-        return "DistributedDataParallel got a process_group"
-    return f"{wrapped.kind} reduces over a group"
-
-
 def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     """Return the units that this rank is the first of, but for those of all ranks of the job."""
     wrapped: Wrapped = job.wrapped
     ranks = ranks_of(wrapped.group)
     groups: list[tuple[Sequence[int], Any, float, Mapping[str, tuple[int, ...]]]]
-    groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
-    if wrapped.kind is FSDP2:
-        groups = [
-            (group.ranks, [(p.name, p.tensor) for p in one], group.divisor, outer_axes(one))
-            for one in parameters_by_mesh(wrapped.wrapper)
-            for group in (one[0].group,)
-        ]
+    groups = [
+        (group.ranks, [(p.name, p.tensor) for p in one], group.divisor, outer_axes(one))
+        for one in parameters_by_mesh(wrapped.wrapper)
+        for group in (one[0].group,)
+    ] or [(ranks, wrapped.parameters.items(), 0.0, {})]
     found = []
     for members, named, divisor, axes in groups:
         main = set(members) == set(ranks)

@@ -22,7 +22,7 @@ from rankscope.tools.doctor.stage import (
     PreflightStage,
     Status,
 )
-from rankscope.wrappers.facts import draws_with_replacement, settings_of
+from rankscope.wrappers.datasets import draws_with_replacement, settings_of
 from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.samples import digest_inputs
 
