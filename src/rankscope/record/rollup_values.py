@@ -3,11 +3,11 @@
 A step is a bin of one. Bins merge exactly: counts and sums add up, the smallest and the largest
 value stay. Non-finite values count as missing.
 
-Shapes: T steps, B bins, W workers, S signals.
+Shapes: T steps, B bins, W workers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -75,13 +75,13 @@ def coverage_signals() -> tuple[Column, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """One signal in bins of steps, in increasing order.
+    """One signal in bins of steps, in increasing order; or several, in columns side by side.
 
     Attributes:
         first_B: First step of each bin that has a row.
         last_B: Last such step.
         count_BW: Number of steps of the bin with a value, by worker.
-        mean_BW: Their mean, NaN without any.
+        sum_BW: Their sum, 0 without any.
         low_BW: The smallest, NaN without any.
         high_BW: The largest, NaN without any.
     """
@@ -89,9 +89,22 @@ class Bins:
     first_B: Ints
     last_B: Ints
     count_BW: Ints
-    mean_BW: Floats
+    sum_BW: Floats
     low_BW: Floats
     high_BW: Floats
+
+    @property
+    def mean_BW(self) -> Floats:  # noqa: N802 - it names its axes
+        """The mean of the values, NaN without any."""
+        unknown_BW = np.full(self.sum_BW.shape, np.nan)
+        means_BW: Floats = np.divide(
+            self.sum_BW, self.count_BW, out=unknown_BW, where=self.count_BW > 0
+        )
+        return means_BW
+
+    def at(self, chosen: slice | Ints) -> "Bins":
+        """Return the chosen bins."""
+        return Bins(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def merged(self, width: int) -> "Bins":
         """Return bins whose first steps have the same multiple of ``width`` below them."""
@@ -99,119 +112,49 @@ class Bins:
         starts = np.flatnonzero(np.diff(keys_B, prepend=keys_B[:1] - 1))
         if len(starts) == len(keys_B):
             return self
-        counts = np.add.reduceat(self.count_BW, starts, axis=0)
-        known_BW = np.where(self.count_BW > 0, self.mean_BW * self.count_BW, 0.0)
-        sums = np.add.reduceat(known_BW, starts, axis=0)
+        sums = np.zeros((len(starts), self.sum_BW.shape[1]))
+        with np.errstate(over="ignore"):  # one by one: the same bits however steps are cut
+            np.add.at(
+                sums, np.repeat(range(len(starts)), np.diff([*starts, len(keys_B)])), self.sum_BW
+            )
         return Bins(
             first_B=self.first_B[starts],
             last_B=np.maximum.reduceat(self.last_B, starts),
-            count_BW=counts,
-            mean_BW=_mean(sums, counts),
+            count_BW=np.add.reduceat(self.count_BW, starts, axis=0),
+            sum_BW=sums,
             low_BW=np.fmin.reduceat(self.low_BW, starts, axis=0),
             high_BW=np.fmax.reduceat(self.high_BW, starts, axis=0),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class WholeBin:
-    """A complete bin of one level, of all quantities."""
-
-    level: int  # steps in a bin of its level; the run's first bin may have fewer
-    first: int  # first step of the bin that was added
-    last: int  # last such step
-    count_SW: Ints  # finite values, by quantity and worker
-    sum_SW: Floats  # their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin
-    low_SW: Floats  # the smallest, NaN without any
-    high_SW: Floats  # the largest, NaN without any
-
-    def mean(self) -> Floats:
-        """Return the mean of the finite values ``[S, W]``, NaN without any."""
-        return _mean(self.sum_SW, self.count_SW)
 
 
 class Rollups:
     """Collects steps, in increasing order, into bins of all levels."""
 
     def __init__(self) -> None:
-        self._open: dict[int, WholeBin] = {}
+        self._open: dict[int, Bins] = {}
 
-    def add(self, steps_T: Ints, values_TSW: Floats) -> list[WholeBin]:
-        """Add steps of one bin of the narrowest level, and return the bins that they complete.
+    def add(self, steps: Bins) -> dict[int, Bins]:
+        """Add steps, each a bin of its own; return the bins that they complete, by level.
 
         A bin is complete with its last step, or when the next step belongs to another bin.
-        ``values_TSW`` has all quantities in the order of :func:`quantities`.
         """
-        finite_TSW = np.isfinite(values_TSW)
-        known_TSW = np.where(finite_TSW, values_TSW, np.nan)
-        sum_TSW = np.where(finite_TSW, values_TSW, 0.0)
-        arrived = [
-            WholeBin(
-                1,
-                int(steps_T[0]),
-                int(steps_T[-1]),
-                np.count_nonzero(finite_TSW, axis=0),
-                sum_TSW,
-                np.fmin.reduce(known_TSW, axis=0),
-                np.fmax.reduce(known_TSW, axis=0),
-            )
-        ]
-        completed: list[WholeBin] = []
+        completed = {}
         for level in LEVELS:
-            arrived = [whole for part in arrived for whole in self._join(level, part)]
-            completed += arrived
+            begun = self._open.get(level)
+            bins = (steps if begun is None else joined([begun, steps])).merged(level)
+            ends = bool(len(bins.last_B)) and (int(bins.last_B[-1]) + 1) % level == 0
+            whole = max(0, len(bins.last_B) - (not ends))
+            self._open[level] = bins.at(slice(whole, None))
+            steps = completed[level] = bins.at(slice(whole))
         return completed
-
-    def _join(self, level: int, part: WholeBin) -> list[WholeBin]:
-        completed = []
-        before = self._open.pop(level, None)
-        if before is not None and before.first // level != part.first // level:
-            completed.append(before)
-            before = None
-        grown = _begun(level, part) if before is None else _grown(before, part)
-        if (grown.last + 1) % level == 0:
-            completed.append(grown)
-        else:
-            self._open[level] = grown
-        return completed
-
-
-def _begun(level: int, part: WholeBin) -> WholeBin:
-    """Return a new bin of one part, with arrays of its own."""
-    return WholeBin(
-        level,
-        part.first,
-        part.last,
-        part.count_SW.copy(),
-        _total(part.sum_SW),
-        part.low_SW.copy(),
-        part.high_SW.copy(),
-    )
-
-
-def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
-    """Return a bin with one more part; its arrays are changed in place."""
-    np.add(before.count_SW, part.count_SW, out=before.count_SW)
-    before.sum_SW[...] = _total(part.sum_SW, before.sum_SW)
-    np.fmin(before.low_SW, part.low_SW, out=before.low_SW)
-    np.fmax(before.high_SW, part.high_SW, out=before.high_SW)
-    return replace(before, last=part.last)
-
-
-def _total(sums: Floats, before: Floats | None = None) -> Floats:
-    """Return a part's sum ``[S, W]``, added to ``before``; several steps are ``[T, S, W]``."""
-    parts = [*sums] if sums.ndim == 3 else [sums]
-    total = parts.pop(0).copy() if before is None else before
-    with np.errstate(over="ignore"):
-        for part in parts:
-            total = total + part
-    return total
 
 
 def bins_of_steps(steps_T: Ints, values_TW: Floats) -> Bins:
     """Return each step as a bin of its own."""
     finite_TW = np.isfinite(values_TW)
     known_TW = np.where(finite_TW, values_TW, np.nan)
-    return Bins(steps_T, steps_T, finite_TW.astype(np.int64), known_TW, known_TW, known_TW)
+    sums_TW = np.where(finite_TW, values_TW, 0.0)
+    return Bins(steps_T, steps_T, finite_TW.astype(np.int64), sums_TW, known_TW, known_TW)
 
 
 def joined(parts: Sequence[Bins]) -> Bins:
@@ -221,7 +164,7 @@ def joined(parts: Sequence[Bins]) -> Bins:
         np.concatenate([part.first_B for part in parts]),
         np.concatenate([part.last_B for part in parts]),
         np.concatenate([_widened(part.count_BW, width, 0) for part in parts]),
-        np.concatenate([_widened(part.mean_BW, width, np.nan) for part in parts]),
+        np.concatenate([_widened(part.sum_BW, width, 0.0) for part in parts]),
         np.concatenate([_widened(part.low_BW, width, np.nan) for part in parts]),
         np.concatenate([_widened(part.high_BW, width, np.nan) for part in parts]),
     )
@@ -241,8 +184,3 @@ def _widened(values_BW: NDArray[Any], width: int, missing: float) -> NDArray[Any
         return values_BW
     padded: NDArray[Any] = np.pad(values_BW, ((0, 0), (0, more)), constant_values=missing)
     return padded
-
-
-def _mean(sums: Floats, counts: Ints) -> Floats:
-    means: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
-    return means

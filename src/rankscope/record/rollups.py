@@ -10,9 +10,8 @@ Functions that read raise a RunError where a file cannot be read.
 ``rollups/samples`` has, every 64 steps, the number of samples so far, and of different ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +24,6 @@ from rankscope.record.rollup_values import (
     LEVELS,
     Bins,
     Rollups,
-    WholeBin,
     bin_width,
     bins_of_steps,
     coverage_signals,
@@ -82,55 +80,42 @@ class RollupRows:
     def __init__(self) -> None:
         self._rollups = Rollups()
         self._samples = DistinctSamples()
-        self._last_step = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
-        """Add the rows of consecutive steps; return folder and rows of each completed bin."""
+        """Add the rows of consecutive steps; return folder and rows of the completed bins."""
         if Table.WORKERS not in rows:
             return []
-        samples = rows.get(Table.SAMPLES)
         workers = rows[Table.WORKERS]
-        steps = np.asarray(workers["step"])
         values_SN = np.stack([as_floats(np.asarray(workers[s.name])) for s in quantities()])
-        steps_T, starts_T = np.unique(steps, return_index=True)
-        width = len(steps) // len(steps_T)  # the number of workers
-        samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
-        found = []
-        for first, end in self._stretches(steps_T):
-            if samples is not None:
-                last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
-                batches = samples["samples"][samples_at[first] : last]
-                if len(batches):
-                    self._samples.add(np.concatenate(batches))
-            begin = starts_T[first]
-            values = values_SN[:, begin : begin + (end - first) * width]
-            values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
-            completed = self._rollups.add(steps_T[first:end], values_TSW)
-            found += [(str(whole.level), _rows_of(whole)) for whole in completed]
-            if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
-                row = {
-                    "step": np.array([int(steps_T[end - 1])]),
-                    "drawn": np.array([self._samples.drawn]),
-                    "distinct": np.array([self._samples.distinct()]),
-                    "exact": np.array([self._samples.is_exact]),
-                }
-                found.append((SAMPLES, row))
+        steps_T = np.unique(workers["step"])
+        values_TSW = values_SN.reshape(len(values_SN), len(steps_T), -1).swapaxes(0, 1)
+        bins = bins_of_steps(steps_T, values_TSW.reshape(len(steps_T), -1))
+        completed = self._rollups.add(bins)
+        found = [
+            (str(level), _rows_of(bins)) for level, bins in completed.items() if bins.first_B.size
+        ]
+        lasts = completed[LEVELS[0]].last_B
+        in_time = (lasts + 1) % LEVELS[0] == 0
+        later = steps_T[np.minimum(steps_T.searchsorted(lasts, side="right"), len(steps_T) - 1)]
+        counted = self._count(rows.get(Table.SAMPLES), np.where(in_time, lasts, later))
+        return [*found, *((SAMPLES, row) for row in counted)]
+
+    def _count(self, samples: Rows | None, ends: Ints) -> list[Rows]:
+        """Count the samples of some steps; return a row for each of the steps at which bins end."""
+        drawn_in = np.asarray([] if samples is None else samples["step"])
+        batches = [] if samples is None else samples["samples"]
+        found: list[Rows] = []
+        begin = 0
+        for step in [*np.unique(ends).tolist(), None]:
+            end = len(drawn_in) if step is None else int(drawn_in.searchsorted(step, side="right"))
+            if end > begin:
+                self._samples.add(np.concatenate(batches[begin:end]))
+            begin = end
+            if step is not None and self._samples.drawn:
+                row = (step, self._samples.drawn, self._samples.distinct(), self._samples.is_exact)
+                names = (column.name for column in coverage_signals())
+                found.append({n: np.array([value]) for n, value in zip(names, row, strict=True)})
         return found
-
-    def _stretches(self, steps_T: Ints) -> Iterator[tuple[int, int]]:
-        """Yield ranges of steps that belong to one bin, by first index and end.
-
-        The first step after an incomplete bin is a range of its own: it completes that bin.
-        """
-        bins_T = steps_T // LEVELS[0]
-        gap_T = np.diff(steps_T, prepend=self._last_step) != 1
-        begins_T = np.diff(bins_T, prepend=-1) != 0
-        begins_T |= gap_T
-        begins_T[1:] |= gap_T[:-1]
-        self._last_step = int(steps_T[-1])
-        starts = np.flatnonzero(begins_T).tolist() or [0]
-        starts = starts if starts[0] == 0 else [0, *starts]
-        return pairwise([*starts, len(steps_T)])
 
 
 def read_coverage(run: Path) -> Coverage | None:
@@ -142,16 +127,19 @@ def read_coverage(run: Path) -> Coverage | None:
     return Coverage(step, drawn, distinct, bool(exact.all()))
 
 
-def _rows_of(whole: WholeBin) -> Rows:
-    num_workers = whole.count_SW.shape[1]
+def _rows_of(bins: Bins) -> Rows:
+    """Return a row for each bin and worker."""
+    shape = len(bins.first_B), len(quantities()), -1
+    parts = [p.reshape(shape) for p in (bins.count_BW, bins.mean_BW, bins.low_BW, bins.high_BW)]
+    num_workers = parts[0].shape[-1]
     rows: dict[str, Array] = {
-        "step": np.full(num_workers, whole.first),
-        "last_step": np.full(num_workers, whole.last),
-        "rank": np.arange(num_workers),
+        "step": np.repeat(bins.first_B, num_workers),
+        "last_step": np.repeat(bins.last_B, num_workers),
+        "rank": np.tile(np.arange(num_workers), len(bins.first_B)),
     }
-    parts = (whole.count_SW, whole.mean(), whole.low_SW, whole.high_SW)
     for row, signal in enumerate(quantities()):
-        rows |= {f"{signal.name}_{end}": part[row] for end, part in zip(_ENDS, parts, strict=True)}
+        ends = zip(_ENDS, parts, strict=True)
+        rows |= {f"{signal.name}_{end}": part[:, row].ravel() for end, part in ends}
     return rows
 
 
@@ -178,15 +166,15 @@ def read_level(
         return None  # written by a release without this roll-up
     cells = Cells(arrays["step"], arrays["rank"], width)
     last_B = cells.first_of(arrays["last_step"])
-    return {
-        name: Bins(
-            cells.steps_B,
-            last_B,
-            cells.spread(arrays[f"{name}_count"], np.int64(0)),
-            *(cells.spread(arrays[f"{name}_{end}"], np.float64("nan")) for end in _ENDS[1:]),
+    found = {}
+    for name in names:
+        counts_BW = cells.spread(arrays[f"{name}_count"], np.int64(0))
+        means_BW, low_BW, high_BW = (
+            cells.spread(arrays[f"{name}_{end}"], np.float64("nan")) for end in _ENDS[1:]
         )
-        for name in names
-    }
+        sums_BW = np.where(counts_BW > 0, means_BW * counts_BW, 0.0)
+        found[name] = Bins(cells.steps_B, last_B, counts_BW, sums_BW, low_BW, high_BW)
+    return found
 
 
 def is_sorted(keys: Sequence[Ints]) -> bool:
