@@ -16,7 +16,7 @@ import numpy as np
 
 from rankscope.bus.evidence import Table
 from rankscope.record import Run
-from rankscope.record.rollup_values import bins_of_steps
+from rankscope.record.rollups import bins_of_steps
 from rankscope.report import figures, series
 from rankscope.report.document import png_of
 from rankscope.report.parts import Tables, sized

@@ -39,7 +39,7 @@ class Pace:
     later_look: int = 32  # step of a session in which the roles of parameters are read again
     look_every: int = 1024  # steps between two readings of the roles after it
     flags_every: int = 16  # steps between two readings of torch's global settings
-    rolled_up: tuple[int, int] = (64, 512)  # ``rankscope.record.rollup_values.LEVELS``
+    rolled_up: tuple[int, int] = (64, 512)  # ``rankscope.record.rollups.LEVELS``
     part_bytes: int = 16 * 2**20  # ``rankscope.record.writer.PART_BYTES``
     most_flush_seconds: float = float("inf")  # upper limit of ``flush_seconds``
     # interval between two searches for changed files, for an object store

@@ -5,45 +5,208 @@ extremes of each quantity, and the number of steps that have it. Only complete b
 the flush that completes them; later steps are in the workers table alone. A reader goes from wide
 bins to narrow ones to single steps, and reads each step once.
 
+Bins merge exactly: counts and sums add up, the smallest and the largest value stay. A step is a bin
+of one. Non-finite values count as missing.
+
 Functions that read raise a RunError where a file cannot be read.
 
 ``rollups/samples`` has, every 64 steps, the number of samples so far, and of different ones.
+
+Shapes: T steps, B bins, W workers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from rankscope.bus.evidence import Column, DType, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
+from rankscope.bus.pace import PACE
 from rankscope.bus.step import MISSING_INT, as_floats
-from rankscope.record.rollup_values import (
-    LEVELS,
-    Bins,
-    Rollups,
-    WholeBin,
-    bin_width,
-    bins_of_steps,
-    coverage_signals,
-    joined,
-    quantities,
-    rollup_signals,
-)
+from rankscope.evidence import columns_of
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.draws import DistinctSamples
+
+LEVELS = PACE.rolled_up  # steps in a bin of each level, each a multiple of the one before
 
 SAMPLES = "samples"  # the directory of the roll-up of samples
 
 MAX_ROWS = 2**21  # of the workers table that are read; of more, only roll-ups and the end
 
 _ENDS = ("count", "mean", "low", "high")
+
+
+@cache
+def quantities() -> tuple[Column, ...]:
+    """Return the columns of the workers table that are rolled up."""
+    return tuple(signal for signal in columns_of(Table.WORKERS) if signal.is_quantity)
+
+
+@cache
+def rollup_signals() -> tuple[Column, ...]:
+    """Return the columns of a roll-up, from those of the workers table.
+
+    A row is a bin and a worker. For each quantity ``x`` it has ``x_count``, ``x_mean``, ``x_low``
+    and ``x_high``.
+    """
+    keys = (
+        ("step", "first step of the bin"),
+        ("last_step", "last step of the bin"),
+        ("rank", "as in workers"),
+    )
+    declared = [
+        Column(name, Table.WORKERS, DType.INT, "", meaning, Source.KEY) for name, meaning in keys
+    ]
+    for signal in quantities():
+        words = (
+            ("count", DType.INT, "steps", "steps of the bin with a finite value of"),
+            ("mean", DType.FLOAT, signal.unit, "mean over these steps of"),
+            ("low", DType.FLOAT, signal.unit, "smallest in these steps of"),
+            ("high", DType.FLOAT, signal.unit, "largest in these steps of"),
+        )
+        declared += [
+            Column(f"{signal.name}_{end}", Table.WORKERS, dtype, unit, f"{text} {signal.name}",
+                   Source.DERIVED)
+            for end, dtype, unit, text in words
+        ]  # fmt: skip
+    return tuple(declared)
+
+
+@cache
+def coverage_signals() -> tuple[Column, ...]:
+    """Return the columns of the roll-up of samples: a row every ``LEVELS[0]`` steps."""
+    rows = (
+        ("step", DType.INT, "", Source.KEY, "step up to which is counted"),
+        ("drawn", DType.INT, "samples", Source.DERIVED, "samples drawn since the run began"),
+        ("distinct", DType.INT, "samples", Source.DERIVED, "different ones among them"),
+        ("exact", DType.BOOL, "", Source.DERIVED, "whether that is exact, not an estimate"),
+    )
+    return tuple(
+        Column(name, Table.SAMPLES, dtype, unit, meaning, source)
+        for name, dtype, unit, source, meaning in rows
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """One signal in bins of steps, in increasing order; or several, in columns side by side.
+
+    Attributes:
+        first_B: First step of each bin that has a row.
+        last_B: Last such step.
+        count_BW: Number of steps of the bin with a value, by worker.
+        sum_BW: Their sum, 0 without any.
+        low_BW: The smallest, NaN without any.
+        high_BW: The largest, NaN without any.
+    """
+
+    first_B: Ints
+    last_B: Ints
+    count_BW: Ints
+    sum_BW: Floats
+    low_BW: Floats
+    high_BW: Floats
+
+    @property
+    def mean_BW(self) -> Floats:  # noqa: N802 - it names its axes
+        """The mean of the values, NaN without any."""
+        unknown_BW = np.full(self.sum_BW.shape, np.nan)
+        means_BW: Floats = np.divide(
+            self.sum_BW, self.count_BW, out=unknown_BW, where=self.count_BW > 0
+        )
+        return means_BW
+
+    def at(self, chosen: slice | Ints) -> "Bins":
+        """Return the chosen bins."""
+        return Bins(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def merged(self, width: int) -> "Bins":
+        """Return bins whose first steps have the same multiple of ``width`` below them."""
+        keys_B = self.first_B // width
+        starts = np.flatnonzero(np.diff(keys_B, prepend=keys_B[:1] - 1))
+        if len(starts) == len(keys_B):
+            return self
+        sums = np.zeros((len(starts), self.sum_BW.shape[1]))
+        with np.errstate(over="ignore"):  # one by one: the same bits however steps are cut
+            np.add.at(
+                sums, np.repeat(range(len(starts)), np.diff([*starts, len(keys_B)])), self.sum_BW
+            )
+        return Bins(
+            first_B=self.first_B[starts],
+            last_B=np.maximum.reduceat(self.last_B, starts),
+            count_BW=np.add.reduceat(self.count_BW, starts, axis=0),
+            sum_BW=sums,
+            low_BW=np.fmin.reduceat(self.low_BW, starts, axis=0),
+            high_BW=np.fmax.reduceat(self.high_BW, starts, axis=0),
+        )
+
+
+class Rollups:
+    """Collects steps, in increasing order, into bins of all levels."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Bins] = {}
+
+    def add(self, steps: Bins) -> dict[int, Bins]:
+        """Add steps, each a bin of its own; return the bins that they complete, by level.
+
+        A bin is complete with its last step, or when the next step belongs to another bin.
+        """
+        completed = {}
+        for level in LEVELS:
+            begun = self._open.get(level)
+            bins = (steps if begun is None else joined([begun, steps])).merged(level)
+            ends = bool(len(bins.last_B)) and (int(bins.last_B[-1]) + 1) % level == 0
+            whole = max(0, len(bins.last_B) - (not ends))
+            self._open[level] = bins.at(slice(whole, None))
+            steps = completed[level] = bins.at(slice(whole))
+        return completed
+
+
+def bins_of_steps(steps_T: Ints, values_TW: Floats) -> Bins:
+    """Return each step as a bin of its own."""
+    finite_TW = np.isfinite(values_TW)
+    known_TW = np.where(finite_TW, values_TW, np.nan)
+    sums_TW = np.where(finite_TW, values_TW, 0.0)
+    return Bins(steps_T, steps_T, finite_TW.astype(np.int64), sums_TW, known_TW, known_TW)
+
+
+def joined(parts: Sequence[Bins]) -> Bins:
+    """Return the bins of all parts in order; a worker that a part lacks has no value there."""
+    width = max(part.count_BW.shape[1] for part in parts)
+    return Bins(
+        np.concatenate([part.first_B for part in parts]),
+        np.concatenate([part.last_B for part in parts]),
+        np.concatenate([_widened(part.count_BW, width, 0) for part in parts]),
+        np.concatenate([_widened(part.sum_BW, width, 0.0) for part in parts]),
+        np.concatenate([_widened(part.low_BW, width, np.nan) for part in parts]),
+        np.concatenate([_widened(part.high_BW, width, np.nan) for part in parts]),
+    )
+
+
+def bin_width(first_step: int, last_step: int, max_bins: int) -> int:
+    """Return the least power of two that, as a width, gives few enough bins of these steps."""
+    width = 1
+    while last_step // width - first_step // width + 1 > max(max_bins, 1):
+        width *= 2
+    return width
+
+
+def _widened(values_BW: NDArray[Any], width: int, missing: float) -> NDArray[Any]:
+    more = width - values_BW.shape[1]
+    if not more:
+        return values_BW
+    padded: NDArray[Any] = np.pad(values_BW, ((0, 0), (0, more)), constant_values=missing)
+    return padded
 
 
 def folder_of(run: Path, kind: int | str) -> Path:
@@ -82,55 +245,42 @@ class RollupRows:
     def __init__(self) -> None:
         self._rollups = Rollups()
         self._samples = DistinctSamples()
-        self._last_step = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
-        """Add the rows of consecutive steps; return folder and rows of each completed bin."""
+        """Add the rows of consecutive steps; return folder and rows of the completed bins."""
         if Table.WORKERS not in rows:
             return []
-        samples = rows.get(Table.SAMPLES)
         workers = rows[Table.WORKERS]
-        steps = np.asarray(workers["step"])
         values_SN = np.stack([as_floats(np.asarray(workers[s.name])) for s in quantities()])
-        steps_T, starts_T = np.unique(steps, return_index=True)
-        width = len(steps) // len(steps_T)  # the number of workers
-        samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
-        found = []
-        for first, end in self._stretches(steps_T):
-            if samples is not None:
-                last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
-                batches = samples["samples"][samples_at[first] : last]
-                if len(batches):
-                    self._samples.add(np.concatenate(batches))
-            begin = starts_T[first]
-            values = values_SN[:, begin : begin + (end - first) * width]
-            values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
-            completed = self._rollups.add(steps_T[first:end], values_TSW)
-            found += [(str(whole.level), _rows_of(whole)) for whole in completed]
-            if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
-                row = {
-                    "step": np.array([int(steps_T[end - 1])]),
-                    "drawn": np.array([self._samples.drawn]),
-                    "distinct": np.array([self._samples.distinct()]),
-                    "exact": np.array([self._samples.is_exact]),
-                }
-                found.append((SAMPLES, row))
+        steps_T = np.unique(workers["step"])
+        values_TSW = values_SN.reshape(len(values_SN), len(steps_T), -1).swapaxes(0, 1)
+        bins = bins_of_steps(steps_T, values_TSW.reshape(len(steps_T), -1))
+        completed = self._rollups.add(bins)
+        found = [
+            (str(level), _rows_of(bins)) for level, bins in completed.items() if bins.first_B.size
+        ]
+        lasts = completed[LEVELS[0]].last_B
+        in_time = (lasts + 1) % LEVELS[0] == 0
+        later = steps_T[np.minimum(steps_T.searchsorted(lasts, side="right"), len(steps_T) - 1)]
+        counted = self._count(rows.get(Table.SAMPLES), np.where(in_time, lasts, later))
+        return [*found, *((SAMPLES, row) for row in counted)]
+
+    def _count(self, samples: Rows | None, ends: Ints) -> list[Rows]:
+        """Count the samples of some steps; return a row for each of the steps at which bins end."""
+        drawn_in = np.asarray([] if samples is None else samples["step"])
+        batches = [] if samples is None else samples["samples"]
+        found: list[Rows] = []
+        begin = 0
+        for step in [*np.unique(ends).tolist(), None]:
+            end = len(drawn_in) if step is None else int(drawn_in.searchsorted(step, side="right"))
+            if end > begin:
+                self._samples.add(np.concatenate(batches[begin:end]))
+            begin = end
+            if step is not None and self._samples.drawn:
+                row = (step, self._samples.drawn, self._samples.distinct(), self._samples.is_exact)
+                names = (column.name for column in coverage_signals())
+                found.append({n: np.array([value]) for n, value in zip(names, row, strict=True)})
         return found
-
-    def _stretches(self, steps_T: Ints) -> Iterator[tuple[int, int]]:
-        """Yield ranges of steps that belong to one bin, by first index and end.
-
-        The first step after an incomplete bin is a range of its own: it completes that bin.
-        """
-        bins_T = steps_T // LEVELS[0]
-        gap_T = np.diff(steps_T, prepend=self._last_step) != 1
-        begins_T = np.diff(bins_T, prepend=-1) != 0
-        begins_T |= gap_T
-        begins_T[1:] |= gap_T[:-1]
-        self._last_step = int(steps_T[-1])
-        starts = np.flatnonzero(begins_T).tolist() or [0]
-        starts = starts if starts[0] == 0 else [0, *starts]
-        return pairwise([*starts, len(steps_T)])
 
 
 def read_coverage(run: Path) -> Coverage | None:
@@ -142,16 +292,19 @@ def read_coverage(run: Path) -> Coverage | None:
     return Coverage(step, drawn, distinct, bool(exact.all()))
 
 
-def _rows_of(whole: WholeBin) -> Rows:
-    num_workers = whole.count_SW.shape[1]
+def _rows_of(bins: Bins) -> Rows:
+    """Return a row for each bin and worker."""
+    shape = len(bins.first_B), len(quantities()), -1
+    parts = [p.reshape(shape) for p in (bins.count_BW, bins.mean_BW, bins.low_BW, bins.high_BW)]
+    num_workers = parts[0].shape[-1]
     rows: dict[str, Array] = {
-        "step": np.full(num_workers, whole.first),
-        "last_step": np.full(num_workers, whole.last),
-        "rank": np.arange(num_workers),
+        "step": np.repeat(bins.first_B, num_workers),
+        "last_step": np.repeat(bins.last_B, num_workers),
+        "rank": np.tile(np.arange(num_workers), len(bins.first_B)),
     }
-    parts = (whole.count_SW, whole.mean(), whole.low_SW, whole.high_SW)
     for row, signal in enumerate(quantities()):
-        rows |= {f"{signal.name}_{end}": part[row] for end, part in zip(_ENDS, parts, strict=True)}
+        ends = zip(_ENDS, parts, strict=True)
+        rows |= {f"{signal.name}_{end}": part[:, row].ravel() for end, part in ends}
     return rows
 
 
@@ -178,15 +331,15 @@ def read_level(
         return None  # written by a release without this roll-up
     cells = Cells(arrays["step"], arrays["rank"], width)
     last_B = cells.first_of(arrays["last_step"])
-    return {
-        name: Bins(
-            cells.steps_B,
-            last_B,
-            cells.spread(arrays[f"{name}_count"], np.int64(0)),
-            *(cells.spread(arrays[f"{name}_{end}"], np.float64("nan")) for end in _ENDS[1:]),
+    found = {}
+    for name in names:
+        counts_BW = cells.spread(arrays[f"{name}_count"], np.int64(0))
+        means_BW, low_BW, high_BW = (
+            cells.spread(arrays[f"{name}_{end}"], np.float64("nan")) for end in _ENDS[1:]
         )
-        for name in names
-    }
+        sums_BW = np.where(counts_BW > 0, means_BW * counts_BW, 0.0)
+        found[name] = Bins(cells.steps_B, last_B, counts_BW, sums_BW, low_BW, high_BW)
+    return found
 
 
 def is_sorted(keys: Sequence[Ints]) -> bool:

@@ -11,7 +11,7 @@ Shapes: T steps, B bins, W workers, R rows of a map, G groups.
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -188,8 +188,7 @@ _ROUNDING = 1e-6  # distances below this share of the median come from rounding
 
 def known_bins(view: Overview) -> Overview:
     """Return an overview without the bins in which no worker has a finite value."""
-    kept = np.isfinite(view.mean_BW).any(axis=1)
-    return Overview(*(getattr(view, field.name)[kept] for field in fields(view)))
+    return view.at(np.flatnonzero(np.isfinite(view.mean_BW).any(axis=1)))
 
 
 def band(view: Overview) -> list[Row]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence, finding_of
+from rankscope.bus.detector import FaultEvidence, PersistentFault, finding_of
 from rankscope.bus.finding import Severity
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.shares import Packable, PackedError, Waiting
@@ -123,14 +123,6 @@ def lost_labels(shares_T: Sequence[AxesShare]) -> tuple[int, int]:
 _log = logging.getLogger("rankscope")
 
 
-@dataclass(slots=True)
-class _Fault:
-    """One kind of difference along an axis: its first step, and the number of steps."""
-
-    first: int
-    count: int = 0
-
-
 class Axes(Director):
     """The shares along the axes of one mesh."""
 
@@ -138,7 +130,7 @@ class Axes(Director):
         super().__init__(run.report)
         self._first_step = run.first_step
         self._shares = Waiting[tuple[int, str, tuple[int, ...]], AxesShare](_MOST_WAITING)
-        self._faults: dict[str, _Fault] = {}
+        self._faults: dict[str, PersistentFault] = {}  # by name of their findings
         self._norm = NormOverMesh()
         self._noted: list[tuple[str, tuple[int, ...]]] = []
         self._apart: dict[tuple[str, tuple[int, ...]], int] = {}  # first step; -1: not in all
@@ -230,15 +222,13 @@ class Axes(Director):
     ) -> None:
         key = key or cause
         name = f"{key}:{axis}" if axis else key
-        fault = self._faults.setdefault(name, _Fault(step))
-        fault.first = min(fault.first, step)
-        fault.count += 1
+        fault = self._faults.setdefault(name, PersistentFault())
+        fault.see(step)
+        fault.first = min(fault.first, step)  # steps of several lines come in any order
         if fault.count & (fault.count - 1):  # each doubling is news
             return
         numbers = {**numbers, "steps": fault.count}
-        evidence = FaultEvidence(
-            cause, severity, (), fault.first, step, fault.count, fields, numbers, key
-        )
+        evidence = fault.evidence(cause, severity, (), fields, numbers, key=key)
         self.publish(finding_of(evidence, step, name=name, begun_at=self._first_step))
 
 

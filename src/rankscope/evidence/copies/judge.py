@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -32,9 +32,14 @@ STALE = "state.average_buffers_rest"
 
 _TIMES = 8  # the share of an average over that before a restart
 _REST = 0.25  # of the elements that rounding keeps, in a reading
-_RESTS = 3  # such readings
-_STALE = 3  # readings in which an average's buffers rested, and the model's did not
-_READINGS = 4  # in a row, in which a copy was written, or its model moved, and has kept its bits
+_READINGS = {
+    ROUNDED: 3,
+    STALE: 3,  # an average's buffers rested, and the model's did not
+    KEPT: 4,  # in a row: a copy was written, and has kept its bits
+    RESTS: 4,  # its model moved
+}
+"""Readings that show a fault before it is reported."""
+
 _DIFFERS = 2  # readings in which averages of one model differ
 _APART = 1.5  # factor between shares of averages of other parts of the model
 _FOLLOWS = 0.5  # the largest share of an average that is no plain copy
@@ -58,18 +63,14 @@ class CopiesOfModel(RestartDetector):
     def __init__(self) -> None:
         super().__init__()
         self._shares: dict[str, float] = {}  # the last one of each average
-        self._rests: dict[str, int] = {}  # readings in which rounding kept many elements
-        self._stale: dict[str, int] = {}  # readings in which buffers rested
+        self._faults: dict[str, PersistentFault] = {}  # by key of their findings
         self._moving: set[str] = set()  # averages whose buffers have changed
         self._awaited: set[str] = set()  # averages that a session has taken up
         self._writes: dict[str, tuple[int, int]] = {}  # at the last reading, with its bits
-        self._kept: dict[str, int] = {}  # readings in a row
         self._changed: set[str] = set()
-        self._first: dict[str, int] = {}
         self._behind: dict[str, int] = {}  # averages, and where they were last seen behind
         self._unseen: set[str] = set()  # of these, since a restart
         self._resting: dict[str, tuple[int, int]] = {}  # its bits and the model's, of one so named
-        self._rested: dict[str, int] = {}  # readings in a row
         self._differing: dict[str, PersistentFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -157,12 +158,9 @@ class CopiesOfModel(RestartDetector):
         if now[0] != before[0]:
             self._changed.add(label)
         elif now[1] != before[1]:
-            self._first.setdefault(label, step - 1)
-            rested = self._rested[label] = self._rested.get(label, 0) + 1
-            if rested >= _READINGS and not self._shares:  # else what was loaded into one that moves
-                numbers = {"name": label, "readings": rested}
-                given = self._first[label], step, rested, {"name": label}, numbers
-                yield FaultEvidence(RESTS, Severity.NOTE, (), *given, key=f"{RESTS}:{label}")
+            found = self._seen(RESTS, label, step, Severity.NOTE)
+            if not self._shares:  # else what was loaded into one that moves
+                yield from found
 
     def _follow_rest(
         self, label: str, values: dict[str, int], step: int
@@ -170,14 +168,8 @@ class CopiesOfModel(RestartDetector):
         rest = float(np.int64(values["rest"]).view(np.float64)) if "rest" in values else math.nan
         if not rest >= _REST:
             return
-        key = f"{ROUNDED}:{label}"
-        first = self._first.setdefault(key, step - 1)
-        count = self._rests[label] = self._rests.get(label, 0) + 1
-        if count >= _RESTS:
-            fields = {"name": label, "rest": f"{100 * rest:.0f} %"}
-            numbers = {"name": label, "rest": rest, "readings": count}
-            given = first, step, count, fields, numbers, key
-            yield FaultEvidence(ROUNDED, Severity.WARNING, (), *given)
+        words = {"rest": f"{100 * rest:.0f} %"}
+        yield from self._seen(ROUNDED, label, step, fields=words, numbers={"rest": rest})
 
     def _follow_buffers(
         self, label: str, values: dict[str, int], step: int
@@ -186,15 +178,8 @@ class CopiesOfModel(RestartDetector):
             return
         if not values["stale"]:
             self._moving.add(label)
-        if label in self._moving:
-            return
-        key = f"{STALE}:{label}"
-        first = self._first.setdefault(key, step - 1)
-        count = self._stale[label] = self._stale.get(label, 0) + 1
-        if count >= _STALE:
-            numbers = {"name": label, "readings": count}
-            given = first, step, count, {"name": label}, numbers, key
-            yield FaultEvidence(STALE, Severity.WARNING, (), *given)
+        if label not in self._moving:
+            yield from self._seen(STALE, label, step)
 
     def _follow_writes(
         self, label: str, values: dict[str, int], step: int, *, begins: bool
@@ -206,15 +191,31 @@ class CopiesOfModel(RestartDetector):
         self._writes[label] = now
         if before is None or now[1] != before[1]:
             self._changed |= {label} if before is not None else set()
-            self._kept[label] = 0
-        elif now[0] > before[0]:
-            self._first.setdefault(label, step - 1)
-            self._kept[label] = self._kept.get(label, 0) + 1
-        if self._kept.get(label, 0) >= _READINGS and label not in self._changed:
-            fields = {"name": label}
-            kept = self._kept[label]
-            given = self._first[label], step, kept, fields, {"name": label, "readings": kept}
-            yield FaultEvidence(KEPT, Severity.WARNING, (), *given, key=f"{KEPT}:{label}")
+            key = f"{KEPT}:{label}"
+            if key in self._faults:
+                self._faults[key].count = 0
+        elif now[0] > before[0] and label not in self._changed:
+            yield from self._seen(KEPT, label, step)
+
+    def _seen(
+        self,
+        cause: str,
+        label: str,
+        step: int,
+        severity: Severity = Severity.WARNING,
+        *,
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+    ) -> list[FaultEvidence]:
+        """Add a reading that shows a fault since the one before; return its evidence, if enough."""
+        key = f"{cause}:{label}"
+        fault = self._faults.setdefault(key, PersistentFault())
+        fault.see(step, first=step - 1 if fault.first < 0 else fault.first)
+        if fault.count < _READINGS[cause]:
+            return []
+        name = {"name": label}
+        readings = {**name, **(numbers or {}), "readings": fault.count}
+        return [fault.evidence(cause, severity, (), {**name, **(fields or {})}, readings, key=key)]
 
 
 def _share(values: dict[str, int]) -> float:

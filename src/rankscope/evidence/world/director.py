@@ -123,17 +123,10 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
     others, of which the groups hold parts. All replicas that move have to differ: a part that
     begins with the values of another part may move as it likes.
     """
-    drawn = one.batches.keys() & other.batches.keys()
-    common = sorted(one.readings.keys() & other.readings.keys() - {0})
-    alike = (
-        _have_one_form(one, other)
-        and drawn
-        and all(one.batches[at] == other.batches[at] for at in drawn)
-        and all(one.settings.get(at) == other.settings.get(at) for at in common)
-    )
+    ages = _common_ages(one, other, same_batches=True)
     begins_PE = one.elements(0)
     other_PE = other.elements(0)
-    if not alike or not len(begins_PE) or begins_PE.shape != other_PE.shape:
+    if not ages or not _have_one_form(one, other) or begins_PE.shape != other_PE.shape:
         return None
     begins_PE, other_PE = begins_PE.reshape(-1, ELEMENTS), other_PE.reshape(-1, ELEMENTS)
     equal_P = (begins_PE == other_PE).all(axis=1)
@@ -142,8 +135,8 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
         return None
     since: list[int] = []
     found: list[Bools] = []
-    for at in reversed(common):
-        moved_P, apart_P = _apart(one, other, at)
+    for at in ages:
+        moved_P, apart_P = _apart(one, other, at, _REPLICAS_APART, ELEMENTS)
         if not moved_P[replicas_P].any() or not apart_P[replicas_P & moved_P].all():
             break
         since.append(at)
@@ -155,44 +148,42 @@ def replicas_apart(one: Unit, other: Unit) -> Replicas | None:
     return Replicas(since[-1] - 1, names, maybe)
 
 
-def _apart(one: Unit, other: Unit, at: int) -> tuple[Bools, Bools]:
-    """Return which parameters have moved in a group, and which of them differ between two."""
-    begins_PE = one.elements(0).reshape(-1, ELEMENTS)
-    moved_PE, other_PE = (
-        unit.elements(at).reshape(-1, ELEMENTS) - begins_PE for unit in (one, other)
-    )
-    size_P = np.maximum(np.linalg.norm(moved_PE, axis=1), np.linalg.norm(other_PE, axis=1))
-    rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
-    allowed_P = _REPLICAS_APART * size_P + rounding * np.linalg.norm(begins_PE, axis=1)
-    distance_P = np.linalg.norm(moved_PE - other_PE, axis=1)
-    return size_P > 0, (size_P > 0) & (distance_P > allowed_P)
-
-
 def first_apart(one: Unit, other: Unit) -> int | None:
     """Return the first step whose updates differ, and after which the groups never agree again.
 
     None while fewer than two readings show it, where the optimizer's settings differ, and where
     both first ranks draw the same batches: those share the work on each sample.
     """
-    common = sorted(one.readings.keys() & other.readings.keys() - {0})
-    drawn = one.batches.keys() & other.batches.keys()
-    if not drawn or all(one.batches[at] == other.batches[at] for at in drawn):
-        return None
-    if any(one.settings.get(at) != other.settings.get(at) for at in common):
-        return None
-    apart = list(takewhile(lambda at: _are_apart(one, other, at), reversed(common)))
+    ages = _common_ages(one, other, same_batches=False)
+    size = len(one.elements(0))
+    apart = list(takewhile(lambda at: _apart(one, other, at, _APART, size)[1].all(), ages))
     return apart[-1] - 1 if len(apart) > 1 else None
 
 
-def _are_apart(one: Unit, other: Unit, at: int) -> bool:
-    begins_E = one.elements(0)
-    moved_E = one.elements(at) - begins_E
-    other_E = other.elements(at) - begins_E
-    largest = max(np.linalg.norm(moved_E), np.linalg.norm(other_E))
+def _common_ages(one: Unit, other: Unit, *, same_batches: bool) -> list[int]:
+    """Return the ages at which two groups are read, from the last one; none of unlike groups.
+
+    Those have other settings of the optimizer, or draw the same batches or not, as it is not asked.
+    """
+    ages = one.readings.keys() & other.readings.keys() - {0}
+    drawn = one.batches.keys() & other.batches.keys()
+    are_same = all(one.batches[at] == other.batches[at] for at in drawn)
+    set_alike = all(one.settings.get(at) == other.settings.get(at) for at in ages)
+    return sorted(ages, reverse=True) if drawn and are_same == same_batches and set_alike else []
+
+
+def _apart(one: Unit, other: Unit, at: int, share: float, width: int) -> tuple[Bools, Bools]:
+    """Return which parameters have moved in a group, and which of them differ between two.
+
+    Each has so many elements; rounding may explain a difference of this share of an update.
+    """
+    begins_PE = one.elements(0).reshape(-1, width)
+    moved_PE, other_PE = (unit.elements(at).reshape(-1, width) - begins_PE for unit in (one, other))
+    size_P = np.maximum(np.linalg.norm(moved_PE, axis=1), np.linalg.norm(other_PE, axis=1))
     rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
-    allowed = _APART * largest + rounding * np.linalg.norm(begins_E)
-    distance = np.linalg.norm(moved_E - other_E)
-    return bool(np.isfinite(distance) and distance > allowed)
+    allowed_P = share * size_P + rounding * np.linalg.norm(begins_PE, axis=1)
+    distance_P = np.linalg.norm(moved_PE - other_PE, axis=1)
+    return size_P > 0, (size_P > 0) & (distance_P > allowed_P)
 
 
 _log = logging.getLogger("rankscope")
