@@ -38,10 +38,9 @@ class Job:
     given: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.given[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name == "given" or name not in self.given:  # a copy has nothing yet
+            raise AttributeError(name)
+        return self.given[name]
 
     @property
     def words(self) -> str:

@@ -78,7 +78,7 @@ def _drawn(program: str, seed: int, source: random.Random) -> tuple[Any, Sequenc
 def main() -> None:
     """Run the seeds, print one line for each program, and what they come to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--program", choices=("training", "frameworks"), default="training")
+    parser.add_argument("--program", choices=("training", "frameworks", "layouts"), default="training")
     parser.add_argument("--seeds", default="0:20", help="first and end, as 0:100, or 3,17")
     parser.add_argument("--only", choices=("healthy", "faults"))
     parser.add_argument("--fault", help="this fault in place of one that is drawn")
