@@ -3,18 +3,17 @@
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as saving
-import torch.distributed.nn.functional as differentiable
-from common import VOCABULARY, History, backward, begin, end
 from drawn_common import (
     STEPS,
     Attention,
-    Block,
     Choices,
     Job,
     Language,
@@ -26,7 +25,10 @@ from drawn_common import (
     token_loss,
 )
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -46,6 +48,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
+
+sys.path.insert(0, str(Path(__file__).parent / "healthy"))
+
+from common import History, backward, begin, end
 
 EVERY: Choices = {
     "optimizer": ("adamw", "adamw", "sgd", "momentum", "two"),
@@ -160,7 +166,9 @@ def faults_of(job: Job) -> list[str]:
         "weight": True,
         "dropout off": job.dropout > 0,
         "one not reduced": by_hand,
-        "experts not reduced": job.kind == "experts" and job.wrapper != "fsdp" and job.worlds == (4,),
+        "experts not reduced": job.kind == "experts"
+        and job.wrapper != "fsdp"
+        and job.worlds == (4,),
         "seed in a group": job.kind == "tensor" and job.dropout > 0 and not job.sequence,
         "split": job.kind == "context",
     }
@@ -218,8 +226,7 @@ class SplitAttention(nn.Module):
             mixed = _attend(query, key, value, 0)
             return whole.out(self._to_rows(mixed, parts).flatten(2))  # type: ignore[no-any-return]
         key, value = (
-            torch.cat(differentiable.all_gather(each.contiguous(), self.group), 1)
-            for each in (key, value)
+            all_gather_tensor_autograd(each.contiguous(), 1, self.group) for each in (key, value)
         )
         mixed = _attend(query, key, value, dist.get_rank(self.group) * length)
         return whole.out(mixed.flatten(2))  # type: ignore[no-any-return]
@@ -457,8 +464,7 @@ class Training:
         ]
         if job.given.get("wrapper") == "by hand":
             for gradient in gradients:
-                gradient /= self.world
-                dist.all_reduce(gradient)
+                dist.all_reduce(gradient.div_(self.world))
         if job.given.get("hook") == "flat":
             flat = torch.cat([gradient.flatten() for gradient in gradients]) / self.world
             dist.all_reduce(flat)
@@ -672,7 +678,9 @@ class PipelineTraining:
                     schedule.step()
             if job.zeroes != "before":
                 zero(self.optimizers, keeps=job.zeroes == "keeps tensors")
-            self.history.note(sum(self.losses[-self.MICRO :]) / self.MICRO)  # shapes are tried first
+            self.history.note(
+                sum(self.losses[-self.MICRO :]) / self.MICRO
+            )  # shapes are tried first
             self.losses.clear()
         end(self.history, *self.parts)
 

@@ -38,6 +38,11 @@ def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
     assert "of ranks 0 and 2 and ranks 1 and 3 started the forward pass in equal" in words(told)
     one_moved = {"rng_used": [4] * 4, "rng_digest": [7, 8, 8, 8]}  # as where rank 0 logs samples
     assert run(EqualRandom(4), 3, **one_moved)[-1].severity is Severity.NOTE
+    parts = EqualRandom(4)  # of the same sequences, as keys and values are gathered
+    assert evidence_of(parts, step_of(0, StateKind.EXCHANGED, [2] * W)) == []
+    (told,) = run(parts, 3, start=1, **pairs)
+    assert told.severity is Severity.NOTE
+    assert "of ranks 0 and 2 and ranks 1 and 3" in words(told)
 
 
 def test_a_worker_that_draws_nothing_where_others_do_is_named():
