@@ -5,6 +5,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +351,7 @@ class Training:
         fully_shard(self.model, **given)
         if job.given.get("prefetches"):
             blocks = list(self.model.blocks)
-            for block, later in zip(blocks, blocks[1:], strict=False):
+            for block, later in pairwise(blocks):
                 block.set_modules_to_forward_prefetch([later])
                 later.set_modules_to_backward_prefetch([block])
 

@@ -54,6 +54,11 @@ def test_a_worker_that_draws_nothing_where_others_do_is_named():
     told = run(UnusedRandom(4), 30, rng_used=[32, 0, 32, 0])[-1]
     assert (told.key, told.severity, told.ranks) == (f"{UNUSED}-between", Severity.NOTE, (1, 3))
     assert "(numpy's): augmentation or sampling may be off" in words(told)
+    for steps_of_all, severity in ((2, Severity.NOTE), (3, Severity.WARNING)):
+        stops = UnusedRandom(4)
+        assert run(stops, steps_of_all, rng_used=[4] * 4) == []
+        told = run(stops, 30, start=steps_of_all, rng_used=[4, 0, 4, 0])[-1]
+        assert (told.severity, told.ranks) == (severity, (1, 3))
 
 
 def test_equal_random_numbers_outside_the_model_are_told_after_three_steps_in_a_row():

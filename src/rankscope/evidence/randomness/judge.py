@@ -218,7 +218,8 @@ class UnusedRandom(Detector):
     """Workers that draw no random number where others do, in 24 steps in a row.
 
     In the forward pass, or between the passes, where augmentation draws. At most half of the
-    workers count as idle. A note where they are half of them: either half may be right.
+    workers count as idle. A note where they are half of them: either half may be right. Not where
+    all drew in the forward passes before.
     """
 
     SETTINGS = ("_num_workers",)
@@ -227,6 +228,7 @@ class UnusedRandom(Detector):
         self._num_workers = num_workers
         self._idle = [PersistentFault(_STEPS_UNUSED, in_a_row=True) for _ in (0, BETWEEN_BITS)]
         self._used = [0, 0]  # generators that the others moved
+        self._steps_of_all = 0  # in whose forward pass all drew
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report workers that draw nothing, and their end."""
@@ -237,6 +239,7 @@ class UnusedRandom(Detector):
             moved_W = used_W >> shift & (1 << BETWEEN_BITS) - 1
             idle = np.flatnonzero(moved_W == 0).tolist()
             some = 2 * len(idle) <= self._num_workers
+            self._steps_of_all += place == 0 and not idle
             if some and idle:
                 self._used[place] = int(np.bitwise_or.reduce(moved_W))
             if span.observe(step.gathered.step, idle if some else ()):
@@ -245,9 +248,10 @@ class UnusedRandom(Detector):
     def _evidence(self, place: int) -> FaultEvidence:
         span = self._idle[place]
         generators = [name for bit, name in GENERATORS.items() if self._used[place] & bit]
+        stopped = place == 0 and self._steps_of_all >= STEPS_NEEDED
         return span.evidence(
             DIFFERS,
-            span.severity(self._num_workers),
+            Severity.WARNING if stopped else span.severity(self._num_workers),
             span.ranks,
             {
                 "where": ("in the forward pass", "between forward passes")[place],
