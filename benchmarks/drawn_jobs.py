@@ -60,6 +60,7 @@ def _launch(words: list[str], worlds: Sequence[int], folder: Path, **how: bool) 
         more = ["--launch", str(number)] if number else []
         code, out, err = run_on_ranks(ranks, [*words, *more], folder, timeout=TIMEOUT, **how)
         assert not code, f"exit code {code}, {(out + err).strip()[-1400:]}"
+        assert "switched itself off" not in err, err[-1400:]
         said += [line for line in out.splitlines() if line.startswith("last loss")]
     return said
 

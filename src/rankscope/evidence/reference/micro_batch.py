@@ -176,8 +176,9 @@ class MicroBatch:
         total = size = far = 0.0
         for tensor, one in pairs:
             assert one.gradient is not None
-            added, terms = _sums_of_products(local_of(one.gradient), local_of(tensor.detach()))
-            total, size, far = total + added, size + terms, max(far, one.distance(tensor))
+            whole = whole_of(tensor.detach())
+            added, terms = _sums_of_products(whole_of(one.gradient), whole)
+            total, size, far = total + added, size + terms, max(far, one.distance(whole))
         return LossAgain(total, size, far)
 
     def check_kept(self) -> None:
