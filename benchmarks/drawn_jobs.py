@@ -110,8 +110,8 @@ def main() -> None:
     for seed in _seeds(chosen.seeds):
         source = random.Random(f"fault {seed}")
         job, worlds, faults = _drawn(chosen.program, seed, source)
-        fault = chosen.fault or source.choice(faults)
-        names = {"healthy": [""], "faults": [fault]}.get(chosen.only, ["", fault])
+        drawn = [chosen.fault or source.choice(faults)] if faults else []
+        names = {"healthy": [""], "faults": drawn}.get(chosen.only, ["", *drawn])
         for name in names:
             begun = time.perf_counter()
             got = watch(chosen.program, seed, name, worlds, keep=chosen.keep, bits=chosen.bits)

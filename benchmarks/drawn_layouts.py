@@ -157,7 +157,9 @@ def _fit_tensor(given: dict[str, Any]) -> None:
 
 
 def faults_of(job: Job) -> list[str]:
-    """Return the faults that this job can have."""
+    """Return the faults that this job can have; none where it is not watched."""
+    if job.given.get("beside") == "nothing":
+        return []
     by_hand = job.given.get("wrapper") == "by hand" or job.kind == "hooks"
     possible = {
         "loss": True,
