@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as saving
 from drawn_common import (
     STEPS,
     Attention,
@@ -30,6 +29,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     all_to_all_single_autograd,
 )
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -264,7 +264,7 @@ class Experts(nn.Module):
         self.gate = nn.Linear(width, 4, bias=False)
         up, down = torch.randn(4, width, 48) / width**0.5, torch.randn(4, 48, width) / 48**0.5
         at = dist.get_rank(group)
-        self.own = nn.Module()
+        self.own: Any = nn.Module()
         self.own.up = nn.Parameter(up.chunk(self.parts)[at].clone())
         self.own.down = nn.Parameter(down.chunk(self.parts)[at].clone())
         self.own.forward = lambda rows: F.gelu(rows @ self.own.up) @ self.own.down
@@ -277,8 +277,9 @@ class Experts(nn.Module):
         self.balance = share.mean(0).square().sum()
         sent = flat[chosen].contiguous()  # experts, rows, width
         got = all_to_all_single_autograd(sent, None, None, self.group)
-        got = got.unflatten(0, (self.parts, -1)).transpose(0, 1).flatten(1, 2)
-        made = self.own(got).unflatten(1, (self.parts, -1)).transpose(0, 1).flatten(0, 1)
+        shape = (self.parts, 4 // self.parts, *sent.shape[1:])
+        got = got.view(shape).transpose(0, 1).flatten(1, 2)
+        made = self.own(got).view(shape[1], shape[0], *shape[2:]).transpose(0, 1).flatten(0, 1)
         back = all_to_all_single_autograd(made.contiguous(), None, None, self.group)
         back = (back * weight[..., None]).flatten(0, 1)
         return torch.zeros_like(flat).index_add(0, chosen.flatten(), back).view_as(hidden)
@@ -445,8 +446,9 @@ class Training:
     def _wrap(self, group: dist.ProcessGroup | None) -> None:
         apart = {id(parameter) for parameter in self.apart}
         names = [name for name, p in self.model.named_parameters() if id(p) in apart]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, names)
-        self.wrapped = DistributedDataParallel(self.model, process_group=group)
+        wrap: Any = DistributedDataParallel
+        wrap._set_params_and_buffers_to_ignore_for_model(self.model, names)
+        self.wrapped = wrap(self.model, process_group=group)
 
     def reduce_by_hand(self) -> None:
         """Reduce what no wrapper and no hook does."""
@@ -472,7 +474,7 @@ class Training:
             flat = torch.cat([gradient.flatten() for gradient in gradients]) / self.world
             dist.all_reduce(flat)
             sizes = [gradient.numel() for gradient in gradients]
-            for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+            for gradient, part in zip(gradients, torch.split(flat, sizes), strict=True):
                 gradient.copy_(part.view_as(gradient))
 
     def batches(self, rows: Rows) -> Iterator[Tensor]:
@@ -491,7 +493,8 @@ class Training:
         logits = self.wrapped(tokens)
         loss = token_loss(logits, labels) * self.odd.factor
         if self.job.given.get("balances"):
-            loss = loss + 0.1 * sum(block.down.balance for block in self.model.blocks)
+            for block in self.model.blocks:
+                loss = loss + 0.1 * block.down.balance
         return loss
 
     def _part_of(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -562,11 +565,11 @@ class Training:
     def save_or_load(self, *, load: bool) -> None:
         folder = str(self.this.folder)
         model, optimizer = get_state_dict(self.model, self.optimizers)
-        state = {"model": model, "optimizer": optimizer}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer}
         if not load:
-            saving.save(state, checkpoint_id=folder)
+            state_dict_saver.save(state, checkpoint_id=folder)
             return
-        saving.load(state, checkpoint_id=folder)
+        state_dict_loader.load(state, checkpoint_id=folder)
         set_state_dict(
             self.model,
             self.optimizers,

@@ -62,8 +62,10 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
 
 
 # of the steps table, from which the coverage follows
-COLUMNS = ("step", "loss_mean", "loss_std", "grad_norm_mean", "grad_norm_std", "observed")
-COLUMNS += ("interval", "samples_drawn")
+COLUMNS = (
+    *("step", "loss_mean", "loss_std", "grad_norm_mean", "grad_norm_std", "observed", "interval"),
+    "samples_drawn",
+)
 
 _NAMES = 3
 OF_OPTIMIZER = "tensors of the optimizer"

@@ -165,7 +165,7 @@ class EqualRandom(Detector):
             {
                 "generators": listed(generators),
                 "groups": shortened(
-                    [name_ranks(one) for one in self._groups or [seen.ranks]], _MOST_GROUPS
+                    [name_ranks(one) for one in self._groups or [tuple(seen.ranks)]], _MOST_GROUPS
                 ),
             },
             {"steps": seen.count, "generators": generators, "groups": self._groups[:16]},
