@@ -135,6 +135,8 @@ def draw(seed: int) -> Job:
         worlds = (2,) if given["beside"] == "nothing" else (4,)
         given["clip"] = None  # each stage would clip by its own norm
         given["depth"] = 2
+        if given["beside"] == "ddp" and "Zero" in given["plan"]:
+            given["plan"] = "1F1B"  # DDP does not know of a backward pass in two parts
     if kind == "experts":
         given["clip"] = None if given["wrapper"] == "fsdp" else given["clip"]
     if given.get("offloaded") or given.get("adapters"):
@@ -160,7 +162,8 @@ def faults_of(job: Job) -> list[str]:
     """Return the faults that this job can have; none where it is not watched."""
     if job.given.get("beside") == "nothing":
         return []
-    by_hand = job.given.get("wrapper") == "by hand" or job.kind == "hooks"
+    by_hand = job.given.get("wrapper") == "by hand"
+    by_hand |= job.kind == "hooks" and job.hook != "of tensor"
     possible = {
         "loss": True,
         "labels": True,
