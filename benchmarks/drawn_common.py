@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -38,10 +39,9 @@ class Job:
     given: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.given[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name == "given" or name not in self.given:  # a copy has nothing yet
+            raise AttributeError(name)
+        return self.given[name]
 
     @property
     def words(self) -> str:
@@ -192,7 +192,9 @@ class Odd:
         if not self.is_odd or step != FAULT_AT:
             return
         if self.fault == "weight":
-            list(model.parameters())[-1].flatten()[0].add_(0.1)
+            last: Any = list(model.parameters())[-1]
+            local = last.to_local() if isinstance(last, DTensor) else last
+            local.flatten()[:1].add_(0.1)
         if self.fault == "rate":
             optimizer.param_groups[0]["lr"] *= 1.5
         if self.fault == "dropout off":

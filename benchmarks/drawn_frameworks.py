@@ -493,7 +493,9 @@ def train_with_accelerate(this: Launch) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     if this.fault != "sampler":
         loader = accelerator.prepare(loader)
-    schedule: Any = get_scheduler("linear", optimizer, 5, STEPS * accelerator.num_processes)
+    schedule: Any = None
+    if job.schedule != "none":  # or the rate would stay at the warm-up's first, 0
+        schedule = get_scheduler("linear", optimizer, 5, STEPS * accelerator.num_processes)
     if job.schedule == "prepared":
         schedule = accelerator.prepare(schedule)
     if this.number:

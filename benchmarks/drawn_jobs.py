@@ -2,6 +2,7 @@
 
     PYTHONPATH=tests python benchmarks/drawn_jobs.py --seeds 0:100
     PYTHONPATH=tests python benchmarks/drawn_jobs.py --program frameworks --seeds 0:60
+    PYTHONPATH=tests python benchmarks/drawn_jobs.py --program layouts --seeds 0:60 --bits
 
 Nobody chose these programs: what goes together in them comes from the seed, as do the fault and the
 number of ranks. A healthy one must get no warning. Ranks are forked, as in ``watched.py``.
@@ -29,24 +30,39 @@ RANKS = (2, 2, 3, 4)
 TIMEOUT = 300.0
 
 
-def watch(program: str, seed: int, fault: str, worlds: Sequence[int], keep: str | None) -> Watched:
+def watch(
+    program: str, seed: int, fault: str, worlds: Sequence[int], *, keep: str | None, bits: bool
+) -> Watched:
     """Run a job's launches under ``rankscope run`` with a reference step; return what it got."""
     folder = Path(tempfile.mkdtemp(prefix="drawn-"))
-    words = ["run", "--run-dir", str(folder / "run"), "--verify-at", "5"]
-    words += [str(HERE / f"drawn_{program}.py"), "--seed", str(seed), "--fault", fault]
+    script = [str(HERE / f"drawn_{program}.py"), "--seed", str(seed), "--fault", fault]
+    watched = ["run", "--run-dir", str(folder / "run"), "--verify-at", "5", *script]
     try:
-        for number, ranks in enumerate(worlds):
-            more = ["--launch", str(number)] if number else []
-            code, out, err = run_on_ranks(ranks, [*words, *more], folder, timeout=TIMEOUT)
-            if code:
-                return Watched((), (), f"exit code {code}, {(out + err).strip()[-1500:]}")
+        said = _launch(watched, worlds, folder)
+        if bits:
+            (folder / "alone").mkdir()
+            alone = _launch(script, worlds, folder / "alone", script=True)
+            if alone != said:
+                return Watched((), (), f"{said} in place of {alone}")
         return read_answers(folder)
     except AssertionError as error:
-        return Watched((), (), str(error)[-500:])
+        return Watched((), (), str(error)[-1500:])
     finally:
         if keep:
             shutil.copytree(folder, f"{keep}/{seed}-{fault or 'healthy'}", dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _launch(words: list[str], worlds: Sequence[int], folder: Path, **how: bool) -> list[str]:
+    """Run a job's launches; return what they print at the end, with digests of parameters."""
+    said: list[str] = []
+    for number, ranks in enumerate(worlds):
+        more = ["--launch", str(number)] if number else []
+        code, out, err = run_on_ranks(ranks, [*words, *more], folder, timeout=TIMEOUT, **how)
+        assert not code, f"exit code {code}, {(out + err).strip()[-1400:]}"
+        assert "switched itself off" not in err, err[-1400:]
+        said += [line for line in out.splitlines() if line.startswith("last loss")]
+    return said
 
 
 def false_of(job: Any, got: Watched) -> list[str]:
@@ -60,7 +76,8 @@ def false_of(job: Any, got: Watched) -> list[str]:
         true.add("verify.scale")
     if getattr(job, "kind", "") == "accelerate" and len(job.worlds) > 1:
         true.add("data.resume_mismatch")  # Accelerate draws another order unless told otherwise
-    unwatched = [note for note in got.notes if note == "not watched"]
+    alone = getattr(job, "beside", "") == "nothing"  # nobody holds what a rank holds
+    unwatched = [note for note in got.notes if note == "not watched" and not alone]
     return unwatched + [cause for cause in got.serious if cause not in true]
 
 
@@ -78,11 +95,14 @@ def _drawn(program: str, seed: int, source: random.Random) -> tuple[Any, Sequenc
 def main() -> None:
     """Run the seeds, print one line for each program, and what they come to."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--program", choices=("training", "frameworks"), default="training")
+    parser.add_argument(
+        "--program", choices=("training", "frameworks", "layouts"), default="training"
+    )
     parser.add_argument("--seeds", default="0:20", help="first and end, as 0:100, or 3,17")
     parser.add_argument("--only", choices=("healthy", "faults"))
     parser.add_argument("--fault", help="this fault in place of one that is drawn")
     parser.add_argument("--keep", help="folder for the runs")
+    parser.add_argument("--bits", action="store_true", help="compare bits with a run by itself")
     chosen = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     preload([HERE / f"drawn_{chosen.program}.py"])
@@ -90,11 +110,11 @@ def main() -> None:
     for seed in _seeds(chosen.seeds):
         source = random.Random(f"fault {seed}")
         job, worlds, faults = _drawn(chosen.program, seed, source)
-        fault = chosen.fault or source.choice(faults)
-        names = {"healthy": [""], "faults": [fault]}.get(chosen.only, ["", fault])
+        drawn = [chosen.fault or source.choice(faults)] if faults else []
+        names = {"healthy": [""], "faults": drawn}.get(chosen.only, ["", *drawn])
         for name in names:
             begun = time.perf_counter()
-            got = watch(chosen.program, seed, name, worlds, chosen.keep)
+            got = watch(chosen.program, seed, name, worlds, keep=chosen.keep, bits=chosen.bits)
             wrong = not got.serious if name else bool(false_of(job, got))
             count["fault" if name else "healthy"] += 1
             count["missed" if name else "false"] += wrong

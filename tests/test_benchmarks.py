@@ -136,7 +136,7 @@ NOT_HERE = {
     "mutants": "runs the tests themselves, for hours",
     "gallery pictures": "draw what minutes of the fault bench have recorded",
     "parity_frameworks": "needs the environments of other frameworks",
-    "drawn_training drawn_frameworks": "are what drawn_jobs.py runs",
+    "drawn_training drawn_frameworks drawn_layouts": "are what drawn_jobs.py runs",
     "detection_faults detection_null detection_outside": "are parts of detection.py",
     "chaos_training detection_training hosts_serving outside_jobs parity_training": "are processes"
     " that other benchmarks start",

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -7,13 +8,14 @@ from benchmarks.faults.mesh_faults import sum_parts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn import functional as F
@@ -38,7 +40,8 @@ SAYS = {
     "sequence, mixed, accumulates": ("verify.agrees", "note", "each worker's mean loss counts"),
     "norm forgotten": ("verify.parameters", "error", ALONE),
     "lost, mixed": ("verify.micro_batches", "error", "lacks micro-batch 1 of every worker."),
-    "heads by hand": ("verify.agrees", "note", MOVED),
+    "heads by hand, cut logits": ("verify.agrees", "note", MOVED),
+    "heads by hand, cut logits in context": ("verify.declined", "note", "raises RuntimeError"),
     "one asks": ("verify.declined", "note", "after 0 s, 2 of 4 ranks had come"),
 }
 AT = 1
@@ -66,17 +69,23 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.norm = nn.RMSNorm(WIDTH)
+        self.gives_loss = False
 
     def forward(self, ids):
         hidden = self.embedding(ids)
         for layer in self.layers:
             hidden = layer(hidden)
         logits = self.head(self.norm(hidden))
-        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-        return {"loss": loss, "logits": logits}
+        if isinstance(logits, DTensor) and not self.gives_loss:
+            return {"logits": logits}
+        return {"loss": loss_of_tokens(logits, ids), "logits": logits}
 
 
-def cut_over_tp(net, tp, sequence):
+def loss_of_tokens(logits, ids):
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def cut_over_tp(net, tp, sequence, logits):
     """Cut layers, and sequences between them: not, in torch's style, or norms by hand."""
     begin, end = {}, {}
     if sequence:
@@ -94,7 +103,7 @@ def cut_over_tp(net, tp, sequence):
             parallelize_module(layer.norm, tp, back)
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), **end),
-        "head": ColwiseParallel(output_layouts=Replicate(), **begin),
+        "head": ColwiseParallel(**begin, **logits),
     }
     parallelize_module(net, tp, outer | ({"norm": SequenceParallel()} if sequence else {}))
 
@@ -119,10 +128,14 @@ class Training:
             options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         torch.manual_seed(0)
         net = Net()
-        if self.kind == "heads by hand":
+        if "heads" in self.kind:
             for layer in net.layers:
                 layer.down.register_forward_pre_hook(self._count_heads)
-        cut_over_tp(net, self.mesh["tp"], sequence)
+        logits = {"output_layouts": Replicate()}
+        if "cut logits" in self.kind:
+            logits = {"output_layouts": Shard(-1), "use_local_output": False}
+        net.gives_loss = "in context" in self.kind
+        cut_over_tp(net, self.mesh["tp"], sequence, logits)
         for layer in net.layers:
             fully_shard(layer, **options)
         return fully_shard(net, **options)
@@ -145,10 +158,13 @@ class Training:
     def _backward(self, number, *, forgets):
         draw = torch.Generator().manual_seed(1000 * self.worker + number)
         ids = torch.randint(TOKENS, (2, LENGTH), generator=draw)
-        found = self.model(ids)["loss"]
-        if forgets:
-            self.optimizer.zero_grad()
-        (found / self.count).backward()
+        with loss_parallel() if "cut logits" in self.kind else nullcontext():
+            given = self.model(ids)
+            cut = "cut logits" in self.kind
+            found = loss_of_tokens(given["logits"], ids) if cut else given["loss"]
+            if forgets:
+                self.optimizer.zero_grad()
+            (found / self.count).backward()
 
     def _change(self):
         if "by hand" in self.kind or "forgotten" in self.kind:

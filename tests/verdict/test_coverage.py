@@ -24,11 +24,14 @@ ALL = range(80)
 SOME = Finding("toy", "toy", Severity.NOTE, (), 0, 1, "A note. It is one.", "Look.")
 
 
-def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=(), drawn=4):
+def record(
+    path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=(), drawn=4, alike=()
+):
     rng = np.random.default_rng(0)
     writer = RunWriter(path, {"num_workers": 2, **(info or {})})
     for step in ALL:
         rows = rng.standard_normal((2, 60)).astype(np.float32)
+        rows = rows[[0, 0]] if step in alike else rows
         batches = [np.arange(drawn) + 8 * step, np.arange(drawn) + 8 * step + 4]
         columns = {"loss": rng.gamma(4.0, 0.5, 2)} if step in losses else {}
         if step in measured:
@@ -56,6 +59,12 @@ def test_everything_measured_is_healthy_and_has_no_limits(tmp_path):
     assert not any(text.startswith("Measured:") for text in found.statements)
     assert any("in loss, gradient or amount of data" in text for text in found.statements)
     assert last_line(run) == "80 steps of 2 workers: no fault found."
+    assert coverage_of(record(tmp_path / "half", alike=range(40))).severity is None
+    reduced = coverage_of(record(tmp_path / "reduced", alike=range(41)))
+    assert (reduced.severity, "no worker's own is known" in reduced.verdict) == (
+        Severity.NOTE,
+        True,
+    )
 
 
 def test_a_run_without_losses_is_healthy_and_learns_how_to_give_them(tmp_path):

@@ -62,10 +62,17 @@ def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
 
 
 # of the steps table, from which the coverage follows
-COLUMNS = ("step", "loss_mean", "observed", "interval", "samples_drawn")
+COLUMNS = (
+    *("step", "loss_mean", "loss_std", "grad_norm_mean", "grad_norm_std", "observed", "interval"),
+    "samples_drawn",
+)
 
 _NAMES = 3
 OF_OPTIMIZER = "tensors of the optimizer"
+_REDUCED = (
+    "all workers held the same gradient at the end of backward, as where hooks reduce it, so no "
+    "worker's own is known"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class MeasuredParts:
     joined_by: int | None = None  # the step by which they had joined the training; None if before
     joined_after: int = 0  # recorded steps until then
     identified: bool = True  # the samples of some step were, or they cannot differ
+    alike: int = 0  # steps in which all workers had other losses and one gradient
 
     @property
     def enough(self) -> bool:
@@ -103,16 +111,21 @@ class MeasuredParts:
         return self.gradients > 0 and self.due <= 2 * self.gradients
 
     @property
+    def are_reduced(self) -> bool:
+        """Whether backward passes leave the reduced gradient, so that no worker's own is known."""
+        return 2 * self.alike > self.gradients
+
+    @property
     def has_losses(self) -> bool:
         """Whether half of the steps have a loss."""
         return self.losses > 0 and self.steps <= 2 * self.losses
 
     @property
     def severity(self) -> Severity | None:
-        """The severity of what is missing: a part of the model, or too much to judge the run."""
+        """The severity of what is missing: too much to judge the run, or a part of it."""
         if not self.enough:
             return Severity.WARNING
-        return Severity.NOTE if self.updated else None
+        return Severity.NOTE if self.updated or self.are_reduced else None
 
     @property
     def limits(self) -> str:
@@ -120,6 +133,8 @@ class MeasuredParts:
         parts = []
         if not self.has_gradients:
             parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
+        if self.are_reduced:
+            parts.append(_REDUCED)
         if self.watched < self.updated:
             parts.append(f"{self.watched} of the {self.updated} {self.what} watched{self.left_out}")
         if not self.has_losses:
@@ -169,7 +184,7 @@ class CoverageCount:
         self._identified = num_workers < 2
         self.joined: dict[str, Any] = {}
         self._training = training
-        self._steps = self._losses = self._due = self._gradients = 0
+        self._steps = self._losses = self._due = self._gradients = self._alike = 0
 
     def add(self, report: StepReport) -> bool:
         """Count a step; return whether ``joined`` has changed with it."""
@@ -179,6 +194,7 @@ class CoverageCount:
         self._due += due
         self._identified |= bool(report.values["samples_drawn"] > 0)
         self._gradients += due and report.observed
+        self._alike += bool(due and _are_alike(report.values))
         rows = [row for row in report.gathered.differences if row.kind is StateKind.JOINED]
         if rows:
             self.joined = {
@@ -197,6 +213,7 @@ class CoverageCount:
             *counts,
             **_tensors(self._training, self.joined),
             identified=self._identified or not self._steps,
+            alike=self._alike,
         )
 
 
@@ -213,7 +230,14 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
         identified=run.num_workers < 2
         or not len(due_T)
         or bool((columns["samples_drawn"] > 0).any()),
+        alike=int((due_T & _are_alike(columns)).sum()),
     )
+
+
+def _are_alike(values: Mapping[str, Any]) -> Any:
+    """Return whether workers with different losses have one gradient; NaN is none."""
+    equal = (values["grad_norm_std"] == 0) & (values["grad_norm_mean"] > 0)
+    return equal & (values["loss_std"] > 0)
 
 
 def _tensors(training: Any, joined: Any) -> dict[str, Any]:

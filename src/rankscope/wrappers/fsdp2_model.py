@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,6 @@ class ParameterGroup:
         self.mesh: DeviceMesh = info.mesh
         self.shard_size = int(getattr(info, "shard_mesh_size", 1))
         self.num_copies = int(getattr(info, "replicate_mesh_size", 1))
-        self.ranks: tuple[int, ...] = tuple(info.mesh.mesh.flatten().tolist())
         self.replica: int | None = (
             None  # the number of this rank's shard; None: each parameter has one owner
         )
@@ -110,6 +110,11 @@ class ParameterGroup:
         self.replicate_group: dist.ProcessGroup | None = getattr(
             info, "replicate_process_group", None
         )
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The mesh's ranks; after the end of the process group, a part of a mesh has none."""
+        return tuple(self.mesh.mesh.flatten().tolist())
 
     @property
     def replicas(self) -> tuple[int, ...]:

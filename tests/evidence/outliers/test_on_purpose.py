@@ -4,6 +4,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd as gather_with_gradient,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,6 +137,7 @@ def exchange(rank, folder):
         "rows": lambda: dist.all_gather(list(target[:3]), source[0]),
         "alone": lambda: dist.all_gather([target], source, group=alone),
         "ring": lambda: [work.wait() for work in dist.batch_isend_irecv(ring)],
+        "functional": lambda: gather_with_gradient(source, 0, dist.group.WORLD),
         "half": lambda: rank < 2 and dist.all_gather([target, target], source, group=half),
     }
     found = {}
@@ -146,7 +150,7 @@ def exchange(rank, folder):
         pending = probe.collect(StepEnd(0, True, frozenset(), 1))
         found[name] = {} if pending is None else pending.read().names[EXCHANGES]["exchanged"]
     expected = {name: {} for name in operations}
-    expected |= {"even": {"all-to-all": 1}, "ring": {"send": 1}}
+    expected |= {"even": {"all-to-all": 1}, "ring": {"send": 1}, "functional": {"all-gather": 1}}
     expected["half"] = {"all-gather": 1} if rank < 2 else {}
     assert found == expected, found
 

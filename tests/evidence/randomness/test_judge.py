@@ -27,6 +27,7 @@ from support.stepping import evidence_of, observe, run, words
 from support.streams import gathered
 
 SAME = Plan(random="same")
+UNKNOWN = [9, MISSING_INT, 8, 7]
 
 
 def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
@@ -38,6 +39,11 @@ def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
     assert "of ranks 0 and 2 and ranks 1 and 3 started the forward pass in equal" in words(told)
     one_moved = {"rng_used": [4] * 4, "rng_digest": [7, 8, 8, 8]}  # as where rank 0 logs samples
     assert run(EqualRandom(4), 3, **one_moved)[-1].severity is Severity.NOTE
+    parts = EqualRandom(4)  # of the same sequences, as keys and values are gathered
+    assert evidence_of(parts, step_of(0, StateKind.EXCHANGED, [2] * W)) == []
+    (told,) = run(parts, 3, start=1, **pairs)
+    assert told.severity is Severity.NOTE
+    assert "of ranks 0 and 2 and ranks 1 and 3" in words(told)
 
 
 def test_a_worker_that_draws_nothing_where_others_do_is_named():
@@ -49,6 +55,11 @@ def test_a_worker_that_draws_nothing_where_others_do_is_named():
     told = run(UnusedRandom(4), 30, rng_used=[32, 0, 32, 0])[-1]
     assert (told.key, told.severity, told.ranks) == (f"{UNUSED}-between", Severity.NOTE, (1, 3))
     assert "(numpy's): augmentation or sampling may be off" in words(told)
+    for steps_of_all, severity in ((2, Severity.NOTE), (3, Severity.WARNING)):
+        stops = UnusedRandom(4)
+        assert run(stops, steps_of_all, rng_used=[4] * 4) == []
+        told = run(stops, 30, start=steps_of_all, rng_used=[4, 0, 4, 0])[-1]
+        assert (told.severity, told.ranks) == (severity, (1, 3))
 
 
 def test_equal_random_numbers_outside_the_model_are_told_after_three_steps_in_a_row():
@@ -75,14 +86,7 @@ def test_a_generator_that_moves_at_the_start_of_every_epoch_is_healthy():
     [
         (None, {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}),
         (None, {"rng_used": [0] * 4, "rng_digest": [9] * 4}),  # nobody draws
-        (
-            None,
-            {
-                "rng_used": [1, 2, 4, 8],
-                "rng_digest": [9, MISSING_INT, 8, 7],
-                "rng_digest_numpy": [9] * 4,
-            },
-        ),
+        (None, {"rng_used": [1, 2, 4, 8], "rng_digest": UNKNOWN, "rng_digest_numpy": [9] * 4}),
         (None, {"rng_used": [4, 0, 0, 0], "rng_digest": [9, 9, 9, 9]}),
         (SAME, {"rng_used": [12] * 4, "rng_digest": [9] * 4}),
         (None, {"loader_rng_numpy": [1, 2, 3, 4], "loader_rng_repeats": [0] * 4}),
@@ -111,10 +115,8 @@ def test_random_numbers_that_differ_against_the_plan_are_told():
     assert [(one.cause, one.ranks) for one in told] == [(DIFFERS, (3,))]
     assert "but the generators of rank 3 (torch's on the CPU) were in other" in words(told[0])
     outside = {"rng_used": [64] * 4, "rng_digest": [9, 9, 9, 1]}
-    told = run(EqualRandom(4, SAME), 3, **outside)
-    [found] = told
+    [found] = run(EqualRandom(4, SAME), 3, **outside)
     assert (found.key, found.cause, found.ranks) == ("rng-differs-between", DIFFERS, (3,))
-    assert words(found)
 
 
 def test_loader_processes_of_one_rank_that_are_alike_are_told():

@@ -54,3 +54,4 @@ for step in range(12):
     optimizer.zero_grad()
 if stage and not replica:
     print("losses", *losses[-24:])  # the schedule may call it once more, at its beginning
+dist.destroy_process_group()

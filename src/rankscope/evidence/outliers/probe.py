@@ -40,10 +40,13 @@ _CALLS = {
 
 _FUNCTIONAL = {
     "all_gather_tensor": "all-gather",
+    "all_gather_tensor_autograd": "all-gather",
+    "all_gather_single": "all-gather",
     "all_to_all_single": "all-to-all",
+    "all_to_all_single_autograd": "all-to-all",
     "permute_tensor": "send",
 }
-"""Those of torch's functional collectives."""
+"""Those of torch's functional collectives; some call others."""
 
 _NOT_THE_MODEL = (
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.nn.modules"),
@@ -67,6 +70,7 @@ class ExchangeProbe(RareProbe):
         self._workers = workers
         self._patches: list[Patch] = []
         self._thread = 0
+        self._inside = False  # a call of one
         self._found: Counter[str] = Counter()
         self._known = False
 
@@ -110,9 +114,15 @@ class ExchangeProbe(RareProbe):
             @transparent
             @wraps(original)
             def noting(*args: Any, **kwargs: Any) -> Any:
-                if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
+                traced = torch.compiler.is_compiling()
+                if traced or self._inside or threading.get_ident() != self._thread:
+                    return original(*args, **kwargs)
+                self._inside = True
+                try:
                     self._note(operation, args, kwargs)
-                return original(*args, **kwargs)
+                    return original(*args, **kwargs)
+                finally:
+                    self._inside = False
 
             return noting
 

@@ -52,7 +52,8 @@ class EqualRandom(Detector):
     - Forward passes of several workers that start from equal states of a generator that they move.
       A note: equal dropout masks on different data cost little, and many scripts seed all ranks
       alike. Generators that never move do not count. A warning where ranks fall into groups that
-      draw alike on other batches: their seed leaves out a part of the rank.
+      draw alike on other batches: their seed leaves out a part of the rank. Not where the forward
+      pass exchanges tensors: groups with parts of the same sequences are often seeded alike.
     - The same of generators that move between the forward passes of two steps. A warning:
       augmentation and sampling draw there. Not of workers that share the work on each sample.
     - Private generators of modules and data sets that move. A note: a data set may shuffle alike on
@@ -72,6 +73,7 @@ class EqualRandom(Detector):
         self._began_apart: dict[str, bool] = {}  # by generator, as it was first used
         self._sizes_differ = False  # whether batches had other sizes in some step
         self._groups: list[tuple[int, ...]] = []  # that draw alike, where not all workers do
+        self._exchanges = False  # tensors in the forward pass
         self._loaders = PersistentFault(STEPS_NEEDED)
         self._private = PersistentFault(STEPS_NEEDED)
         self._shared = 0
@@ -84,6 +86,8 @@ class EqualRandom(Detector):
         workers = step.gathered.workers
         number = step.gathered.step
         sharing = bool(self._sharing.observe(step))
+        kinds = (row.kind for row in step.gathered.differences)
+        self._exchanges = self._exchanges or StateKind.EXCHANGED in kinds
         if self._num_workers > 1 and step.some_known("rng_used"):
             yield from self._see_generators(number, workers, step.identical, sharing=sharing)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
@@ -127,7 +131,8 @@ class EqualRandom(Detector):
         if self._forward.observe(step, forward):
             explained = self._sizes_differ and not any(self._began_apart.values())
             by_plan = self._same and not explained
-            severity = Severity.WARNING if by_plan or self._groups else Severity.NOTE
+            apart = self._groups and not self._exchanges
+            severity = Severity.WARNING if by_plan or apart else Severity.NOTE
             yield self._evidence(self._forward, self._used, "", severity)
         if self._between.observe(step, () if sharing else between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
@@ -159,7 +164,9 @@ class EqualRandom(Detector):
             seen.ranks,
             {
                 "generators": listed(generators),
-                "groups": shortened([name_ranks(one) for one in self._groups], _MOST_GROUPS),
+                "groups": shortened(
+                    [name_ranks(one) for one in self._groups or [tuple(seen.ranks)]], _MOST_GROUPS
+                ),
             },
             {"steps": seen.count, "generators": generators, "groups": self._groups[:16]},
             key=key,
@@ -211,7 +218,8 @@ class UnusedRandom(Detector):
     """Workers that draw no random number where others do, in 24 steps in a row.
 
     In the forward pass, or between the passes, where augmentation draws. At most half of the
-    workers count as idle. A note where they are half of them: either half may be right.
+    workers count as idle. A note where they are half of them: either half may be right. Not where
+    all drew in the forward passes before.
     """
 
     SETTINGS = ("_num_workers",)
@@ -220,6 +228,7 @@ class UnusedRandom(Detector):
         self._num_workers = num_workers
         self._idle = [PersistentFault(_STEPS_UNUSED, in_a_row=True) for _ in (0, BETWEEN_BITS)]
         self._used = [0, 0]  # generators that the others moved
+        self._steps_of_all = 0  # in whose forward pass all drew
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report workers that draw nothing, and their end."""
@@ -230,6 +239,7 @@ class UnusedRandom(Detector):
             moved_W = used_W >> shift & (1 << BETWEEN_BITS) - 1
             idle = np.flatnonzero(moved_W == 0).tolist()
             some = 2 * len(idle) <= self._num_workers
+            self._steps_of_all += place == 0 and not idle
             if some and idle:
                 self._used[place] = int(np.bitwise_or.reduce(moved_W))
             if span.observe(step.gathered.step, idle if some else ()):
@@ -238,9 +248,10 @@ class UnusedRandom(Detector):
     def _evidence(self, place: int) -> FaultEvidence:
         span = self._idle[place]
         generators = [name for bit, name in GENERATORS.items() if self._used[place] & bit]
+        stopped = place == 0 and self._steps_of_all >= STEPS_NEEDED
         return span.evidence(
             DIFFERS,
-            span.severity(self._num_workers),
+            Severity.WARNING if stopped else span.severity(self._num_workers),
             span.ranks,
             {
                 "where": ("in the forward pass", "between forward passes")[place],

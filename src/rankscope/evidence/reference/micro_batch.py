@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rankscope.bus.words import shortened
 from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
+from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.layout import Layout, layout_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
@@ -47,6 +48,10 @@ _SLACK = 32.0
 _TINY = 1e-300
 _MOST_NAMED = 3
 _ELEMENTS = 1 << 22  # of logits, whose products would need eight bytes each
+_FAILS = (
+    "the model's forward pass raises {} outside of the training's own call, as where that is in a "
+    "context"
+)
 _OTHER_TENSORS = "the model returns other tensors when a batch is run once more"
 _NOT_REPEATED = (
     "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
@@ -169,15 +174,16 @@ class MicroBatch:
         part = module.get_submodule(self._part)
         self._fill_buffers(part)
         with mode:
-            tensors = tensors_in(part(*args, **kwargs))
+            tensors = tensors_in(_called_again(part, args, kwargs))
         pairs = [(tensors[one.place], one) for one in self._losses if one.place < len(tensors)]
         if len(tensors) != self._num_tensors or any(t.shape != one.shape for t, one in pairs):
             raise CanaryDeclined(_OTHER_TENSORS)
         total = size = far = 0.0
         for tensor, one in pairs:
             assert one.gradient is not None
-            added, terms = _sums_of_products(local_of(one.gradient), local_of(tensor.detach()))
-            total, size, far = total + added, size + terms, max(far, one.distance(tensor))
+            whole = whole_of(tensor.detach())
+            added, terms = _sums_of_products(whole_of(one.gradient), whole)
+            total, size, far = total + added, size + terms, max(far, one.distance(whole))
         return LossAgain(total, size, far)
 
     def check_kept(self) -> None:
@@ -256,7 +262,7 @@ class MicroBatch:
             self._generators.put_back()
             part = module.get_submodule(self._part)
             self._fill_buffers(part)
-            tensors = _differentiable(part(*args, **kwargs))
+            tensors = _differentiable(_called_again(part, args, kwargs))
             try:
                 self._compare(tensors, rounds_in, values=compared)
             except CanaryDeclined as reason:
@@ -421,6 +427,16 @@ _Pairs = list[tuple[Tensor, _Returned]]
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     """Return the one of two floating-point types that rounds more."""
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _called_again(part: nn.Module, args: Any, kwargs: Any) -> object:
+    """Return what the forward pass returns; raises CanaryDeclined where it fails."""
+    try:
+        return part(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, CanaryDeclined) or is_out_of_memory(error):
+            raise
+        raise CanaryDeclined(_FAILS.format(type(error).__name__)) from error
 
 
 def _names(module: nn.Module, parameters: Sequence[Tensor]) -> str:
