@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.errors import MissingExtraError, UnsupportedError, UsageError, lacks
 from rankscope.private import Patch
 from rankscope.session import start
 from rankscope.session.scope import Scope
@@ -27,6 +27,8 @@ from rankscope.session.scope import Scope
 try:
     import accelerate as hf_accelerate  # type: ignore[import-untyped]
 except ImportError as error:
+    if not lacks(error, "accelerate"):
+        raise
     raise MissingExtraError("rankscope.integrations.accelerate", "accelerate") from error
 
 

@@ -24,8 +24,9 @@ _MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
 _SAME = 1e-3  # relative: sums of factors
 _SAME_FACTOR = 1e-5  # relative: rounding of losses in float32
 _UNKNOWN_FACTOR = (
-    "the factor between the loss and what backward was called on is not known: give the loss by "
-    "scope.loss() before its backward pass (the gradient is that of what backward was called on)"
+    "the factor between the loss and what backward was called on is not known (the gradient is "
+    "that of what backward was called on): a loop that calls watch() can give the loss by "
+    "scope.loss() before its backward pass"
 )
 _NO_ONE_MODEL = (
     "the workers hold different values of {}, so that it is the gradient of no one model"
