@@ -407,7 +407,7 @@ def _repeats_between(run: Run) -> int | None:
         return None
     own_B = np.repeat(rows["step"], list(map(len, batches)))
     pairs = np.stack([own_B, np.concatenate(batches)])
-    return pairs.shape[1] - np.unique(pairs, axis=1).shape[1]
+    return int(pairs.shape[1] - np.unique(pairs, axis=1).shape[1])
 
 
 def _samples(run: Run, drawn: int) -> Values:

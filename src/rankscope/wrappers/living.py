@@ -147,7 +147,7 @@ def frozen_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def unheld_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the outermost of some modules that are not frozen, and that no optimizer trains."""
-    held = set()
+    held: set[int] = set()
     for optimizer in live_objects(Optimizer)[Optimizer]:
         held.update(id(p) for group in optimizer.param_groups for p in group["params"])
     modules = [each for each in outside if _is_plain(each, lambda p: id(p) not in held)]

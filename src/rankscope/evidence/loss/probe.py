@@ -102,7 +102,7 @@ class _Multiplier:
         if begun:
             self.value = 1.0 if unit is None else unit
         elif loss.grad_fn is None:
-            loss.register_hook(self._see)  # type: ignore[no-untyped-call]
+            loss.register_hook(self._see)
         else:
             hook_gradient(loss, self._see)
             divisor = divisor_of(loss.grad_fn)
