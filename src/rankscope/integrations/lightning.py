@@ -47,7 +47,7 @@ else:
 _BY_COMMAND = "leave the callback out, and put rankscope run before the script, which watches it"
 
 
-class RankscopeCallback(Callback):
+class LightningCallback(Callback):
     """Watches every worker of a ``Trainer.fit``, from ``on_train_start`` to its end.
 
     The loss of a micro-batch is the result of ``training_step``, before Lightning divides it by
@@ -147,3 +147,7 @@ class RankscopeCallback(Callback):
         scope = self.scope
         if scope is not None:
             outside(lambda: scope.loss(loss, self._label_tokens(self._batch)))
+
+
+RankscopeCallback = LightningCallback
+"""The callback, by the name that trainings import."""

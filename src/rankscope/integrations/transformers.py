@@ -51,7 +51,7 @@ _WHOLE = ("_run_epoch", "_finalize_training", "evaluate")
 _PARTS = ("get_batch_samples", "training_step", "evaluate")  # of a Trainer without the former
 
 
-class RankscopeCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Watches the training of a ``Trainer``; each process makes one, with equal options.
 
     Args:
@@ -111,6 +111,10 @@ class RankscopeCallback(TrainerCallback):
         scope, self.scope = self.scope, None
         if scope is not None:
             scope.__exit__(None if error is None else type(error), error, None)
+
+
+RankscopeCallback = TransformersCallback
+"""The callback, by the name that trainings import."""
 
 
 class TrainerLoss:

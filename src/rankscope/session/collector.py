@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("rankscope")
 _MOST_PASSES = 8192  # most forward passes of one step; the data of more would only fill the memory
 
 
-class Phase(Enum):
+class Phase(IntEnum):
     """How far a step has come."""
 
     OPEN = auto()  # no reduction is known of, and no optimizer was called
@@ -53,7 +53,7 @@ class Phase(Enum):
     LEAVING = auto()  # it is handed over, once more where Ctrl-C cuts that short
 
 
-class Event(Enum):
+class Event(IntEnum):
     """What may move a step to another phase."""
 
     REDUCTION = auto()  # a forward pass begins after a backward pass that reduces

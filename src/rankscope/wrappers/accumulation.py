@@ -5,7 +5,8 @@ Some trainings reduce in the backward pass of each micro-batch: torchtitan, and 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -171,8 +172,11 @@ class _Part:
     def _gradient(self) -> Tensor | None:
         """Return the gradient of the first parameter that has one, then of the same one."""
         if self._parameter is None or self._parameter.grad is None:
-            trained = (parameter for parameter in self._parameters() if parameter.grad is not None)
-            self._parameter = next(trained, None)
+            self._parameter = None
+            for parameter in self._parameters():
+                if parameter.grad is not None:
+                    self._parameter = parameter
+                    break
         self.is_used |= self._parameter is not None
         return None if self._parameter is None else self._parameter.grad
 
@@ -189,26 +193,27 @@ class _Part:
         A reduction adds to the local part. A training that changes a DTensor leaves the version of
         its local part.
         """
-        now = self._gradient()
-        if before is None or now is None:
+        if before is None:
             return False
-        gradient, version, version_of_part = before
-        if now is not gradient() or local_of(now)._version != version_of_part:
+        reference, version, version_of_part = before
+        gradient = reference()
+        if gradient is None or self._gradient() is not gradient:
             return False
-        return now._version == version or not whole
+        if local_of(gradient)._version != version_of_part:
+            return False
+        return gradient._version == version or not whole
 
     def is_among(self, parameters: Any) -> bool:
         """Return whether the parameter whose gradient is followed is one of these."""
         several = (parameters,) if isinstance(parameters, Tensor) else parameters
         return any(parameter is self._parameter for parameter in several)
 
-    def _parameters(self) -> Iterator[Tensor]:
+    def _parameters(self) -> Iterable[Tensor]:
         if self._copied:  # no backward pass adds to the gradients of the copies
-            yield from self._copied
-            return
-        for group in getattr(self.optimizer, "param_groups", None) or ():  # some have none
-            if isinstance(group, Mapping):
-                yield from group.get("params", ())
+            return self._copied
+        groups = getattr(self.optimizer, "param_groups", None) or ()  # some have none
+        held = [group.get("params", ()) for group in groups if isinstance(group, Mapping)]
+        return chain.from_iterable(held)
 
 
 def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:

@@ -8,7 +8,7 @@ out.
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadR
 from rankscope.wrappers.untraced import untraced
 
 
-class PassPhase(Enum):
+class PassPhase(IntEnum):
     """How far a backward pass has come; one that raises stays there until it is forgotten."""
 
     IDLE = auto()  # none runs, and no forward pass waits for one
@@ -35,7 +35,7 @@ class PassPhase(Enum):
     READING = auto()  # it has reached a parameter that is measured
 
 
-class PassEvent(Enum):
+class PassEvent(IntEnum):
     """What may move a backward pass to another phase."""
 
     FORWARD = auto()  # a forward pass in training begins

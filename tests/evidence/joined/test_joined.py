@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS, THAW = 16, 6
-CASES = ("ddp", "fsdp2", "group", "stays")
+CASES = ("ddp", "fsdp2", "group", "stays", "own", "drifts")
 
 
 def make():
@@ -30,7 +30,9 @@ def train(rank, folder):
 
 
 def run(rank, case, path):
-    model, beside = make(), nn.Linear(4, 4)
+    model = make()
+    torch.manual_seed(rank if case == "own" else 1)
+    beside = nn.Linear(4, 4)
     if case == "fsdp2":
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh)
@@ -41,6 +43,8 @@ def run(rank, case, path):
         model[0].requires_grad_(False)
     trained = [p for p in model.parameters() if case == "ddp" or p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
+    if case in ("own", "drifts"):
+        optimizer.add_param_group({"params": list(beside.parameters())})
     scope = path and rankscope.watch(wrapped, optimizer, run_dir=path, overhead_budget=None)
     generator = torch.Generator().manual_seed(10 + rank)
     for step in range(STEPS):
@@ -51,7 +55,9 @@ def run(rank, case, path):
         if step == THAW and case == "group":
             optimizer.add_param_group({"params": list(beside.parameters())})
         output = wrapped(torch.randn(4, 8, generator=generator))
-        (beside(output) if case == "group" else output).square().mean().backward()
+        (
+            beside(output) if case in ("group", "own", "drifts") else output
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     if scope:
@@ -90,3 +96,9 @@ def test_a_layer_that_stays_frozen_is_no_limit(folder):
     recorded = Run.open(folder / "stays")
     assert "joined" not in recorded.info
     assert "trained" not in coverage_of(recorded).limits
+
+
+@pytest.mark.parametrize(("case", "severity"), [("own", "NOTE"), ("drifts", "WARNING")])
+def test_a_layer_that_each_worker_trains_for_itself_is_named(folder, case, severity):
+    found = {f.cause: f for f in Run.open(folder / case).findings()}["state.unwatched_differs"]
+    assert (found.severity.name, found.last_step) == (severity, 7)

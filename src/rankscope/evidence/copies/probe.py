@@ -11,7 +11,8 @@ the model, whatever their names, it is read whether they were written, and wheth
 
 An average may also be a dict or a list of tensors, with the names of the model's parameters or
 their shapes in order. These are looked for again at each reading, as such a program often puts new
-tensors in their places.
+tensors in their places; where there are none, only at steps 0, 1, 8, 64 and so on, as a search goes
+over all objects of the process.
 """
 
 import logging
@@ -52,6 +53,7 @@ ELEMENTS = 4
 _MOST_PARAMETERS = 64
 _MOST_COPIES = 8
 _MOST_CANDIDATES = 4096  # dicts and lists that may be averages
+_SEARCH_AGAIN = 8  # times the age at which none was found
 _STRAY = 0.05  # of the average's way: a larger rest is no move towards the model
 
 _FEWEST_APART = 16  # elements
@@ -172,6 +174,7 @@ class CopiesProbe(RareProbe):
         self._step = -1
         self._copies: list[_Copy] | None = None
         self._last: tuple[int, dict[str, _Reading]] = (-2, {})
+        self._search_age = 0  # dicts and lists are not searched before, except for known ones
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Read the copies before the step's first forward pass, where it is due."""
@@ -201,11 +204,13 @@ class CopiesProbe(RareProbe):
             buffers = None if source is None else _buffers(module, source)
             now[copy.label] = _reading(tensors, sources, writes, buffers)
         before_age, before = self._last
-        if is_power(age) or before.keys() - now.keys():
+        searches = is_power(age) and age >= self._search_age
+        if searches or before.keys() - now.keys():
             held = [p for copy in self._copies if (m := copy.module()) for p in m.parameters()]
             kept = find_kept(self._job.wrapped.module, self._job.optimizer, held)
             for label, theirs, models in kept[: _MOST_COPIES - len(now)]:
                 now.setdefault(label, _reading(_readable(theirs), _readable(models), None, None))
+            self._search_age = age if kept else _SEARCH_AGAIN * age
         self._last = age, now
         if now:
             before = before if before_age == age - 1 else {}

@@ -5,4 +5,7 @@ from rankscope.bus.evidence import Evidence
 KEY = "joined"
 """Its name in messages, and the beginning of the names of its rows in the table of digests."""
 
+BEGINS = " at the first update"
+"""Ends the names of values that were read before an optimizer was called."""
+
 EVIDENCE = Evidence("joined", __name__, held=KEY)

@@ -8,7 +8,7 @@ from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
-from rankscope.evidence.joined import KEY
+from rankscope.evidence.joined import BEGINS, KEY
 
 DIFFERS = "state.unwatched_differs"
 
@@ -16,8 +16,12 @@ DIFFERS = "state.unwatched_differs"
 class OutsideModels(Detector):
     """Parameters that some other optimizer updates, and of which workers hold different values.
 
-    They are compared once, after eight of its calls: nothing has reduced their gradients.
+    They are compared once, after eight of its calls: nothing has reduced their gradients. Where
+    they differed before the first call, each worker may be meant to have its own.
     """
+
+    def __init__(self) -> None:
+        self._apart: set[str] = set()  # those that differed before the first call
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report those that differ."""
@@ -26,10 +30,14 @@ class OutsideModels(Detector):
         for names, values_W in held.items():
             if (values_W == MISSING_INT).any() or (values_W == values_W[0]).all():
                 continue
+            if names.endswith(BEGINS):
+                self._apart.add(names.removesuffix(BEGINS))
+                continue
             ranks = minority_ranks(values_W.tolist())
             fields, key = {"names": names}, f"{DIFFERS}:{names}"
             number = step.gathered.step
-            yield evidence_at(number, DIFFERS, Severity.WARNING, ranks, fields, fields, key=key)
+            severity = Severity.NOTE if names in self._apart else Severity.WARNING
+            yield evidence_at(number, DIFFERS, severity, ranks, fields, fields, key=key)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.words import shortened
-from rankscope.evidence.joined import KEY
+from rankscope.evidence.joined import BEGINS, KEY
 from rankscope.gradients.digest import digest_tensor
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import owned_names
@@ -70,9 +70,9 @@ class JoinedProbe(Probe):
     def before_update(self, optimizer: Any) -> None:
         """Look for such parameters, while they have their gradients."""
         self._num_calls += 1
-        if self._num_calls == EVERY and self._beside:
+        if self._num_calls in (1, EVERY) and self._beside:
             held = {number: p for number, one in self._beside.items() if (p := one()) is not None}
-            self._digest(held, owned_names(held))
+            self._digest(held, owned_names(held), BEGINS if self._num_calls == 1 else "")
         if self._num_calls % EVERY or not self._is_first:
             return
         joined = [
@@ -111,11 +111,11 @@ class JoinedProbe(Probe):
         self._changed |= bool(names)
         self._digest(new, names)
 
-    def _digest(self, outside: Mapping[int, Tensor], names: Sequence[str]) -> None:
+    def _digest(self, outside: Mapping[int, Tensor], names: Sequence[str], when: str = "") -> None:
         """Digest parameters of models that are not watched, if each worker holds them whole."""
         if names and len(names) == len(outside) and all(map(_is_plain, outside.values())):
             values = [int(digest_tensor(p.detach())) for p in outside.values()]
-            self._outside[shortened(names, _NAMED)] = digest_of(np.array(values).tobytes())
+            self._outside[shortened(names, _NAMED) + when] = digest_of(np.array(values).tobytes())
             self._changed = True
 
     def collect(self, end: StepEnd) -> Ready | None:
