@@ -61,6 +61,12 @@ class MissingExtraError(RankscopeError):
         )
 
 
+def lacks(error: ImportError, *packages: str) -> bool:
+    """Return whether an import failed since a package is not installed, and nothing else."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return (name or "").partition(".")[0] in packages
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra from where this installation came from.
 

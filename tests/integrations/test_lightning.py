@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import types
 import warnings
 
 import pytest
@@ -202,9 +203,12 @@ def test_a_training_that_a_signal_ends_is_incomplete_though_it_exits_with_0(trai
 test_a_block_of_a_page_runs, test_an_example_of_a_page_runs = adapters.hold_pages(PAGE)
 
 
-def test_without_lightning_it_says_what_to_install(monkeypatch):
+def test_without_lightning_it_says_what_to_install_and_hides_no_other_failure(monkeypatch):
+    monkeypatch.delitem(sys.modules, "rankscope.integrations.lightning", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", types.ModuleType("lightning.pytorch"))
+    with pytest.raises(ImportError, match="cannot import name 'Callback'"):
+        importlib.import_module("rankscope.integrations.lightning")
     for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "rankscope.integrations.lightning", raising=False)
     with pytest.raises(rankscope.RankscopeError, match=re.escape(install_command("lightning"))):
         importlib.import_module("rankscope.integrations.lightning")

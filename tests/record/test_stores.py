@@ -92,7 +92,7 @@ def test_a_run_in_an_s3_bucket_is_recorded_read_and_continued(tmp_path, monkeypa
         warnings, _ = run_ranks(train, 2, "s3://bucket/runs/sft", chosen())
         assert warnings == [
             "s3://bucket/runs/sft already holds a run; this one is recorded in "
-            "s3://bucket/runs/sft-2 and continues it; another run directory keeps the two apart"
+            "s3://bucket/runs/sft-2, after it; another run directory keeps the two apart"
         ]
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a reader's"))
         assert rankscope.load("s3://bucket/runs/sft").info["status"] == "complete"

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch
 
+from rankscope import Run
 from support.findings import events_of
 from support.loops import bits_of, collect_warnings, watch
 from support.ranks import run_ranks
@@ -126,6 +128,25 @@ def of_two_passes(rows, earlier):
     return gathered_with_a_way_back(rows) + contrast(earlier, torch.cat(others(rows)))
 
 
+def cached(wrapped, inputs):
+    """Keep the rows' gradients; a hook runs the model again, and the backward pass of each half."""
+    with torch.no_grad():
+        rows = wrapped(inputs)
+    loss = logged(rows.requires_grad_())
+    loss.backward()
+
+    @torch.enable_grad()
+    def in_halves(gradient):
+        kept, second = (gradient * rows.grad).chunk(2), inputs.chunk(2)[1]
+        with wrapped.no_sync():
+            (wrapped(inputs.chunk(2)[0]) * kept[0]).sum().backward()
+        (wrapped(second) * kept[1]).sum().backward()
+
+    loss = loss.detach().requires_grad_()
+    loss.register_hook(in_halves)
+    return loss
+
+
 FOUND = {
     # a loss: what is found, how bad, and a part of the sentence
     gathered: ("verify.loss", "warning", "is not the derivative of the mean loss"),
@@ -137,7 +158,8 @@ FOUND = {
     assigned: ("verify.agrees", "note", "was not computed again"),
     logged: ("verify.agrees", "note", "was not computed again"),
     dropped: ("verify.declined", "note", "it draws random numbers"),
-    of_two_passes: ("verify.declined", "note", "the factor between the loss and what backward"),
+    of_two_passes: ("verify.declined", "note", "and was not computed again"),
+    cached: ("verify.agrees", "note", "each worker's mean loss counts alike"),
     gathered_into_parts: ("verify.declined", "note", "writes into a part of a tensor"),
 }
 
@@ -148,34 +170,43 @@ def train(rank, loss, run_dir):
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     draw = torch.Generator().manual_seed(100 + (0 if "divided" in loss.__name__ else rank))
+    losses = []
     with watch(wrapped, optimizer, run_dir=run_dir, verify_at=[AT]):
         for _ in range(STEPS):
-            outputs = wrapped(torch.randn(ROWS, 4, generator=draw))
-            if "divided" not in loss.__name__:
-                outputs = F.normalize(outputs, dim=1)
+            inputs = torch.randn(ROWS, 4, generator=draw)
+            given = () if loss is cached else (wrapped(inputs),)
+            if given and "divided" not in loss.__name__:
+                given = (F.normalize(given[0], dim=1),)
             if loss is of_two_passes:
-                loss(wrapped(torch.randn(ROWS, 4, generator=draw)), outputs).backward()
-            else:
-                loss(outputs).backward()
+                given = (wrapped(torch.randn(ROWS, 4, generator=draw)), *given)
+            value = loss(*given) if given else loss(wrapped, inputs)
+            value.backward()
+            losses.append(value.item())
             optimizer.step()
             optimizer.zero_grad()
             assert _python_dispatch._get_current_dispatch_mode_stack() == []
-    return bits_of(model)
+    return bits_of(model), losses
 
 
 def train_each(rank, folder):
     warnings = collect_warnings()
+    losses = {}
     for loss in FOUND:
-        assert train(rank, loss, f"{folder}/{loss.__name__}") == train(rank, loss, None), loss
+        watched = train(rank, loss, f"{folder}/{loss.__name__}")
+        assert watched == train(rank, loss, None), loss
+        losses[loss] = watched[1]
         assert warnings == [], loss
+    return losses[cached]
 
 
 @pytest.mark.ranks
 def test_a_loss_of_several_ranks_is_held_against_its_gradient(tmp_path):
-    run_ranks(train_each, 2, str(tmp_path))
+    losses_WS = run_ranks(train_each, 2, str(tmp_path))
     for loss, (cause, severity, sentence) in FOUND.items():
         events = events_of(tmp_path / loss.__name__)
         (finding,) = (one for one in events if one["cause"].startswith("verify."))
         said = finding["cause"], finding["severity"]
         assert said == (cause, severity), (loss.__name__, finding["explanation"])
         assert sentence in finding["explanation"], loss.__name__
+    recorded_SW = Run.open(tmp_path / "cached").per_worker("loss")[1]
+    np.testing.assert_allclose(recorded_SW, np.transpose(losses_WS), rtol=1e-6)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -91,6 +92,27 @@ def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
     for loss, spread in [(20.0, 1.8e-5), (0.01, 9e-7)]:  # float32 rounds them
         rounded = {**found.values, "loss_last": loss, "loss_range": spread}
         assert "the same losses and gradients" in judge(rounded, ()).headline
+
+
+def test_repeats_inside_of_workers_are_told_from_those_between_them(tmp_path):
+    def repeat(step, *, between):
+        first, second, *others = step.samples
+        second = np.append(second[1:], (first if between else second[1:])[0])
+        return replace(step, samples=(first, second, *others))
+
+    found = {}
+    for between in (False, True):
+        change = partial(repeat, between=between)
+        found[between] = assess(record_run(tmp_path / str(between), change=change))
+    assert "No fault found" in found[False].headline
+    assert "inside of a worker's own batch" in found[False].headline
+    assert any("the same worker's batch" in text for text in found[False].statements)
+    assert "inside" not in found[True].headline
+    assert not any("the same worker's batch" in text for text in found[True].statements)
+    whole = {**found[False].values, "effective_batch": found[False].values["global_batch"]}
+    closer = judge({**whole, "dispersion_ratio": 0.01}, ())
+    assert "closer than parts of their batches" in closer.headline
+    assert "group" in closer.recommendation
 
 
 def test_one_worker_has_nothing_to_compare(tmp_path):

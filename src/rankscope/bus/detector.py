@@ -47,8 +47,8 @@ class RunFacts:
     data_splits: Sequence[tuple[str, int]] = ()
     # what decides the order of the first rank's data: "nothing", "set_epoch", "generator"; or ""
     data_order: str = ""
-    # whether the ranks' data sets are known to have other rows, or another order of them
-    other_rows: bool = False
+    # ranks whose data sets are known to have other rows than most, or another order of them
+    other_rows: Sequence[int] = ()
     data_length: int | None = None  # how many samples the data set has; None if unknown
     # rows of the data sets of the loaders; None if unknown
     data_rows: int | None = None

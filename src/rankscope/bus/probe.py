@@ -242,6 +242,9 @@ class Probe:
     def run_model(self, step: int, *, early: bool) -> None:
         """The probe may run the model; ``early`` if the wrapper's forward pass has not begun."""
 
+    def before_apart(self) -> None:
+        """The module is called past its wrapper for a pass that is none of the training's."""
+
     def on_module_output(self, output: Any) -> None:
         """The module inside the wrapper has returned this."""
 

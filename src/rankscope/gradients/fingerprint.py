@@ -5,6 +5,7 @@ Reading a state never draws from its generator. All of these states live on the 
 
 import ctypes
 import functools
+import math
 import random
 import sys
 from array import array
@@ -97,6 +98,24 @@ def python_bytes(snapshot: Snapshot) -> bytes:
     position_and_key, gauss = snapshot
     words = np.frombuffer(position_and_key, np.uint32).astype("L")
     return words[1:].tobytes() + words[:1].tobytes() + repr(gauss).encode()
+
+
+def num_drawn(before: Snapshot, after: Snapshot) -> float:
+    """Return by how many words a twister has moved; infinite if they are not known.
+
+    ``before`` and ``after``: states of Python's generator as snapshots, or of numpy's from memory.
+    """
+    places = []
+    for state in (before, after):
+        memory = state if isinstance(state, bytes) else state[0]
+        words = np.frombuffer(memory, np.uint32) if len(memory) == _MT_BYTES else None
+        if words is None:
+            return math.inf
+        python = not isinstance(state, bytes)
+        places.append((int(words[0] if python else words[-1]), words[1:] if python else words[:-1]))
+    (first, key), (last, new) = places
+    moved = last - first
+    return moved if np.array_equal(key, new) else moved + len(key)
 
 
 def numpy_state() -> bytes:

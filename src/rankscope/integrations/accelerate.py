@@ -15,7 +15,7 @@ incomplete if an exception is being handled then.
 from functools import partial
 from typing import Any
 
-from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.errors import MissingExtraError, UnsupportedError, UsageError, lacks
 from rankscope.integrations.hooks import closing_first
 from rankscope.private import Patch
 from rankscope.session import start
@@ -24,6 +24,8 @@ from rankscope.session.scope import Scope
 try:
     import accelerate as hf_accelerate  # type: ignore[import-untyped]
 except ImportError as error:
+    if not lacks(error, "accelerate"):
+        raise
     raise MissingExtraError("rankscope.integrations.accelerate", "accelerate") from error
 
 

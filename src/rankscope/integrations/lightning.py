@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
+from rankscope.errors import MissingExtraError, UnsupportedError, UsageError, lacks
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.session.start import watch
@@ -34,9 +34,13 @@ else:
         else:
             try:
                 from lightning.pytorch import Callback
-            except ImportError:
+            except ImportError as error:
+                if not lacks(error, "lightning"):
+                    raise
                 from pytorch_lightning import Callback
     except ImportError as error:
+        if not lacks(error, "lightning", "pytorch_lightning"):
+            raise
         raise MissingExtraError("rankscope.integrations.lightning", "lightning") from error
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankscope.errors import MissingExtraError, UnsupportedError
+from rankscope.errors import MissingExtraError, UnsupportedError, lacks
 from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
 from rankscope.session import start
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 try:
     from transformers import Trainer, TrainerCallback
 except ImportError as error:
+    if not lacks(error, "transformers"):
+        raise
     raise MissingExtraError("rankscope.integrations.transformers", "transformers") from error
 
 _log = logging.getLogger("rankscope")

@@ -473,7 +473,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
 
 
 _BUSY = "a run that another job is still training"
-_CONTINUES = " and continues it; another run directory keeps the two apart"
+_CONTINUES = ", after it; another run directory keeps the two apart"
 
 
 def _free_directory(run_dir: Path) -> tuple[Path | None, Path]:

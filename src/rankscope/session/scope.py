@@ -501,6 +501,7 @@ class Scope:
             return
         self._forward = _Forward.NONE
         if not is_training(model):
+            self._guard(self._collector.call, "before_apart")
             return
         if log_if_rewrapped(model, self._model):
             self._close(CLOSE_SECONDS)

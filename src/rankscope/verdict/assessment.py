@@ -135,6 +135,7 @@ _MEANS = (
     "loss_std_expected",
 )
 _ENDS = 5
+_MOST_BATCHES = 2048  # local batches that are read for repeats between workers
 MAX_SAMPLES = 2**23  # most samples that are counted exactly: 64 MB of ids
 
 LEFT_SECONDS = 3600.0  # without a step, until a run elsewhere is taken for interrupted
@@ -300,6 +301,7 @@ def measure(run: Run) -> Values:
         **_samples(run, round(_total(run, drawn))),
         "effective_batch": _defined(finite_mean(distinct)),
         "global_batch": _defined(finite_mean(drawn)),
+        "repeats_between": _repeats_between(run),
         **_cost(run),
         "loss_first": _defined(finite_mean(measured[:ends])),
         "loss_last": _defined(finite_mean(measured[-ends:])),
@@ -395,6 +397,17 @@ def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
 def _largest(values_TW: Floats) -> Floats:
     largest_T: Floats = np.max(values_TW, axis=1, initial=0.0, where=np.isfinite(values_TW))
     return largest_T
+
+
+def _repeats_between(run: Run) -> int | None:
+    """Count the samples that several workers drew in the same step, in the latest steps."""
+    rows = run.latest(Table.SAMPLES, "step", "samples", max_rows=_MOST_BATCHES)
+    batches = list(map(np.unique, rows["samples"]))
+    if not batches:
+        return None
+    own_B = np.repeat(rows["step"], list(map(len, batches)))
+    pairs = np.stack([own_B, np.concatenate(batches)])
+    return int(pairs.shape[1] - np.unique(pairs, axis=1).shape[1])
 
 
 def _samples(run: Run, drawn: int) -> Values:

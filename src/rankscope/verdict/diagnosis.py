@@ -7,6 +7,7 @@ final state (``detectors-start.npz``), and with the next step number.
 
 import logging
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, finding_of
 from rankscope.bus.finding import Finding, FindingEvents, Severity
 from rankscope.bus.plan import Plan
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import GatheredStep, StepReport, as_recorded
 from rankscope.bus.steps import RecentBatches, batches_of
 from rankscope.bus.words import ranks_of_job
@@ -270,7 +272,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],
             data_order=str((by_rank(info, "data_order") or [""])[0] or ""),
-            other_rows=are_other_rows(info),
+            other_rows=ranks_of_other_rows(info),
             data_length=plan.samples or max(lengths, default=None),
             data_rows=max(rows, default=None),
             unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
@@ -284,17 +286,20 @@ def diagnosis_of(run: Run) -> Diagnosis:
     )
 
 
-def are_other_rows(info: Mapping[str, Any]) -> bool:
-    """Return whether the ranks' data sets are known to have other rows, or another order of them.
+def ranks_of_other_rows(info: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ranks whose data sets are known to have other rows than most, or another order.
 
-    Ranks may hold other values beside equal rows.
+    All ranks, where most have no rows in common. Ranks may hold other values beside equal rows.
     """
     digests = by_rank(info, "data_digest")
     if digests and all(isinstance(one, int) for one in digests):
-        return len(set(digests)) > 1
+        return minority_ranks(digests)
     fields = [set(each) for each in by_rank(info, "data_fields") if isinstance(each, list)]
-    known = bool(fields) and len(fields) == len(digests) and all(fields)
-    return known and not set.intersection(*fields)
+    if not fields or len(fields) != len(digests) or not all(fields):
+        return ()
+    field, most = Counter(chain.from_iterable(fields)).most_common(1)[0]
+    common = 2 * most > len(fields)
+    return tuple(rank for rank, own in enumerate(fields) if not (common and field in own))
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:

@@ -40,11 +40,21 @@ def describe_dispersion(values: Values) -> str:
         "about": f"within the {1 / band:.2f} to {band:.2f} that different samples of the same data "
         "may give in so many steps",
         "further": "more than sampling gives: the workers' data, or their state, differ in kind",
-        "closer": "less than different samples would give: the workers share data",
+        "closer": _closer(values),
     }[spread_in_words(values) or "about"]
     return (
         f"Sampling alone would give a loss std of {expected}; the observed one, {observed}, is "
         f"{ratio} times that{_interval(values, 'dispersion_ratio')}, {meaning}."
+    )
+
+
+def _closer(values: Values) -> str:
+    held = values["global_batch"]
+    if held is None or values["effective_batch"] != held:
+        return "less than different samples would give: the workers share data"
+    return (
+        "though all samples of a step are different: parts of a worker's batch differ by more than "
+        "workers do, as where they split a group whose losses balance (completions of one prompt)"
     )
 
 

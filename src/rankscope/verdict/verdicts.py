@@ -415,6 +415,13 @@ def _without_findings(values: Values, progress: RunProgress) -> Verdict:
     who = f"the {num_workers} workers train on different samples"
     spread = spread_in_words(values)
     if values["effective_batch"] != values["global_batch"]:
+        if values["repeats_between"] == 0:
+            return Verdict(
+                f"No fault found: {who}; of {short(values['global_batch'])} in a global batch, "
+                f"{short(values['effective_batch'])} differ on average, and the others are repeats "
+                "inside of a worker's own batch.",
+                "Nothing to change if equal samples are meant, or are left by cutting them short.",
+            )
         return Verdict(
             f"No fault proven: a global batch of {short(values['global_batch'])} samples holds "
             f"{short(values['effective_batch'])} different ones on average.",
@@ -426,6 +433,11 @@ def _without_findings(values: Values, progress: RunProgress) -> Verdict:
         return Verdict(
             f"{healthy}: {who}, and disagree about as much as sampling alone explains.",
             NOTHING_TO_CHANGE,
+        )
+    if spread == "closer":
+        return Verdict(
+            f"No fault found: {who}, and their losses lie closer than parts of their batches do.",
+            "Nothing to change where micro-batches split a group, as completions of one prompt.",
         )
     return Verdict(
         f"No fault found: {who}, but their losses lie {spread} apart than sampling alone explains.",
@@ -526,6 +538,8 @@ def _where_repeated(values: Values) -> str:
     if not within:
         return "later steps, as in later epochs"
     others = _number(values, "samples_drawn") - _number(values, "distinct_samples")
+    if values["repeats_between"] == 0 and within >= others:
+        return "the same worker's batch of the same step"
     return "the same step" if within >= others else "the same step or in later ones"
 
 

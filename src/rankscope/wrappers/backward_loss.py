@@ -32,7 +32,7 @@ from rankscope.wrappers.loss_form import (
     is_mean_node,
     summed_tokens,
 )
-from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.passes import in_backward, tensors_in
 from rankscope.wrappers.surroundings import outside
 from rankscope.wrappers.tap import Guarded, guarded
 
@@ -58,6 +58,23 @@ class TrainingPasses(Protocol):
         """The number of the step that is under way."""
 
 
+class Unscaled(NamedTuple):
+    """The loss behind the root of a backward pass, a scalar, and the ``factor`` on it.
+
+    The factor is None without one, or when ``loss`` does not have it. ``constant`` is the part of
+    it that may belong to the loss: all but a gradient scaler's; None behind a mean, NaN where only
+    the backward pass shows it. ``summed`` is the number of label tokens in the sum, and its divisor
+    (None where the loss is no such sum); ``tokens`` is their number in the mean (None where it is
+    no mean).
+    """
+
+    loss: Tensor
+    factor: Tensor | float | None = None
+    constant: Tensor | float | None = None
+    summed: tuple[Tensor | float, Tensor | float] | None = None
+    tokens: Tensor | float | None = None
+
+
 class BackwardLoss:
     """Passes on the losses on which ``backward`` is called, where they depend on a scope's model.
 
@@ -65,6 +82,9 @@ class BackwardLoss:
     method in its place, or another part of the model, or the forward pass itself calls
     ``backward``. ``give`` takes them as :meth:`rankscope.Scope.loss` does. The forward pass of the
     first of ``models``, its parts, begins a micro-batch.
+
+    Where a backward pass calls ``backward`` again, on what a hook or a checkpoint has computed, the
+    loss is the root of the outer call, also where autograd sees no model behind that.
     """
 
     def __init__(
@@ -76,6 +96,7 @@ class BackwardLoss:
         self._outputs: dict[Any, Tensor | None] = {}
         self._labels: Tensor | None = None  # given to the last forward pass
         self._parameters = frozenset(id(p) for model in models for p in model.parameters())
+        self._outer: Unscaled | None = None  # of a backward pass that has not reached the model
         self._step = -1
         self._works = True
         self._guarded: Guarded = self._safely
@@ -92,6 +113,7 @@ class BackwardLoss:
         """Stop, and leave torch as it was."""
         self._works = False
         self._outputs.clear()
+        self._outer = None
         if self._hook is not None:
             self._hook.remove()
         if self._calls is not None:
@@ -143,43 +165,43 @@ class BackwardLoss:
             )
 
     def _take(self, roots: tuple[Any, ...]) -> None:
+        if in_backward():
+            self._take_outer(roots)
+            return
+        self._outer = None
         losses = [root for root in roots if not is_spread(root) and root.numel() == 1]
         if len(losses) < len(roots):
             return
-        if not any(reaches([loss], self._is_of_model) for loss in losses):
-            return
+        reached = any(reaches([loss], self._is_of_model) for loss in losses)
         if len(losses) > 1:
-            self._give(torch.stack([loss.detach().sum() for loss in losses]).sum())
+            if reached:
+                self._give(torch.stack([loss.detach().sum() for loss in losses]).sum())
             return
         found = unscaled(losses[0], self._outputs, self._labels)
+        if reached:
+            self._give_found(found)
+        else:
+            self._outer = found._replace(loss=found.loss.detach())
+
+    def _take_outer(self, roots: tuple[Any, ...]) -> None:
+        """Give the loss of the pass under way, once a pass inside it reaches the model."""
+        if self._outer is not None and reaches(roots, self._is_of_model):
+            self._give_found(self._outer, begun=True)
+            self._outer = None
+
+    def _give_found(self, found: Unscaled, **more: Any) -> None:
         self._give(
             found.loss,
             found.tokens,
             factor=found.factor,
             constant=found.constant,
             summed=found.summed,
+            **more,
         )
 
     def _is_of_model(self, node: Any) -> bool:
         """Return whether a node of the graph is an output's, or adds up a parameter's gradient."""
         return node in self._outputs or id(getattr(node, "variable", None)) in self._parameters
-
-
-class Unscaled(NamedTuple):
-    """The loss behind the root of a backward pass, a scalar, and the ``factor`` on it.
-
-    The factor is None without one, or when ``loss`` does not have it. ``constant`` is the part of
-    it that may belong to the loss: all but a gradient scaler's; None behind a mean, NaN where only
-    the backward pass shows it. ``summed`` is the number of label tokens in the sum, and its divisor
-    (None where the loss is no such sum); ``tokens`` is their number in the mean (None where it is
-    no mean).
-    """
-
-    loss: Tensor
-    factor: Tensor | float | None = None
-    constant: Tensor | float | None = None
-    summed: tuple[Tensor | float, Tensor | float] | None = None
-    tokens: Tensor | float | None = None
 
 
 def unscaled(

@@ -3,7 +3,7 @@
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -144,7 +145,19 @@ def _attributes_of(thing: Any) -> dict[Any, Any]:
 
 def frozen_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """Yield the outermost of some modules, all of whose parameters are frozen."""
-    modules = [each for each in outside if _is_frozen(each)]
+    yield from _outermost([each for each in outside if _is_frozen(each)])
+
+
+def unheld_modules(outside: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the outermost of some modules that are not frozen, and that no optimizer trains."""
+    held: set[int] = set()
+    for optimizer in live_objects(Optimizer)[Optimizer]:
+        held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+    modules = [each for each in outside if _is_plain(each, lambda p: id(p) not in held)]
+    yield from (each for each in _outermost(modules) if not _is_frozen(each))
+
+
+def _outermost(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
     parts = {id(part) for each in modules for part in each.modules() if part is not each}
     yield from (each for each in modules if id(each) not in parts)
 
@@ -158,13 +171,17 @@ def living_modules(inside: Container[int]) -> list[nn.Module]:
 
 
 def _is_frozen(module: nn.Module) -> bool:
+    return _is_plain(module, lambda parameter: not parameter.requires_grad)
+
+
+def _is_plain(module: nn.Module, fits: Callable[[Tensor], bool]) -> bool:
+    """Return whether a module's parameters are ordinary tensors, all of which fit."""
     try:
         found = list(module.parameters())
     except Exception:  # such as a module that was never initialised
         return False
     return bool(found) and all(
-        not p.requires_grad and type(p.data) is Tensor and not p.is_meta and p.numel()
-        for p in found
+        fits(p) and type(p.data) is Tensor and not p.is_meta and p.numel() for p in found
     )
 
 

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
 
 from rankscope.evidence.randomness.probe import (
+    BETWEEN_BITS,
     NUMPY,
     PYTHON,
     TORCH,
@@ -23,7 +24,11 @@ from rankscope.stats.arrays import digest_of
 CPU = torch.device("cpu")
 
 DIGESTS = {PYTHON: "rng_digest_python", NUMPY: "rng_digest_numpy", TORCH: "rng_digest"}
-DRAWS = {PYTHON: random.random, NUMPY: np.random.random, TORCH: lambda: torch.rand(1)}
+DRAWS = {
+    PYTHON: lambda: random.getrandbits(96),
+    NUMPY: lambda: np.random.random(2),
+    TORCH: lambda: torch.rand(1),
+}
 
 
 def seed_all(seed):
@@ -55,6 +60,35 @@ def test_what_moves_from_one_step_to_the_next_is_told_apart(bit):
     assert set(collected) == {"rng_used", DIGESTS[bit]}
     assert collected["rng_used"] == 16 * bit
     assert meter_of(nothing, meter=meter) == {"rng_used": 0}
+
+
+def completions(meter, *, first=nothing):
+    first()
+    for _ in range(3):
+        meter.before_apart()
+        torch.rand(2)
+
+
+@pytest.mark.parametrize(
+    ("draw", "bit"),
+    [
+        (lambda _: random.random(), 0),
+        (lambda _: np.random.random(), 0),
+        (lambda _: [random.random() for _ in range(624)], PYTHON),
+        (completions, 0),
+        (partial(completions, first=DRAWS[TORCH]), TORCH),
+        (lambda meter: [meter.before_apart(), torch.rand(2)], TORCH),
+    ],
+)
+def test_one_number_for_a_step_and_completions_may_be_drawn_alike(draw, bit):
+    seed_all(1)
+    meter = RandomMeter(CPU)
+    meter_of(nothing, meter=meter)
+    found = []
+    for _ in range(400):  # through several keys of a twister
+        draw(meter)
+        found.append(meter_of(nothing, meter=meter)["rng_used"] >> BETWEEN_BITS)
+    assert set(found) == {bit}
 
 
 @pytest.mark.parametrize("bit", DRAWS)

@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.samples.judge import EpochCoverage, SplitTwice
+from rankscope.evidence.samples.judge import SHARDED_FIRST, EpochCoverage, SplitTwice
 from rankscope.evidence.samples.overlap import OverlappingShards, _chance, _ShareTest
-from rankscope.verdict.diagnosis import are_other_rows
+from rankscope.verdict.diagnosis import ranks_of_other_rows
 from rankscope.wrappers.datasets import data_digest_of, length_of, order_of, rows_of, splits_of
 from support.stepping import describe, evidence_of
 from support.streams import gathered, replicated, reports, shard, sharded, with_replacement
@@ -252,24 +252,35 @@ def test_a_digest_shows_which_rows_a_data_set_has():
 
 
 @pytest.mark.parametrize(
-    ("parts", "ranks", "key"),
+    ("parts", "ranks", "key", "odd"),
     [
-        (2, [{"data_digest": 1}, {"data_digest": 2}], "data-sharded-first"),
-        (2, [{"data_digest": 1}, {"data_digest": 1}], None),
-        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 3]}], None),
-        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 4]}], "data-sharded-first"),
-        (2, [{"data_fields": [1]}, {"data_fields": []}], None),
-        (2, [{}, {}], None),
-        (1, [{"data_digest": 1}, {"data_digest": 2}], None),  # inside of each node
-        (4, [{"data_digest": 1}, {"data_digest": 2}], "data-split-twice"),
+        (2, [{"data_digest": 1}, {"data_digest": 2}], SHARDED_FIRST, (0, 1)),
+        (3, [{"data_digest": 1}, {"data_digest": 2}, {"data_digest": 1}], SHARDED_FIRST, (1,)),
+        (2, [{"data_digest": 1}, {"data_digest": 1}], None, ()),
+        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 3]}], None, ()),
+        (2, [{"data_fields": [1, 3]}, {"data_fields": [2, 4]}], SHARDED_FIRST, (0, 1)),
+        (
+            3,
+            [{"data_fields": [n, 3]} for n in (1, 2)] + [{"data_fields": [4]}],
+            SHARDED_FIRST,
+            (2,),
+        ),
+        (2, [{"data_fields": [1]}, {"data_fields": []}], None, ()),
+        (2, [{}, {}], None, ()),
+        (1, [{"data_digest": 1}, {"data_digest": 2}], None, ()),  # inside of each node
+        (4, [{"data_digest": 1}, {"data_digest": 2}], "data-split-twice", ()),
     ],
 )
-def test_data_sets_that_differ_by_rank_and_are_split_again(parts, ranks, key):
+def test_data_sets_that_differ_by_rank_and_are_split_again(parts, ranks, key, odd):
     info = {"ranks": [{"rank": rank, **facts} for rank, facts in enumerate(ranks)]}
-    detector = SplitTwice([("BatchSamplerShard", parts)], 2, other_rows=are_other_rows(info))
-    found = evidence_of(detector, StepReport(gathered(0, [[1], [2]]), {}))
-    assert [one.key for one in found] == ([key] if key else [])
-    assert all("one part in 2" in describe(one)[0] for one in found if key == "data-sharded-first")
+    splits = [("BatchSamplerShard", parts)]
+    detector = SplitTwice(splits, len(ranks), ranks_of_other_rows(info))
+    samples = [[rank] for rank in range(len(ranks))]
+    found = evidence_of(detector, StepReport(gathered(0, samples), {}))
+    assert [(one.key, one.ranks) for one in found] == ([(key, odd)] if key else [])
+    said = [describe(one)[0] for one in found if key == SHARDED_FIRST]
+    assert all(f"one part in {parts}" in one for one in said)
+    assert all(("than the others'" in one) is (len(odd) == 1) for one in said)
 
 
 def test_the_rows_of_all_living_loaders_count_once_each():

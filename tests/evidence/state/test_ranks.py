@@ -180,13 +180,22 @@ def beside_teachers(rank, seed):
         make_teacher(3).append(nn.Dropout()).append(nn.Linear(6, 1)).requires_grad_(False),
         nn.Linear(rank + 2, 2).requires_grad_(False),  # of another size on each rank
         copy.deepcopy(student),  # on all of them, and trained
+        make_teacher(seed(rank)).append(nn.Linear(6, 2)).requires_grad_(True),
+        make_teacher(rank).append(nn.Linear(6, 3)).requires_grad_(True),  # nobody calls it
     ]
     beside[1].train(seed(rank) == 8)
     model = DistributedDataParallel(student)
-    return model, lambda step: (model(torch.randn(4, 6)) - beside[1](torch.ones(6))).square().mean()
+
+    def loss_of(step):
+        with torch.no_grad():
+            bias = beside[4](torch.ones(6)).sum()
+        return (model(torch.randn(4, 6)) - beside[1](torch.ones(6)) - bias).square().mean()
+
+    return model, loss_of
 
 
 BASE = ["k.base_layer.weight"]
+RESTING = ["Sequential (84 elements)", "Sequential (98 elements)"]
 ADAPTED = ("state.adapted_trains", BASE)
 CASES = {  # the cause, what it names, the training, and what makes that faulty, and healthy
     "rounded": (
@@ -201,7 +210,7 @@ CASES = {  # the cause, what it names, the training, and what makes that faulty,
     "adapted": (*ADAPTED, partial(adapted, DistributedDataParallel), BASE, []),
     "adapted in shards": (*ADAPTED, partial(adapted, fully_shard), BASE, []),
     "frozen": (
-        *("state.frozen_differ", ["Sequential (84 elements)"], beside_teachers),
+        *("state.frozen_differ", RESTING, beside_teachers),
         *(lambda rank: 7 + rank, lambda rank: 7),
     ),
 }

@@ -95,12 +95,14 @@ class _Multiplier:
     and logged per token, ``of_dividend`` is the factor as far as the dividend shows it.
     """
 
-    def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
+    def __init__(self, loss: Any, unit: Tensor | None = None, *, begun: bool = False) -> None:
         self.value: Tensor | float | None = None
         self.of_dividend: Tensor | None = None
         self._unit = unit
-        if loss.grad_fn is None:
-            loss.register_hook(self._see)  # type: ignore[no-untyped-call]
+        if begun:
+            self.value = 1.0 if unit is None else unit
+        elif loss.grad_fn is None:
+            loss.register_hook(self._see)
         else:
             hook_gradient(loss, self._see)
             divisor = divisor_of(loss.grad_fn)
@@ -163,6 +165,7 @@ class LossMeter:
         constant: Tensor | float | None = None,
         summed: tuple[Tensor | float, Tensor | float] | None = None,
         spare: bool = False,
+        begun: bool = False,
     ) -> None:
         """Add the loss of a micro-batch: a scalar, or one value per sample ``[B]``.
 
@@ -171,7 +174,8 @@ class LossMeter:
         contains already; the recorded loss is without it, and the recorded multiplier includes it.
         ``constant``: see :class:`MicroBatchLoss`. ``summed``: number of label tokens that ``value``
         sums over, and the sum's divisor. ``spare``: whether it only counts if backward did not pass
-        through the losses in the model's outputs.
+        through the losses in the model's outputs. ``begun``: whether its backward pass is under
+        way, with a gradient of 1.
 
         What is no loss was declined before, see :func:`rankscope.wrappers.labels.problem_of`.
         """
@@ -184,7 +188,7 @@ class LossMeter:
             weight = found.tokens
             factor = None if weight is None else found.factor
         unit = None if factor is None else _in_double(factor)
-        multiplier = _multiplier(value, unit)
+        multiplier = _Multiplier(value, unit, begun=True) if begun else _multiplier(value, unit)
         values = _in_double(value).reshape(-1)
         if unit is not None:
             values = _over_unit(unit, values)

@@ -5,6 +5,10 @@ only if the generator moves: equal seeds without randomness are usual and harmle
 counts as used when a forward pass has moved it (dropout), and when it has moved between the passes
 of two steps (noise and augmentation outside the model).
 
+Two kinds of draws between the passes do not count, as ranks may or must share them: a single number
+of Python's or numpy's, which chooses for the whole step, and those between forward passes without
+gradients, by which a model draws completions of its own.
+
 A data loader gives each of its worker processes its own seed. A ``worker_init_fn`` that seeds
 numpy with a constant undoes that, and then all of them draw the same augmentations.
 """
@@ -37,6 +41,7 @@ from rankscope.evidence.randomness import (
 from rankscope.gradients.fingerprint import (
     Snapshot,
     flattened,
+    num_drawn,
     numpy_state,
     python_bytes,
     python_snapshot,
@@ -49,6 +54,8 @@ from rankscope.stats.arrays import digest_of
 
 OF_TORCH = TORCH | ACCELERATOR
 """The bits of torch's generators."""
+
+_ONE_NUMBER = 2  # words of a twister for a number of double precision
 
 
 class RandomMeter:
@@ -73,6 +80,7 @@ class RandomMeter:
         self._before: dict[int, Snapshot] | None = None
         self._used: int | None = None
         self._between = 0
+        self._generating: list[dict[int, Snapshot]] = []  # before the first and last such pass
 
     def held(self) -> dict[str, int]:
         """Return a digest of the present state of each generator that has one, by name."""
@@ -85,9 +93,28 @@ class RandomMeter:
         states = {bit: read() for bit, read in self._readers.items() if not used & bit}
         if not self._first:
             self._first = states
-            self._between = sum(bit for bit in self._last if self._last[bit] != states[bit])
+            moved = [bit for bit, last in self._last.items() if last != states[bit]]
+            self._between = sum(bit for bit in moved if not self._is_shared(bit, states[bit]))
+            self._generating = []
             self._after = {}
         self._before = states
+
+    def before_apart(self) -> None:
+        """Read torch's states before a forward pass of the model without gradients."""
+        if self._last:
+            readers = {bit: read for bit, read in self._readers.items() if bit & OF_TORCH}
+            states = {bit: read() for bit, read in readers.items()}
+            self._generating = [*self._generating[:1], states]
+
+    def _is_shared(self, bit: int, now: Snapshot) -> bool:
+        """Return whether ranks may share what moved a generator since the last step's passes."""
+        last = self._last[bit]
+        if not bit & OF_TORCH:
+            return num_drawn(last, now) <= _ONE_NUMBER
+        if len(self._generating) < 2:
+            return False
+        before, after = (states[bit] for states in self._generating)
+        return last == before != after
 
     def after_forward(self) -> None:
         """Read the states after a forward pass, of the generators that the step moves."""
@@ -363,6 +390,10 @@ class RandomnessProbe(Probe):
     def after_forward(self) -> None:
         """Find those that have moved."""
         self._shared.after_forward()
+
+    def before_apart(self) -> None:
+        """Read the generators before the model runs without gradients."""
+        self._shared.before_apart()
 
     def see_saved(self) -> None:
         """Read what a checkpoint would hold."""

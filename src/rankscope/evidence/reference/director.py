@@ -24,8 +24,9 @@ _MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
 _SAME = 1e-3  # relative: sums of factors
 _SAME_FACTOR = 1e-5  # relative: rounding of losses in float32
 _UNKNOWN_FACTOR = (
-    "the factor between the loss and what backward was called on is not known: give the loss by "
-    "scope.loss() before its backward pass (the gradient is that of what backward was called on)"
+    "the factor between the loss and what backward was called on is not known (the gradient is "
+    "that of what backward was called on): a loop that calls watch() can give the loss by "
+    "scope.loss() before its backward pass"
 )
 _NO_ONE_MODEL = (
     "the workers hold different values of {}, so that it is the gradient of no one model"
@@ -91,6 +92,7 @@ class Verifications(ShareDirector[ReferenceShare]):
         scales_W = step.micro_scales
         if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
             scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
+        scales_W = tuple(map(_of_passes, scales_W, parts_W))
         if _repeats_its_batch(step):
             scales_W = tuple(np.full(len(one), np.nan) for one in step.micro_losses)
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
@@ -161,6 +163,19 @@ def _repeats_its_batch(step: GatheredStep) -> bool:
     if max(map(len, step.micro_losses), default=1) < 2:
         return False
     return all(0 < 4 * len(np.unique(own)) <= 3 * len(own) for own in step.samples)
+
+
+def _of_passes(scales_M: Floats, part: ReferenceShare) -> Floats:
+    """Return the losses' factors as those of forward passes, of which several make one loss.
+
+    So a worker's passes count as a mean over them. Left as they are: factors of several losses that
+    differ, or whose sum is not 1.
+    """
+    passes, losses = len(part.terms_MPK), len(scales_M)
+    alone = losses == 1 or np.allclose(scales_M * losses, 1, rtol=_SAME)
+    if not losses or passes <= losses or not alone:
+        return scales_M
+    return np.full(passes, scales_M[0] * losses / passes)
 
 
 def _scales_by_value(

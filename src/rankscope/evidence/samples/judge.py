@@ -191,36 +191,42 @@ class EpochCoverage(Detector):
 class SplitTwice(Detector):
     """Data that the loaders split into more parts than there are processes.
 
-    Or into one for each, where each rank's data set has ``other_rows``, or another order of them.
+    Or into one for each, where the data sets of ranks have ``other_rows``, or another order.
     """
 
     SETTINGS = ("_splits", "_world_size", "_other_rows")
 
     def __init__(
-        self, splits: Sequence[tuple[str, int]], world_size: int, *, other_rows: bool = False
+        self, splits: Sequence[tuple[str, int]], world_size: int, other_rows: Sequence[int] = ()
     ) -> None:
         self._splits = tuple(splits)
         self._world_size = world_size
-        self._other_rows = other_rows
+        self._other_rows = tuple(other_rows)
         self._seen = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Report once, in the first step."""
         parts = int(np.prod([number for _, number in self._splits], dtype=np.int64))
-        of_others = parts == self._world_size and self._other_rows
+        of_others = parts == self._world_size and bool(self._other_rows)
+        whose = name_ranks(self._other_rows)
+        many = len(self._other_rows) > 1
+        some = len(self._other_rows) < step.gathered.num_workers
         if self._seen or not self._world_size or not (parts > self._world_size or of_others):
             return ()
         self._seen = True
         fields = {
             "what": listed([f"{name} into {count(n, 'part')}" for name, n in self._splits]),
             "parts": f"{parts:,}",
+            "have": f"The data set{'s' if many else ''} of {whose} ha{'ve' if many else 's'}",
+            "than": " than the others'" if some else "",
             "processes": count(self._world_size, "process", "processes"),
         }
         numbers = {"splits": [list(one) for one in self._splits], "parts": parts}
         at = step.gathered.step
         cause = "data.coverage"
         key = SHARDED_FIRST if of_others else SPLIT_TWICE
-        return (evidence_at(at, cause, Severity.WARNING, (), fields, numbers, key=key),)
+        ranks = self._other_rows if of_others else ()
+        return (evidence_at(at, cause, Severity.WARNING, ranks, fields, numbers, key=key),)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -242,7 +248,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ResumeMismatch(num_workers, rows=run.data_rows),
         EpochsCutShort(repeats=drawn_again),
         EpochCoverage(run.data_length, replaces=drawn_again),
-        SplitTwice(run.data_splits, run.world_size, other_rows=run.other_rows),
+        SplitTwice(run.data_splits, run.world_size, run.other_rows),
         UnequalMicroBatches(num_workers),
         PaddingSides(num_workers),
     )

@@ -4,7 +4,7 @@ import logging
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,8 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.stats.arrays import digest_of
-from rankscope.wrappers.living import frozen_modules, label_of, living_modules
+from rankscope.wrappers.calls import ModuleHook
+from rankscope.wrappers.living import frozen_modules, label_of, living_modules, unheld_modules
 
 _log = logging.getLogger("rankscope")
 
@@ -255,19 +256,24 @@ READ_AT = (1, 64)
 
 _BEGINNING = 1 << 16  # elements of each frozen parameter
 _MOST_PARAMETERS = 4096
+_MOST_FOLLOWED = 16  # modules that are not frozen
 
 
 class FrozenProbe(RareProbe):
-    """Sends digests of frozen modules outside of the watched model, in two steps of a session.
+    """Sends digests of modules outside of the watched model that rest, in two steps of a session.
 
     A module that the training holds by itself is in no wrapper, so nobody makes its copies equal.
-    The beginning of each parameter is digested.
+    It rests if it is frozen; or if no optimizer has it, no gradient reaches it, and it is called: a
+    copy of the model from before its broadcast, which nobody calls, may differ. The beginning of
+    each parameter is digested.
     """
 
     def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
         super().__init__(first_step)
         self._inside = {id(part) for model in watched for part in model.modules()}
         self._modules: list[weakref.ref[nn.Module]] | None = None
+        self._hooks: list[ModuleHook] = []
+        self._called: dict[int, weakref.ref[nn.Module]] = {}  # that rest though not frozen, by id
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note whether the step is due."""
@@ -275,19 +281,39 @@ class FrozenProbe(RareProbe):
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Begin to read the modules, in the first forward pass of a step in which it is due."""
-        if not first or not self.due:
+        if not first or not (self.due or step == self._first_step):
             return
         try:
-            self._begin()
+            if self.due:
+                self._begin()
+            else:
+                self._follow_calls()
         except Exception as error:  # whatever other modules of the process are
             _log.debug("frozen modules are not compared: %r", error)
+
+    def _follow_calls(self) -> None:
+        """Note the calls of modules that no optimizer holds, until they are read."""
+        found = islice(unheld_modules(living_modules(self._inside)), _MOST_FOLLOWED)
+        self._hooks = [ModuleHook(each, self._see_call, lambda *_: None) for each in found]
+
+    def _see_call(self, module: nn.Module, *_: Any) -> None:
+        if id(module) not in self._called:
+            self._called[id(module)] = weakref.ref(module)
+
+    def close(self) -> None:
+        """Leave all modules as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     @torch.no_grad()
     def _begin(self) -> None:
         if self._modules is None:
             outside = living_modules(self._inside)
             self._modules = [weakref.ref(module) for module in frozen_modules(outside)]
-        modules = [module for one in self._modules if (module := one()) is not None]
+        self.close()
+        resting = [*self._modules, *self._called.values()]
+        modules = [module for one in resting if (module := one()) is not None and _rests(module)]
         parameters: list[list[Tensor]] = [list(module.parameters()) for module in modules]
         digests = [digest_tensor(p, stop=_BEGINNING) for each in parameters for p in each]
         if digests and len(digests) <= _MOST_PARAMETERS:
@@ -299,6 +325,10 @@ class FrozenProbe(RareProbe):
             labels = [label_of(module) for module in modules]
             of_each = [[p.device for p in each] for each in parameters]
             self.pending = Awaited(copies, partial(_digests_by_label, labels, of_each, copies))
+
+
+def _rests(module: nn.Module) -> bool:
+    return all(parameter.grad is None for parameter in module.parameters())
 
 
 def _digests_by_label(
