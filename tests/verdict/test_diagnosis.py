@@ -105,22 +105,20 @@ def test_sampling_with_replacement_is_a_note_at_most_in_the_end(num_workers, see
     assert len(events) < 25
 
 
-def test_content_that_occurs_twice_in_the_data_is_a_note_at_most():
-    def stream():
-        for batches in sharded(4000, 8, 4):
-            yield [batch % 3700 for batch in batches]  # 300 contents occur twice
-
-    found, _ = diagnose(stream(), 120, named=False)
-    assert all(finding.severity is Severity.NOTE for finding in found.values())
+def of_300_contents_twice():
+    for batches in sharded(4000, 8, 4):
+        yield [batch % 3700 for batch in batches]
 
 
-def test_one_content_that_occurs_very_often_accuses_nobody():
-    def stream():
-        for t, batches in enumerate(sharded(100_000, 8, 4)):
-            if t % 2 == 0:
-                batches[t // 2 % 8][0] = -1
-            yield batches
+def of_one_content_very_often():
+    for t, batches in enumerate(sharded(100_000, 8, 4)):
+        if t % 2 == 0:
+            batches[t // 2 % 8][0] = -1
+        yield batches
 
+
+@pytest.mark.parametrize("stream", [of_300_contents_twice, of_one_content_very_often])
+def test_content_that_occurs_again_in_the_data_is_a_note_at_most(stream):
     found, _ = diagnose(stream(), 150, named=False)
     assert all(finding.severity is Severity.NOTE for finding in found.values())
 
