@@ -79,10 +79,8 @@ def test_without_a_schedule_canaries_take_a_share_of_the_time(step_seconds, cost
 
 
 def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_to_nothing():
-    plan, begun = (
-        schedule.CanaryPlan(4, schedule.Schedule()),
-        [0],
-    )  # the first is known without a word
+    plan = schedule.CanaryPlan(4, schedule.Schedule())
+    begun = [0]  # the first is known without a word
     for step in range(20_000):
         if plan.current is not None and step == plan.current.run_at:
             assert not plan.give_up()
