@@ -48,7 +48,7 @@ mutants: $(VENV)/.dev $(VENV)/.s3 ## 400 small faults in rankscope's own code: w
 	$(BIN)/python benchmarks/mutants.py $(MUTANTS_FLAGS)
 
 fuzz: $(VENV)/.dev ## 10,000 damaged runs, studies, bundles, data files and plans, read as commands do
-	PYTHONPATH=tests $(BIN)/python -m fuzz.readers $(FUZZ_FLAGS)
+	PYTHONPATH=tests $(BIN)/python benchmarks/fuzz.py $(FUZZ_FLAGS)
 
 field: $(VENV)/.dev ## scripts of other packages, plain and watched: half an hour
 	$(PIP_INSTALL) peft sentence-transformers torchtitan==0.2.2

@@ -120,6 +120,7 @@ ELSEWHERE = {
     "bench chaos detection live_page outside peers scale steps": "test_benchmarks",
     "diff_pairs": "cli/test_diff_command",
     "field": "integrations/test_field",
+    "fuzz": "test_fuzz",
     "gpu several_gpus": "test_gpu_script",
     "launches": "gradients/test_launches",
     "rounding_growth": "study/test_rounding",

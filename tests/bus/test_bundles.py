@@ -7,11 +7,11 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from fuzz.readers import forked
 from rankscope.bus.bundles import PlainBatch, ReplayBundle, find_bundles, load_bundle, save_bundle
 from rankscope.bus.finding import Finding, Severity
 from rankscope.errors import RunError
 from rankscope.files import archive_of
+from support.limited import forked
 
 SUSPECT = PlainBatch(
     {"tuple": [{"tensor": 0, "dtype": "bfloat16", "host": False}, {"float": "nan"}]},

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from fuzz.readers import forked
 from rankscope import files
 from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
@@ -23,6 +22,7 @@ from rankscope.record.states import START_FILE, read_state
 from record.run_files import ROWS_OF, files_of, make_finding, polars_rows, read_info, write
 from record.step_reports import expected_steps, expected_workers, make_report
 from report.recorded_runs import record_run
+from support.limited import forked
 
 
 @contextlib.contextmanager

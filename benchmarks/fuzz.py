@@ -2,6 +2,8 @@
 
 Each case is a fork with a limit on memory and on time. A case fails by a traceback (an error that
 is not ours), a signal, a hang or too much memory; a refusal in words is what is wanted.
+
+    PYTHONPATH=tests python benchmarks/fuzz.py
 """
 
 import argparse
@@ -9,18 +11,12 @@ import json
 import multiprocessing as mp
 import os
 import random
-import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +28,11 @@ from rankscope.bus.bundles import PlainBatch, ReplayBundle, load_bundle, save_bu
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.report import FailOn, report
 from rankscope.cli.run import _plan
-from rankscope.errors import RankscopeError
 from rankscope.lab.study.data import load_records
 from rankscope.report.live.board import Board
 from report.recorded_runs import record_run, record_study, with_everything
+from support.limited import forked
 
-SECONDS = 60
-MEMORY = 2 * 2**30
 VALUES = (
     *(None, True, -1, 0, 10**9, 10**30, 1e308, float("inf"), float("nan"), "x", "\ud800", "\0"),
     *([], {}, [[1]], {"a": {"b": [None]}}, [10**30, -1]),
@@ -210,53 +204,6 @@ def one(seed: int, made: dict[str, Path], folder: Path) -> str | None:
         return failed and f"seed {seed}: {kind}, {how}: {failed}"
     finally:
         shutil.rmtree(place.parent)
-
-
-def forked(act: Callable[[], None], err: Path) -> str | None:
-    child = os.fork()
-    if not child:
-        _end(act, err)
-    deadline = time.monotonic() + SECONDS
-    while True:
-        ended, status, used = os.wait4(child, os.WNOHANG)
-        if ended:
-            break
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.wait4(child, 0)
-            return "hang"
-        time.sleep(0.005)
-    if used.ru_maxrss * 1024 > MEMORY:
-        return f"memory: {used.ru_maxrss // 1024} MB"
-    code = os.waitstatus_to_exitcode(status)
-    text = err.read_text() if err.exists() else ""
-    return None if code == 0 else f"{'traceback' if text else f'code {code}'}: {text[-900:]}"
-
-
-def _end(act: Callable[[], None], err: Path) -> None:
-    code, said = 1, StringIO()
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (_size() + MEMORY,) * 2)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(said):
-            act()
-        code = 0
-    except (RankscopeError, MemoryError):
-        code = 0
-    except BaseException as error:
-        if type(error).__name__ in ("Exit", "BadParameter"):
-            code = 0
-        else:
-            err.write_text(traceback.format_exc())
-    finally:
-        if "Traceback (most recent call last)" in said.getvalue():  # the live page goes on
-            err.write_text(said.getvalue())
-            code = 1
-        os._exit(code)
-
-
-def _size() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def run(seeds: Iterable[int], each: Callable[..., Any] = map) -> Iterator[str]:
