@@ -7,6 +7,7 @@ is not ours), a signal, a hang or too much memory; a refusal in words is what is
 """
 
 import argparse
+import importlib
 import json
 import multiprocessing as mp
 import os
@@ -30,10 +31,11 @@ from rankscope.cli.report import FailOn, report
 from rankscope.cli.run import _plan
 from rankscope.lab.study.data import load_records
 from rankscope.report.live.board import Board
-from report.recorded_runs import record_run, record_study, with_everything
-from support.limited import forked
 
-VALUES = (
+recorded: Any = importlib.import_module("report.recorded_runs")
+limited: Any = importlib.import_module("support.limited")
+
+VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 10**9, 10**30, 1e308, float("inf"), float("nan"), "x", "\ud800", "\0"),
     *([], {}, [[1]], {"a": {"b": [None]}}, [10**30, -1]),
 )
@@ -41,9 +43,9 @@ DEEP = b"[" * 20_000 + b"]" * 20_000
 
 
 def make(folder: Path) -> dict[str, Path]:
-    record_run(folder / "run", num_workers=3, num_steps=8, change=with_everything)
-    record_run(folder / "copied", reading="replicated", setting="s1-2", num_steps=8)
-    record_study(folder / "study", num_steps=2)
+    recorded.record_run(folder / "run", num_workers=3, num_steps=8, change=recorded.with_everything)
+    recorded.record_run(folder / "copied", reading="replicated", setting="s1-2", num_steps=8)
+    recorded.record_study(folder / "study", num_steps=2)
     batch = PlainBatch(
         {"tuple": [{"tensor": 0, "dtype": "float32", "host": False}, {"float": "nan"}]},
         (np.ones((4, 2), np.float32),),
@@ -182,7 +184,8 @@ def table(content: bytes, chosen: random.Random) -> bytes:
         rows = ways[chosen.choice(list(ways))]()
     sink = pa.BufferOutputStream()
     pq.write_table(rows, sink)
-    return sink.getvalue().to_pybytes()
+    written: bytes = sink.getvalue().to_pybytes()
+    return written
 
 
 def _not_utf8(rows: pa.Table) -> pa.Table:
@@ -200,7 +203,7 @@ def one(seed: int, made: dict[str, Path], folder: Path) -> str | None:
     shutil.copytree(made[kind], place)
     try:
         how = mutate(place, chosen)
-        failed = forked(lambda: read(kind, place, chosen), place.parent / "err")
+        failed: str | None = limited.forked(lambda: read(kind, place, chosen), place.parent / "err")
         return failed and f"seed {seed}: {kind}, {how}: {failed}"
     finally:
         shutil.rmtree(place.parent)

@@ -146,7 +146,7 @@ def _asked_anew():
 
 def test_all_needs_are_met():
     needs = {use.need for use in USES} - {""}
-    assert needs == {"backward", "roots", "canary", "copies", "operators", "tape"}
+    assert needs == {"backward", "roots", "canary", "operators", "tape"}
     assert [name for need in needs for name in lacking(need)] == []
 
 

@@ -378,21 +378,6 @@ USES = (
         _REFUSES,
     ),
     Use(
-        "torch._C",
-        "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _len_torch_dispatch_stack"
-        " _get_dispatch_stack_at",
-        "to see DDP copy reduced gradients back, in the tier scalars",
-        "no directions of more than two workers in the tier scalars",
-        need="copies",
-    ),
-    Use(
-        "torch.ops.aten",
-        "_foreach_copy_",
-        "likewise",
-        "no directions of more than two workers in the tier scalars",
-        need="copies",
-    ),
-    Use(
         "torch.ops.aten",
         "_to_copy",
         "which detached tensors are copies of each other, in another type",
@@ -715,6 +700,12 @@ USES = (
         "_run_epoch _finalize_training",
         "to close the run as incomplete when a training raises",
         "other methods are looked at; the run ends with its process",
+    ),
+    Use(
+        "accelerate.accelerator.Accelerator",
+        "_models",
+        "to know which of several accelerators trains the watched model",
+        "the settings of the first one that lives are compared",
     ),
     Use(
         "trl.trainer.grpo_trainer.GRPOTrainer",

@@ -11,7 +11,6 @@ from rankscope.bus.gradient_part import sizes_of
 from rankscope.bus.messages import Layout
 from rankscope.bus.steps import common_scale
 from rankscope.evidence.loss.combine import amend
-from support.recorded import cosines_with_the_rest
 from support.streams import gathered
 
 # A worker's loss of a step, from those of its micro-batches -------------------------------------
@@ -297,5 +296,11 @@ def test_each_group_is_compared_with_the_same_group_of_the_others():
     step = replace(step, groups=("a", "b", "c"), group_sketches_WGK=rows_WGK)
     found_WG = summarize(step).group_cosine_rest_WG
     for group, rows_WK in enumerate(rows_WGK.astype(np.float64).swapaxes(0, 1)):
-        expected_W = cosines_with_the_rest(rows_WK, rows_WK)
+        expected_W = cosines_with_the_rest(rows_WK)
         np.testing.assert_allclose(found_WG[:, group], expected_W, atol=1e-9)
+
+
+def cosines_with_the_rest(rows_WK):
+    rests_WK = rows_WK.sum(axis=0) - rows_WK
+    lengths_W = np.linalg.norm(rows_WK, axis=1) * np.linalg.norm(rests_WK, axis=1)
+    return np.sum(rows_WK * rests_WK, axis=1) / lengths_W

@@ -15,7 +15,6 @@ from rankscope.gradients.sketch import DEFAULT_WIDTH, NormMeter, Sketcher
 from rankscope.gradients.totals import fold, fold_signs
 from rankscope.lab.reductions.accumulator import native_functions
 from rankscope.wrappers import samples
-from rankscope.wrappers.reduced_product import choose_dot
 from support.collected import to_arrays
 from support.kernel_checks import CPU, SEED, WIDTH, random
 
@@ -46,9 +45,6 @@ def gradient_numbers():
         for _ in range(2):  # the second time, all is prepared
             meter.measure("weight", GRADIENT, totals)
         yield meter.kernel, *totals.tensors
-    dot = choose_dot(CPU)
-    product = float(dot(GRADIENT, GRADIENT))
-    yield type(dot).__name__, torch.tensor(product, dtype=torch.float64, device=CPU)
     yield "accumulator", torch.tensor(native_functions.__wrapped__() is None, device=CPU)
 
 

@@ -23,7 +23,6 @@ from rankscope.lab.reductions import accumulator
 from rankscope.wrappers import labels as labels_module
 from rankscope.wrappers import samples, transfer
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter
-from rankscope.wrappers.reduced_product import NativeDot, check_dot, choose_dot, plain_dot
 from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
 from support.sketch_oracle import truth
 
@@ -165,7 +164,6 @@ def test_every_level_that_this_processor_has_is_right(level, monkeypatch):
             default, totals = (measured(kernel, gradient, start=start) for kernel in kernels)
             expect(totals, truth("weight", SEED, gradient, WIDTH, start))
             assert torch.equal(totals.sketches, default.sketches)
-    check_dot(NativeDot())
     accumulator._check(accumulator._Native())
     content = random(9 * bits.ROW + 77)
     found = bits.NativeSum().at(content.data_ptr(), content.nbytes)
@@ -175,7 +173,6 @@ def test_every_level_that_this_processor_has_is_right(level, monkeypatch):
 def everything_in_plain_torch():
     """Use all that the library has, and return whether plain torch did it."""
     assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
-    assert choose_dot(CPU) is plain_dot
     assert native_sum() is None
     assert accumulator.native_functions() is None
     assert not transfer._is_compiled()

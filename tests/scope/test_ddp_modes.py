@@ -15,7 +15,7 @@ from support import modes
 from support.loops import Loop, collect_warnings
 from support.models import make_batch
 from support.ranks import alone_and_watched, on_ranks, run_ranks
-from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded, cosines_with_the_rest
+from support.recorded import SKETCH_NORM_ERROR, WIDTH, Recorded
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 STEPS = 4
@@ -105,20 +105,11 @@ class ModeRun(Recorded):
                 self.check_directions(run, row, step, known=bool(fine_W.all()))
 
     def check_directions(self, run, row, step, *, known):
-        """Hold cosines with the others against the gradients in float64."""
+        """Hold the weighted cosine against the gradients: three workers have no other."""
         weighted = run.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"][row]
-        cosines_W = run.per_worker("cosine_rest")[1][row]
-        if not (known and self.mode.shows_both_gradients()):
-            assert np.isnan(cosines_W).all()
-        elif self.mode.hook == "PowerSGD" and step >= 2:
-            assert np.isfinite(cosines_W).all()  # of what is not their mean
-        else:
-            gradients = self.gradients(step)
-            sent = to_bfloat16(gradients) if self.mode.hook == "rounding" else gradients
-            expected_W = cosines_with_the_rest(gradients, sent)
-            np.testing.assert_allclose(cosines_W, expected_W, atol=1e-6)
-            if not self.mode.hook:
-                np.testing.assert_allclose(weighted, self.weighted_cosine(step), atol=1e-6)
+        assert np.isnan(run.per_worker("cosine_rest")[1][row]).all()
+        if known and not self.mode.hook:
+            np.testing.assert_allclose(weighted, self.weighted_cosine(step), atol=1e-6)
 
     def check_micro_batches(self):
         assert self.per_worker("loss_weight").tolist() == self.truth("tokens").tolist()

@@ -51,22 +51,18 @@ def _run_many(meter, groups, sections, names, sent, options):
 def launch_interpreted(process, measured, folding, take):
     """Gather what was measured, as :func:`rankscope.wrappers.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
-    others = (
-        *(measured.micro_squared_norms, measured.carried_over),
-        *(measured.reduced_product, measured.accumulator_changes),
-    )
+    others = (*(measured.micro_squared_norms, measured.carried_over, measured.accumulator_changes),)
     [gathered] = _unpacked(process.submit(_run_launch, _packed(totals, others), folding).result())
     return take(len(gathered)).view(torch.float64).copy_(gathered)
 
 
 def _run_launch(sent, folding):
-    (local, reduced), (micro, carried, product, kept) = _unpacked(sent)
+    (local, reduced), (micro, carried, kept) = _unpacked(sent)
     measured = LocalGradient(
         GradientTotals(*local),
         None if reduced is None else GradientTotals(*reduced),
         micro,
         carried,
-        reduced_product=product,
         accumulator_changes=kept,
     )
     return _packed(launch(measured, folding))

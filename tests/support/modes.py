@@ -31,12 +31,6 @@ class Mode:
     clip: bool = False
     replicates: bool = False  # by ``replicate``, in the place of DDP
 
-    def shows_both_gradients(self):
-        """Return whether DDP neither reduces in place nor ends inside of a backward pass."""
-        if self.checkpoint == "everything reentrant":
-            return False
-        return "gradient_as_bucket_view" not in self.ddp
-
 
 MODES = [
     Mode("plain", {}),

@@ -117,9 +117,3 @@ def group_of(parameter):
 def cosines(gradients_WP):
     units = gradients_WP / np.linalg.norm(gradients_WP, axis=1)[:, None]
     return units @ units.T
-
-
-def cosines_with_the_rest(gradients_WP, sent_WP):
-    rests_WP = sent_WP.sum(axis=0) - gradients_WP
-    lengths_W = np.linalg.norm(gradients_WP, axis=1) * np.linalg.norm(rests_WP, axis=1)
-    return np.sum(gradients_WP * rests_WP, axis=1) / lengths_W

@@ -57,7 +57,6 @@ def read(handover):
         sketch_K=found.sketches_wK[0],
         group_sketches_GK=found.group_sketches_wGK[0],
         audit=found.audit_w[0] if found.audit_w else None,
-        reduced_product=found.products_w[0],
         micro_norms=found.micro_norms_wM[0],
         changes_G=found.changes_wG[0],
     )
@@ -134,10 +133,8 @@ def test_what_happened_between_micro_batches():
     changes_G = torch.linspace(0, 0.5, len(totals.squared_norms), dtype=torch.float64)
     squares_B2 = torch.tensor([[4.0, 4.0], [9.0, 36.0], [1.0, 1.0]], dtype=torch.float64)
     kept = torch.cat([squares_B2.flatten(), changes_G])
-    product = torch.tensor(7.0, dtype=torch.float64)
-    handed = hand_over(LocalGradient(totals, reduced_product=product, accumulator_changes=kept))
+    handed = hand_over(LocalGradient(totals, accumulator_changes=kept))
     assert handed.changes_G.tolist() == changes_G.tolist()
-    assert handed.reduced_product == 7
     assert handed.values["accumulator_change"] == 0.5
     assert handed.values["accumulator_scale"] == 2
     assert handed.values["accumulator_micro"] == 2

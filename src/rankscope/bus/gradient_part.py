@@ -25,7 +25,6 @@ NUMBERS = (
     "largest",
     "nonfinite",
     "carried",
-    "product",
     "kept",
 )
 """The parts of ``numbers``, in order; one that is absent has the size 0."""
@@ -42,7 +41,6 @@ class UnpackedGradients(NamedTuple):
     sketches_wK: Floats32  # sketches of the local gradients; empty in the tier without sketches
     group_sketches_wGK: Floats32  # narrow sketches of each group's local gradient, or ``[w, G, 0]``
     audit_w: Sequence[AuditPart]  # their contributions to the audit of the reduction; empty without
-    products_w: Floats  # inner product of the local gradient with the reduced one; NaN if unknown
     micro_norms_wM: Floats  # gradient norms of the micro-batches, empty when unknown
     # relative change of each group's accumulated gradient between two micro-batches, the largest of
     # the step; NaN where the worker holds nothing of it; empty when unknown
@@ -93,7 +91,6 @@ def measured_of(
         audit = list(map(AuditPart, local_wSK, reduced_wSK, reduced_squares_wR))
         if not groups_wGK.size and num_groups == num_rows:
             groups_wGK = local_wSK
-    product = part["product"]
     carried = part["carried"]
     values = {
         "grad_norm": np.sqrt(squares_wR.sum(axis=1)),
@@ -115,7 +112,6 @@ def measured_of(
         sketches_wK=sketch["total"],
         group_sketches_wGK=groups_wGK,
         audit_w=audit,
-        products_w=product[:, 0] if product.size else np.full(width, np.nan),
         micro_norms_wM=np.sqrt(part["micro"]),
         changes_wG=kept[:, num_squares:],
         found_wB=np.sqrt(squares_wB2[..., 1]),

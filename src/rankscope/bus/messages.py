@@ -28,7 +28,6 @@ class Layout:
     group_width: int = 0  # numbers in the sketch of each group; 0 without
     audit_width: int = 0  # numbers in the sketch of a section; 0 without an audit
     reduced_copies: int = 1  # how many workers hold each element of the reduced gradient
-    num_products: int = 0  # inner products of the local gradient with the reduced one, 1 or 0
     # whether the training's own loop reduces: to a mean, a sum, or not at all
     by_loop: bool = False
 

@@ -60,9 +60,6 @@ class GatheredStep:
     residuals_WG: Floats | None = None
     total_residuals_W: Floats | None = None  # the same of the whole gradient
     trace: TensorTrace | None = None  # rank 0's tensors, where they are traced; None on other ranks
-    # inner product of each worker's gradient with the reduced one, NaN where it is unknown; None in
-    # the tiers that do not use it
-    reduced_products_W: Floats | None = None
     # by worker and group, the largest relative change of the accumulated gradient between two
     # micro-batches; None where nothing has changed, or nothing is known
     accumulator_changes_WG: Floats | None = None
@@ -156,7 +153,6 @@ def as_recorded(report: StepReport) -> StepReport:
         residuals_WG=unless_unknown(gathered.residuals_WG) if groups else None,
         accumulator_changes_WG=gathered.accumulator_changes_WG if groups else None,
         total_residuals_W=None,
-        reduced_products_W=None,
         micro_losses=gathered.micro_losses if micro else (),
         micro_weights=gathered.micro_weights if micro else (),
         micro_norms=known_micro_norms(gathered) if micro else (),

@@ -69,7 +69,6 @@ def choose_instruments(
         group_width=GROUP_WIDTH if sketches and len(groups) > 1 else 0,
         section_counts=() if sections is None else sections.counts,
         audit_width=0 if sections is None else min(AUDIT_WIDTH, options.sketch_width),
-        num_products=0 if sketches else 1,
         by_loop=wrapped.kind.by_loop,
     )
     reduced_in = None

@@ -155,39 +155,6 @@ def leave_one_out(gram_WW: Floats) -> Floats:
     return _snap(kept_WW.sum(axis=-1) / norms_W / rest_lengths_W)
 
 
-def leave_one_out_from_mean(
-    norms_W: Floats, mean_gradient_norm: float, products_W: Floats
-) -> Floats:
-    """Return ``cos(g_i, Σ_{j≠i} g_j)`` without any pair, from numbers that each worker has itself.
-
-    ``g_i·Σ_{j≠i} g_j = W g_i·ḡ − ‖g_i‖²`` and
-    ``‖Σ_{j≠i} g_j‖² = W²‖ḡ‖² − 2W g_i·ḡ + ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
-    For two workers norms alone suffice: it is the cosine of the pair. ``products_W`` are the inner
-    products with the mean. NaN for a worker whose numbers are unknown or not finite, without a
-    direction, or beside which the others' sum drowns: shorter than :data:`DROWNED` of both lengths.
-
-    Example:
-        >>> gradients_WK = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [4.0, 3.0]])
-        >>> norms_W, mean_K = np.linalg.norm(gradients_WK, axis=1), gradients_WK.mean(axis=0)
-        >>> leave_one_out_from_mean(norms_W, np.linalg.norm(mean_K), gradients_WK @ mean_K).round(3)
-        array([0.894, 0.894, 0.894, 0.8  ])
-    """
-    num_workers = len(norms_W)
-    if num_workers == 2:
-        return np.full(2, norm_weighted_cosine_from_mean(norms_W, mean_gradient_norm))
-    numbers_W = norms_W + products_W + mean_gradient_norm
-    known_W = np.isfinite(numbers_W) & (norms_W > 0)
-    own_W = np.where(known_W, norms_W, np.nan)
-    scale_W = np.maximum(own_W, num_workers * mean_gradient_norm)
-    own_W = own_W / scale_W
-    total_W = num_workers * mean_gradient_norm / scale_W
-    products_W = num_workers * products_W / scale_W**2
-    rest_squares_W = total_W**2 - 2.0 * products_W + own_W**2
-    drowned_W = ~(rest_squares_W > (DROWNED * (total_W + own_W)) ** 2)
-    rest_W = np.sqrt(np.where(drowned_W, np.nan, rest_squares_W))
-    return np.clip((products_W - own_W**2) / own_W / rest_W, -1.0, 1.0)
-
-
 def upper_triangle(cosines_WW: Floats) -> Floats:
     """Return the pairs i < j row by row, ``[W(W−1)/2]``.
 

@@ -36,7 +36,6 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.hooked import HookedTap, PassPhase
 from rankscope.wrappers.parts import StreamReader, streams
-from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import LocalGradient, ReadReduced, TapPlan
 
 _BROADCAST = Relay(DistributedDataParallel, "_sync_buffers", untraced=True)
@@ -61,7 +60,6 @@ class StepState:
     synchronises: bool = False  # the last forward pass is one whose backward pass reduces
     settled: bool = False  # the reduction is over
     reduced_known: bool = False  # the reduced gradient was read
-    reduced_product: Tensor | None = None  # its inner product with the local one
     earlier: GradientTotals | None = None  # this worker's part of what was reduced, then added to
     spoiled: bool = False  # the measurements are not those of the step's local gradient
 
@@ -154,9 +152,6 @@ class DDPTap(HookedTap):
         super().__init__(parameters, plan, in_buckets=in_buckets)
         self._model = model
         self._models = tuple(models)
-        self._product: ReducedProduct | None = None
-        if len(models) == 1 and needs_product(model, sketcher, plan.reduced):
-            self._product = ReducedProduct(parameters, sketcher.device, plan.guarded)
         self._subtracts = plan.reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
@@ -235,7 +230,6 @@ class DDPTap(HookedTap):
             reduced,
             self._micro.squared_norms(),
             step.carried_over,
-            reduced_product=step.reduced_product,
             accumulator_changes=self._accumulator.collect(),
         )
 
@@ -331,14 +325,11 @@ class DDPTap(HookedTap):
         step.reduced_known = False
 
     def _on_ending(self) -> None:
-        """Read the local gradients, and watch the copies of the reduced ones over them."""
+        """Read the local gradients."""
         if self._phase is not PassPhase.READING or self._stream is not None:
             return
         self._busy.see_gradient()
         self._read_pass()
-        reduces = self._step.synchronises and not self._reduced_elsewhere
-        if self._product is not None and self._measure and reduces:
-            self._product.watch()
 
     def _on_end(self) -> None:
         """Close a backward pass, after the reduction if it has one."""
@@ -366,8 +357,6 @@ class DDPTap(HookedTap):
             self._stream.end_pass()
         else:
             self._micro.add(self._reading.totals, last=step.synchronises)
-        if reduced and self._product is not None:
-            step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
                 self._calls.names, into=self._reduced, refs=refs, left_out=self._left_out

@@ -69,7 +69,6 @@ class LocalGradient:
     norm_estimated: bool = False
     """Whether the squared norms of ``totals`` are estimates, with a relative RMS error of about
     ``sqrt(2/k)``, since the gradient was only ever seen in parts."""
-    reduced_product: Tensor | None = None  # inner product with the reduced one, float64 ``[]``
     accumulator_changes: Tensor | None = None  # between passes, see AccumulatorAudit.collect
 
 

@@ -47,7 +47,6 @@ def begin_transfer(
         0 if micro is None else len(micro),
         reduced=measured.reduced is not None,
         carried=measured.carried_over is not None,
-        product=measured.reduced_product is not None,
         norm_estimated=measured.norm_estimated,
         accumulator_changes=0 if changes is None else len(changes),
     )
@@ -109,8 +108,6 @@ class _Form:
         firsts = self._firsts
         if measured.carried_over is not None:
             _DOUBLE.pack_into(into, firsts["carried"], measured.carried_over)
-        if measured.reduced_product is not None:
-            _DOUBLE.pack_into(into, firsts["product"], measured.reduced_product)
         vectors = {"micro": measured.micro_squared_norms, "kept": measured.accumulator_changes}
         for name, vector in vectors.items():
             if vector is not None:
@@ -141,7 +138,6 @@ def _form(
     *,
     reduced: bool,
     carried: bool,
-    product: bool,
     norm_estimated: bool,
     accumulator_changes: int,  # numbers that describe changes between micro-batches
 ) -> _Form:
@@ -161,7 +157,6 @@ def _form(
         "largest": 1,
         "nonfinite": 1,
         "carried": int(carried),
-        "product": int(product),
         "kept": accumulator_changes,
     }
     folding = Folding(counts, wide, sketch, group, audit, reduced)
@@ -217,8 +212,6 @@ def _given(measured: LocalGradient) -> dict[str, Tensor]:
     given: dict[str, Tensor] = {}
     if measured.carried_over is not None:
         given["carried"] = measured.carried_over.reshape(1).double()
-    if measured.reduced_product is not None:
-        given["product"] = measured.reduced_product.reshape(1)
     if measured.accumulator_changes is not None:
         given["kept"] = measured.accumulator_changes
     return given

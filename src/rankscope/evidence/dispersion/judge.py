@@ -33,7 +33,6 @@ from rankscope.stats.direction import (
     gram,
     has_direction,
     leave_one_out,
-    leave_one_out_from_mean,
     mean_and_min_cosine,
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
@@ -309,7 +308,7 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without sketches, norms and each worker's product with the reduced gradient give the first two.
+    Without sketches, norms give the mean weighted by them, and the cosine of two workers.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan
@@ -323,11 +322,10 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     if gathered.sketches_WK is None:
         norms_W = gathered.workers["grad_norm"]
         reduced = reduced_norm(gathered)
-        values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, reduced)
+        weighted = norm_weighted_cosine_from_mean(norms_W, reduced)
+        values["cosine_weighted"] = weighted
         values["directions_undefined"] = float(np.sum(~(np.isfinite(norms_W) & (norms_W > 0))))
-        products_W = gathered.reduced_products_W
-        products_W = undefined_W if products_W is None else products_W
-        return values, leave_one_out_from_mean(norms_W, reduced, products_W), None
+        return values, np.full(2, weighted) if len(norms_W) == 2 else undefined_W, None
     gram_WW = gram(gathered.sketches_WK)
     cosines_WW = cosines_from_gram(gram_WW)
     mean, smallest = mean_and_min_cosine(cosines_WW)

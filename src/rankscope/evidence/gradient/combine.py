@@ -255,7 +255,6 @@ class MeasuredGradients(Combiner):
             "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
             "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": layout.reduced_copies,
-            "reduced_products_W": by_rank(found, "products_w") if layout.num_products else None,
         }
 
     def _residuals(self, parts_W: Sequence[AuditPart]) -> Floats:

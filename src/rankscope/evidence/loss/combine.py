@@ -92,7 +92,6 @@ def amend(gathered: GatheredStep) -> GatheredStep:
         sketches_WK=_divided(gathered.sketches_WK, scale),
         group_norms_WG=_divided(gathered.group_norms_WG, scale),
         group_sketches_WGK=_divided(gathered.group_sketches_WGK, scale),
-        reduced_products_W=_divided(gathered.reduced_products_W, scale**2),
     )
 
 

@@ -33,7 +33,6 @@ _FUNCTIONS = {
     "hand_over": ("", "ppppp"),
     "digest": ("Q", "pqqp"),
     "digests": ("", "pqp"),
-    "dot": ("d", "ippq"),
     "samples": ("", "ppiqqpqqp"),
     "labels": ("q", "pqqqq"),
     "deposit": ("", "ipqpip"),
