@@ -30,14 +30,9 @@ NO_CANARY = {
 VERIFIED = ("verify.agrees", "what one process")
 OTHERWISE_VERIFIED = {
     "checkpoint without generators": ("verify.gradient", "is not what one process would"),
-    "reentrant checkpoint": (
-        "verify.declined",
-        "the gradient is that of what backward was called on",
-    ),
     "dual level": ("verify.declined", "forward-mode differentiation"),
 }
-"""Without the generators, a recomputation drops other units: the gradient is wrong indeed.
-Autograd does not see through a reentrant checkpoint: the loop's loss is not known."""
+"""Without the generators, a recomputation drops other units: the gradient is wrong indeed."""
 
 STEPS = 6
 KEEP, RUN, VERIFY = 2, 4, 5

@@ -49,8 +49,8 @@ def describe_dispersion(values: Values) -> str:
 
 
 def _closer(values: Values) -> str:
-    held = values["global_batch"]
-    if held is None or values["effective_batch"] != held:
+    held = values.get("global_batch")
+    if held is None or values.get("effective_batch") != held:
         return "less than different samples would give: the workers share data"
     return (
         "though all samples of a step are different: parts of a worker's batch differ by more than "

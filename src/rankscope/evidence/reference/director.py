@@ -60,7 +60,7 @@ class Verifications(ShareDirector[ReferenceShare]):
     def judge(self, step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> Iterable[Finding]:
         """Judge the step's gradient."""
         finding = self._judge(step, shares)
-        aside = step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0
+        aside = _is_set_aside(step)
         lost = finding.cause == "verify.micro_batches" and _are_divided(step, shares)
         if aside and not lost and finding.cause not in _PROVE:
             finding = declined(_SET_ASIDE, (), step.step)
@@ -92,7 +92,8 @@ class Verifications(ShareDirector[ReferenceShare]):
         scales_W = step.micro_scales
         if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
             scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
-        scales_W = tuple(map(_of_passes, scales_W, parts_W))
+        if not _is_set_aside(step):  # the passes before that have no loss here
+            scales_W = tuple(map(_of_passes, scales_W, parts_W))
         if _repeats_its_batch(step):
             scales_W = tuple(np.full(len(one), np.nan) for one in step.micro_losses)
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
@@ -146,6 +147,11 @@ class Verifications(ShareDirector[ReferenceShare]):
             if not (np.isfinite(part.given_PK).all() and np.isfinite(part.terms_MPK).all()):
                 return "it is not finite"
         return ""
+
+
+def _is_set_aside(step: GatheredStep) -> bool:
+    """Return whether gradients of the step were thrown away or kept elsewhere before its end."""
+    return bool(step.workers.get("grad_set_aside", _UNKNOWN)[0] > 0)
 
 
 def _are_divided(step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> bool:
