@@ -89,15 +89,7 @@ class Verifications(ShareDirector[ReferenceShare]):
         if why:
             return declined(why, (), step.step)
         parts_W = [parts[rank] for rank in range(self.num_workers)]
-        scales_W = step.micro_scales
-        if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
-            scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
-        if not _is_set_aside(step):  # the passes before that have no loss here
-            scales_W = tuple(map(_of_passes, scales_W, parts_W))
-        if _repeats_its_batch(step):
-            scales_W = tuple(np.full(len(one), np.nan) for one in step.micro_losses)
-        if step.workers["loss_divided"].all():  # and the sum over workers is in them
-            scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
+        scales_W = _loss_factors(step, parts_W)
         scheduled = float(step.workers.get("schedule_scale", _UNKNOWN)[0])
         in_pipeline = bool(np.isfinite(scheduled))
         meant = self._plan.loss_weighting
@@ -159,6 +151,21 @@ def _are_divided(step: GatheredStep, shares: Mapping[int, ReferenceShare]) -> bo
     passes_W = np.array([len(shares[rank].terms_MPK) for rank in sorted(shares)])
     scales_W = np.asarray(step.workers["grad_scale"])
     return bool((passes_W > 1).all()) and np.allclose(passes_W * scales_W, 1, rtol=_SAME)
+
+
+def _loss_factors(step: GatheredStep, parts_W: Sequence[ReferenceShare]) -> tuple[Floats, ...]:
+    """Return the factor on each micro-batch's loss by worker; NaN where it is not known."""
+    if _repeats_its_batch(step):
+        scales_W = tuple(np.full(len(one), np.nan) for one in step.micro_losses)
+    else:
+        scales_W = step.micro_scales
+        if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
+            scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
+        if not _is_set_aside(step):  # the passes before that have no loss here
+            scales_W = tuple(map(_of_passes, scales_W, parts_W))
+    if step.workers["loss_divided"].all():  # and the sum over workers is in them
+        scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
+    return scales_W
 
 
 def _repeats_its_batch(step: GatheredStep) -> bool:
