@@ -20,11 +20,12 @@ import numpy as np
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import StepBatch
 from rankscope.evidence import columns_of
 from rankscope.evidence.loss.combine import amend
 from rankscope.record import RunWriter
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.verdict.diagnosis import Diagnosis
 
 GROUPS = ("embedding", *(f"layers.{layer}" for layer in range(24)), "head")

@@ -16,8 +16,9 @@ from numpy.random import Generator
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import columns_of
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.verdict.diagnosis import Diagnosis
 
 Row = dict[str, Any]

@@ -12,13 +12,13 @@ from torch import nn
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import StepEnd
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import StepMemory
 from rankscope.evidence.canary.director import CanaryDirector
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.schedule import SPACING, first_scheduled
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.wrappers.ddp_model import DDP
 from rankscope.wrappers.wrapped import Wrapped
 from support.models import make_batch, make_model

@@ -11,10 +11,10 @@ from typer.testing import CliRunner, Result
 from rankscope.bus.bundles import ReplayBundle, save_bundle
 from rankscope.bus.canary import CanaryResults, judge
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.cli import main
 from rankscope.evidence.canary.batch import capture_batch
 from rankscope.record import RunWriter
+from rankscope.stats.arrays import MISSING_INT
 from support.forked_ranks import run_on_ranks
 from support.models import TinyLM, make_batch, make_model
 

@@ -4,8 +4,9 @@ import numpy as np
 
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import columns_of
+from rankscope.stats.arrays import MISSING_INT
 
 GROUPS = ("embedding", "layers.0", "head")
 NUMPY = {DType.INT: np.int64, DType.FLOAT: np.float64, DType.BOOL: np.bool_}

@@ -7,9 +7,10 @@ import pytest
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import Table
-from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
+from rankscope.bus.step import GatheredStep, as_recorded
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
+from rankscope.stats.arrays import MISSING_INT
 from record import step_reports
 from record.run_files import make_finding, record
 from record.step_reports import expected_steps, expected_workers, make_report

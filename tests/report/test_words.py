@@ -8,13 +8,14 @@ import pytest
 import rankscope
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.words import number
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from rankscope.report.markdown import code, escaped, run_markdown
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.dispersion import describe_dispersion
-from rankscope.verdict.words import finding_view, number, tiles
+from rankscope.verdict.words import finding_view, tiles
 from report.recorded_runs import changing, record_run, with_everything
 
 

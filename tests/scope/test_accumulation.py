@@ -3,7 +3,7 @@ import pytest
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.stats.arrays import MISSING_INT
 from support.accumulating import COMPARED, HEALTHY, Waits, cases
 from support.findings import told
 from support.ranks import run_ranks

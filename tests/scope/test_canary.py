@@ -13,8 +13,8 @@ from rankscope import Run
 from rankscope.bus.bundles import find_bundles, load_bundle
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary import schedule as canary_plan
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, bits_of, collect_warnings, wait_for, watch

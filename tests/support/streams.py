@@ -6,8 +6,9 @@ import numpy as np
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import DType, Source, Table
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.evidence import columns_of
+from rankscope.stats.arrays import MISSING_INT
 
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}
 _NUMPY = {DType.FLOAT: np.float64, DType.INT: np.int64, DType.BOOL: np.bool_}

@@ -20,11 +20,11 @@ from rankscope.bus.evidence import Array, DType, Source, Table
 from rankscope.bus.probe import Content
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.shares import pack_arrays, unpack_arrays
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import EVIDENCE, columns_of, schema_hash
 from rankscope.record.states import put_back, take_out
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import MISSING_INT, Ints
 
 ARRAYS = (
     Array("slots", np.int64),

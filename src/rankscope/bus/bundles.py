@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from rankscope.bus.canary import SINGLE, CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.bus.finding import Finding
 from rankscope.bus.shares import PackedError, pack_arrays, unpack_arrays
-from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.files import (
     DAMAGES,
@@ -42,7 +41,7 @@ from rankscope.files import (
     to_plain,
     write_error,
 )
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import MISSING_INT, Ints
 from rankscope.version import __version__
 
 FOLDER = "replay"

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.replicas import RUNNING_STATISTICS, StateDifference, StateKind, minority_ranks
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import shortened
-from rankscope.stats.arrays import Bools, Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats, Ints
 
 ROUNDING = 1e-4
 """Relative difference of losses and gradient norms up to which rounding explains it, in 32 bits."""

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Bools, Floats, Ints, Ragged
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats, Ints, Ragged
 
 
 @dataclass(frozen=True, slots=True)

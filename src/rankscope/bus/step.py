@@ -9,11 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
-from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.arrays import MISSING_INT, Floats, Floats32, Ints
 from rankscope.stats.direction import Consensus, from_upper_triangle, upper_triangle
-
-MISSING_INT = np.iinfo(np.int64).min
-"""Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
 
 
 def as_floats(values: NDArray[Any]) -> Floats:

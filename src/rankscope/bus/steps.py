@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rankscope.bus.evidence import DType
 from rankscope.bus.replicas import digest_of_digests
-from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.stats.arrays import Floats, Ints, median
+from rankscope.bus.step import GatheredStep, StepReport
+from rankscope.stats.arrays import MISSING_INT, Floats, Ints, median
 from rankscope.stats.draws import DrawnSamples, SortedMap
 from rankscope.stats.samples import identical_groups
 from rankscope.stats.state import Stateful

@@ -22,7 +22,6 @@ from rankscope.bus.canary import (
     describe_size,
     why,
 )
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import all_workers, count, name_ranks, ranks_of_job
 from rankscope.cli.output import (
     JsonOption,
@@ -39,6 +38,7 @@ from rankscope.errors import RunError, UsageError
 from rankscope.files import to_plain
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
+from rankscope.stats.arrays import MISSING_INT
 
 if TYPE_CHECKING:
     from rankscope.tools.replay import Replayed

@@ -26,7 +26,7 @@ import rankscope
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.integrations.hooks import closing_first
 from rankscope.private import Patch
-from rankscope.wrappers.labels import IGNORED_LABEL
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.pace import PACE
-from rankscope.bus.step import MISSING_INT, as_floats
+from rankscope.bus.step import as_floats
 from rankscope.evidence import columns_of
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Floats, Ints
 from rankscope.stats.draws import DistinctSamples
 
 LEVELS = PACE.rolled_up  # steps in a bin of each level, each a multiple of the one before

@@ -12,10 +12,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rankscope.bus.evidence import Column, DType, Source, Table
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION
-from rankscope.stats.arrays import Bools
+from rankscope.stats.arrays import MISSING_INT, Bools
 
 Array = NDArray[Any]
 

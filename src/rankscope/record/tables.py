@@ -25,7 +25,7 @@ from rankscope.errors import RunError
 from rankscope.evidence import find_column
 from rankscope.files import open_file, unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Ints, evenly
 
 Columns = dict[str, Array]
 
@@ -358,12 +358,6 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
         found.append(rows.take(places[(places >= 0) & (places < len(rows))]))
         begin += len(rows)
     return pa.concat_tables(found)
-
-
-def evenly(length: int, count: int) -> Ints:
-    """Return up to ``count`` indices below ``length``, evenly spaced, first and last included."""
-    number = min(length, count)
-    return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))
 
 
 def _num_rows(file: Path, choose: Choice | None = None) -> int:

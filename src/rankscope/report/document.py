@@ -24,6 +24,7 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from rankscope.bus.words import number, whole
 from rankscope.errors import RunError
 from rankscope.files import ELSEWHERE, cache_root, read_own, staged
 from rankscope.report.parts import Spec, Tables
@@ -327,8 +328,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = words.number
-    environment.filters["whole"] = words.whole
+    environment.filters["number"] = number
+    environment.filters["whole"] = whole
     environment.filters["cause_text"] = cause_text
     environment.filters["breakable"] = breakable
     environment.filters["headings"] = re.compile('<h2 id="([^"]+)">([^<]+)</h2>').findall

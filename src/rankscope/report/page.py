@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.evidence import Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.words import number
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS
 from rankscope.report import figures, series
@@ -23,13 +23,13 @@ from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.figures import FINDING_ROW
 from rankscope.report.parts import Spec, Tables
 from rankscope.report.series import Row
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.verdict.assessment import Assessment, assess
 from rankscope.verdict.dispersion import expected_cosines
 from rankscope.verdict.words import (
     TOKENS,
     VerdictWords,
     facts,
-    number,
     ranks_in_words,
     titles_of,
     verdict_of,

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import UNKNOWN, count, listed, missing, number, whole
 from rankscope.errors import RunError
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.record import Run
 from rankscope.verdict.verdicts import TOO_EARLY
-from rankscope.verdict.words import LOOKS, UNKNOWN, missing, number, whole, writable
+from rankscope.verdict.words import LOOKS, writable
 
 _ORDER = ("sharded", "replicated")
 SETTING_WORDS = {

@@ -23,12 +23,12 @@ import numpy as np
 
 from rankscope.bus.evidence import Column, DType, Source, Table, Tail
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
-from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.step import StepReport
 from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
 from rankscope.files import to_plain
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import MISSING_INT, Floats
 
 _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
 

@@ -15,6 +15,9 @@ Floats32 = NDArray[np.float32]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+MISSING_INT = np.iinfo(np.int64).min
+"""Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
+
 _HALF = np.uint64(32)
 _FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8FEB86659FD93)))
 
@@ -162,3 +165,9 @@ class Ragged:
             elements_rL = self.flat[self.firsts[same_R][:, None] + np.arange(length)]
             found[same_R] = ufunc.reduce(elements_rL, axis=1, dtype=dtype)
         return found
+
+
+def evenly(length: int, count: int) -> Ints:
+    """Return up to ``count`` indices below ``length``, evenly spaced, first and last included."""
+    number = min(length, count)
+    return np.unique(np.linspace(0, max(length - 1, 0), number).astype(np.int64))

@@ -14,6 +14,9 @@ import numpy as np
 from rankscope.stats.arrays import Bools, Floats
 from rankscope.stats.state import Stateful
 
+IGNORED_LABEL = -100
+"""The label of a token that does not count in a loss, as torch's ``cross_entropy`` has it."""
+
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2
 _ENOUGH = 0.2

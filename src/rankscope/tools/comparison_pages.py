@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.record.tables import evenly
 from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import (
     DOT,
@@ -25,6 +24,7 @@ from rankscope.report.parts import (
     titled,
 )
 from rankscope.report.series import Row
+from rankscope.stats.arrays import evenly
 from rankscope.tools.diff import Comparison
 from rankscope.tools.diff.classes import named
 from rankscope.tools.parity.result import Answer, Kind

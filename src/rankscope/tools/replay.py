@@ -23,7 +23,6 @@ from rankscope.bus.canary import (
     judge,
 )
 from rankscope.bus.replicas import minority_ranks
-from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, samples_of
 from rankscope.evidence.canary.combine import compare_programs
@@ -35,6 +34,7 @@ from rankscope.evidence.canary.replay import (
     state_digest,
 )
 from rankscope.files import open_file
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.tools.functions import find_function
 
 WORST = 5  # samples that are listed, those whose loss is NaN and then those with the largest

@@ -8,21 +8,25 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-import numpy as np
 import pyarrow as pa
 
 from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
-from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import all_workers, count, name_ranks, ranks_of_job
+from rankscope.bus.words import (
+    UNKNOWN,
+    all_workers,
+    count,
+    missing,
+    name_ranks,
+    number,
+    ranks_of_job,
+)
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment, assess
 from rankscope.verdict.dispersion import dispersion_figures, short, short_pair
 from rankscope.verdict.rules import explanations, next_check_of, ranked, section_of
-
-UNKNOWN = "–"
 
 
 class Look(NamedTuple):
@@ -90,31 +94,6 @@ def titles_of(values: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
 def writable(text: str) -> str:
     """Return a text for output: characters of a name that are no UTF-8 become question marks."""
     return text.encode(errors="replace").decode()
-
-
-def missing(value: Any) -> bool:
-    """Return whether a value is undefined: None, NaN or ``MISSING_INT``."""
-    return value is None or value == MISSING_INT or bool(value != value)
-
-
-def number(value: Any, digits: int = 3) -> str:
-    """Return a number for reading: ``0.253``, ``1,024``, ``2.1e-07``, or a dash if undefined.
-
-    Below 1e-9 it is zero: the rounding error of equal float64 values.
-    """
-    if missing(value):
-        return UNKNOWN
-    if isinstance(value, int | np.integer):
-        return f"{int(value):,}"
-    size = abs(float(value))
-    if size < 1e-9 or 1e-3 <= size < 1e3:
-        return f"{float(value):.{digits}f}"
-    return f"{float(value):,.0f}" if 1e3 <= size < 1e7 else f"{float(value):.1e}"
-
-
-def whole(value: Any) -> str:
-    """Return a value as a whole number: ``960``, or a dash if undefined."""
-    return UNKNOWN if missing(value) else f"{round(value):,}"
 
 
 def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:

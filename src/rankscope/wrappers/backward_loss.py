@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.steps import LEAST_SCALER
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.wrappers.backward_calls import BackwardCalls, reaches
 from rankscope.wrappers.calls import ModuleHook
-from rankscope.wrappers.labels import IGNORED_LABEL, is_spread, labels_in
+from rankscope.wrappers.labels import is_spread, labels_in
 from rankscope.wrappers.loss_form import (
     PASSING,
     averaged_tokens,

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.wrappers.ranks import local_of
 
 _log = logging.getLogger("rankscope")
-
-IGNORED_LABEL = -100
 
 
 def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | None:

@@ -13,9 +13,10 @@ from rankscope import Run
 from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
-from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.step import StepReport
 from rankscope.evidence.environment import judge
 from rankscope.evidence.environment.probe import ModeMeter
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.wrappers.facts import FLAGS_EVERY, PrecisionMeter, environment_facts, precision_words
 from support.loops import train_watched
 from support.ranks import run_ranks

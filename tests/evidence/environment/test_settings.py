@@ -11,10 +11,11 @@ from rankscope.agent.host_summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan
-from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.step import StepReport
 from rankscope.evidence.environment import settings
 from rankscope.evidence.environment.judge import make_combiner
 from rankscope.evidence.environment.probe import OptimizerMeter
+from rankscope.stats.arrays import MISSING_INT
 from support.stepping import evidence_of, named_message, observe, run, words
 from support.streams import gathered
 

@@ -8,7 +8,7 @@ import torch
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.step import StepReport
 from rankscope.evidence.randomness import KEY
 from rankscope.evidence.randomness.judge import (
     BETWEEN,
@@ -23,6 +23,7 @@ from rankscope.evidence.randomness.judge import (
 )
 from rankscope.evidence.randomness.probe import RandomMeter
 from rankscope.record.states import pack_state, unpack_state
+from rankscope.stats.arrays import MISSING_INT
 from support.stepping import evidence_of, observe, run, words
 from support.streams import gathered
 

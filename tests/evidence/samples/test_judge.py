@@ -7,13 +7,13 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan
-from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.bus.step import StepReport
 from rankscope.evidence.samples.duplicates import DuplicateBatches
 from rankscope.evidence.samples.judge import Samples
 from rankscope.evidence.samples.orders import RepeatedOrder
 from rankscope.evidence.samples.repeats import StaleSamples
 from rankscope.record.states import pack_state, unpack_state
-from rankscope.stats.arrays import Ragged
+from rankscope.stats.arrays import MISSING_INT, Ragged
 from support.stepping import describe, evidence_of, findings_of
 from support.streams import accumulated, gathered, sharded, with_replacement
 

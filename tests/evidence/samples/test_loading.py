@@ -23,10 +23,9 @@ from torch.utils.data import (
 
 from rankscope import Run
 from rankscope.bus.messages import Layout
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.samples.judge import Samples
 from rankscope.evidence.samples.probe import SampleProbe
-from rankscope.stats.arrays import Ragged
+from rankscope.stats.arrays import MISSING_INT, Ragged
 from rankscope.wrappers.datasets import digests_by_field, rows_digest
 from rankscope.wrappers.samples import digest_inputs
 from support.findings import told

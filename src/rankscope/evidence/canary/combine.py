@@ -17,10 +17,9 @@ import numpy as np
 from rankscope.bus.canary import CanaryCause, judge, results_in
 from rankscope.bus.messages import Columns, Combiner, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_modules
 from rankscope.evidence.canary import READ
-from rankscope.stats.arrays import digest_of
+from rankscope.stats.arrays import MISSING_INT, digest_of
 
 
 class ComparedPrograms(Combiner):

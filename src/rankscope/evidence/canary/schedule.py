@@ -20,7 +20,8 @@ import numpy as np
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
 from rankscope.bus.pace import LAG, PACE
 from rankscope.bus.shares import Packable
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
+from rankscope.stats.arrays import MISSING_INT
 
 FIRST_KEPT = PACE.first_kept
 """Steps until the batches of a run's first canary are kept."""

@@ -20,10 +20,10 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import known_values, name_values
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import LEAST_SCALER, Step, common_scale
 from rankscope.bus.words import count
-from rankscope.stats.arrays import Bools, Floats
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats
 
 BETWEEN = "clipped-between-micro-batches"
 

@@ -17,10 +17,9 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, minority_ranks, name_values
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.evidence.copies import AGAIN, KEY
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Floats, Ints
 
 BEGINS = "state.average_begins_anew"
 DIFFERS = "state.average_differs"

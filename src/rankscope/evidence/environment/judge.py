@@ -22,7 +22,6 @@ from rankscope.bus.replicas import (
     minority_ranks,
     name_values,
 )
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_modules, name_ranks
 from rankscope.evidence.environment import MODES, PRECISION, SETTINGS
@@ -33,7 +32,7 @@ from rankscope.evidence.environment.settings import (
     ScheduleEnded,
     ScheduleJump,
 )
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import MISSING_INT, Ints
 
 CAUSE = "env.mismatch"
 CONFIGURED = "configured-differently"

@@ -10,10 +10,10 @@ from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, evi
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name_values
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Bools, Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats, Ints
 from rankscope.stats.state import State
 
 STEPS_NEEDED = 3

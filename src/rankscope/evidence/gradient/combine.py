@@ -21,8 +21,7 @@ import numpy as np
 from rankscope.bus.gradient_part import Found, audit_of, by_rank, measured_in
 from rankscope.bus.messages import Columns, Combiner, Messages, fill
 from rankscope.bus.replicas import follow_places
-from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Bools, Floats
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats
 from rankscope.stats.audit import AuditPart, residuals_of_all
 
 _SAME = 1e-5

@@ -6,9 +6,9 @@ from rankscope.bus.detector import Detector, FaultEvidence, RunFacts, evidence_a
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, minority_ranks
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.evidence.joined import BEGINS, KEY
+from rankscope.stats.arrays import MISSING_INT
 
 DIFFERS = "state.unwatched_differs"
 

@@ -20,11 +20,11 @@ from rankscope.bus.detector import (
     RunFacts,
 )
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.loss.scale import LossScale
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Floats, Ints
 from rankscope.stats.tokens import TokenSums, are_alike, as_matrix, log_spread
 
 _SKIPS_IN_A_ROW = 20

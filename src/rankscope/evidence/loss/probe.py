@@ -33,15 +33,9 @@ from rankscope.bus.probe import (
 from rankscope.bus.steps import LEAST_SCALER
 from rankscope.gradients.host import Numbers, OnHost, copy_numbers
 from rankscope.gradients.kernels.native import count_labels
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.wrappers.backward_loss import unscaled
-from rankscope.wrappers.labels import (
-    IGNORED_LABEL,
-    count_label_tokens,
-    is_spread,
-    labels_in,
-    own,
-    shifts_labels,
-)
+from rankscope.wrappers.labels import count_label_tokens, is_spread, labels_in, own, shifts_labels
 from rankscope.wrappers.loss_form import (
     averaged_tokens,
     divisor_of,

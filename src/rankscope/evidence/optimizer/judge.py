@@ -25,7 +25,7 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, copied_values
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
@@ -36,7 +36,7 @@ from rankscope.evidence.optimizer.updates import (
     StaleCopies,
     unless_all,
 )
-from rankscope.stats.arrays import Bools, Floats, Ints, how_far
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats, Ints, how_far
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"

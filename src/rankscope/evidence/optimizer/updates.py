@@ -10,10 +10,10 @@ from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks, shortened
 from rankscope.evidence.optimizer import KEY
+from rankscope.stats.arrays import MISSING_INT
 
 _STALE_FROM = 3  # steps
 _MOST_NAMED = 3

@@ -27,7 +27,7 @@ from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
-from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
+from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.outliers import EXCHANGES
@@ -44,7 +44,7 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.stats.arrays import Bools, Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats, Ints
 from rankscope.stats.bets import AMOUNTS, AT_ONCE, OUTLIERS, alarm_level
 from rankscope.stats.draws import SortedMap
 from rankscope.stats.state import State, Stateful

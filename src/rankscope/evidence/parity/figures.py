@@ -14,8 +14,9 @@ from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.bus.parity import QUARTERS, WIDTH, TensorFigures
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.gradients.totals import GradientTotals
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.wrappers.fsdp2_model import Shard, ShardPlace, measure_shards
-from rankscope.wrappers.labels import IGNORED_LABEL, labels_in, own
+from rankscope.wrappers.labels import labels_in, own
 
 if TYPE_CHECKING:
     from rankscope.stats.arrays import Ints

@@ -23,11 +23,10 @@ from rankscope.bus.replicas import (
     minority_ranks,
     ranks_by,
 )
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import RankGroups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
 from rankscope.evidence.randomness import BETWEEN_BITS, DIGESTS, GENERATORS, KEY
-from rankscope.stats.arrays import Bools, Ints
+from rankscope.stats.arrays import MISSING_INT, Bools, Ints
 
 STEPS_NEEDED = 3
 

@@ -7,9 +7,9 @@ import numpy as np
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import ranks_by
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, name_ranks, shortened
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.stats.draws import in_order
 
 SAME_RESULTS = "data-same-results"

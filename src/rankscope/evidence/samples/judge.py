@@ -17,7 +17,7 @@ from rankscope.bus.detector import (
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages
 from rankscope.bus.replicas import minority_ranks, name_values
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.samples.duplicates import DuplicateBatches, SameResults
@@ -31,7 +31,7 @@ from rankscope.evidence.samples.repeats import (
     StaleSamples,
 )
 from rankscope.evidence.samples.resume import ResumeMismatch
-from rankscope.stats.arrays import Ints, Ragged
+from rankscope.stats.arrays import MISSING_INT, Ints, Ragged
 from rankscope.stats.draws import in_order
 from rankscope.stats.samples import ThinningLedger
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from rankscope.bus.detector import FaultEvidence, PersistentFault, RestartDetector
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.evidence.samples.repeats import FEW
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.stats.state import Stateful
 
 

@@ -9,10 +9,9 @@ import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Recurrence, Step
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Ints, mix
+from rankscope.stats.arrays import MISSING_INT, Ints, mix
 
 FEW = 16
 """So few batches that a worker with no others learns them by heart."""

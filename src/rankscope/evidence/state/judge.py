@@ -31,7 +31,7 @@ from rankscope.bus.replicas import (
     known_values,
     minority_ranks,
 )
-from rankscope.bus.step import MISSING_INT, GatheredStep, trains_alone
+from rankscope.bus.step import GatheredStep, trains_alone
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.state import FROZEN
@@ -47,7 +47,7 @@ from rankscope.evidence.state.roles import (
     unchanged_differences,
 )
 from rankscope.evidence.state.unequal import UnequalState
-from rankscope.stats.arrays import Ints, Ragged
+from rankscope.stats.arrays import MISSING_INT, Ints, Ragged
 
 STATE_STEPS = 64
 """Steps of one cycle through parameters, buffers and optimizer state."""

@@ -21,11 +21,11 @@ from rankscope.bus.replicas import (
     minority_ranks,
     trained_by_place,
 )
-from rankscope.bus.step import MISSING_INT, GatheredStep, trains_alone
+from rankscope.bus.step import GatheredStep, trains_alone
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.state.roles import ROLES_EVERY, Role, tie_of
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import MISSING_INT, Ints
 from rankscope.stats.state import Stateful
 
 HEALED_AFTER = 128

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Te
 from rankscope.errors import DataError, UsageError
 from rankscope.lab.study.config import Combination, ShardReading
 from rankscope.lab.study.data import Record, prompt
-from rankscope.wrappers.labels import IGNORED_LABEL
+from rankscope.stats.tokens import IGNORED_LABEL
 
 IGNORED = IGNORED_LABEL  # label of tokens that do not count in the loss: prompt and padding
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rankscope import RankscopeError, Run, load
-from rankscope.bus.words import count
+from rankscope.bus.words import count, number, whole
 from rankscope.errors import DataError, MissingExtraError, RunError, UsageError
 from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
@@ -24,7 +24,6 @@ from rankscope.lab.study.models import PreparedModel, prepare
 from rankscope.lab.study.quiet import quiet_deepspeed
 from rankscope.report.markdown import study_markdown
 from rankscope.report.study_words import SETTING_WORDS, open_study
-from rankscope.verdict.words import number, whole
 
 STUDY_FILE = "study.json"
 PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md", "error.log")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import listed, name_ranks
+from rankscope.stats.arrays import MISSING_INT
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.parting import (
     ComparedColumn,

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.evidence import DType, Table
-from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
-from rankscope.stats.arrays import Bools, Floats
+from rankscope.stats.arrays import MISSING_INT, Bools, Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
 from rankscope.tools.diff.reading import DiffSide, Tensors
 from rankscope.tools.diff.result import Alignment, Curve, DifferenceGrowth, Jump, Parting

@@ -21,12 +21,11 @@ from rankscope.bus.environment import (
     precision_digest,
 )
 from rankscope.bus.evidence import DType, Table
-from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence import find_column
 from rankscope.record.rollups import Cells
 from rankscope.record.schema import to_numpy
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import MISSING_INT, Floats, Ints
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.result import Alignment, Change
 

@@ -13,6 +13,7 @@ from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.stats.samples import LIKELY, SURE
+from rankscope.stats.tokens import IGNORED_LABEL
 from rankscope.tools.doctor.stage import (
     ALONE,
     FUNCTION_ADVICE,
@@ -23,7 +24,6 @@ from rankscope.tools.doctor.stage import (
     Status,
 )
 from rankscope.wrappers.datasets import draws_with_replacement, settings_of
-from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.samples import digest_inputs
 
 SHARE_OF_TIME = 0.5  # share of a stage's time that reading the first epoch may take
