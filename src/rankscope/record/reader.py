@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS, Finding
@@ -34,7 +35,7 @@ from rankscope.record.rollups import (
     read_overviews,
 )
 from rankscope.record.rows import read_reports
-from rankscope.record.schema import row_keys, schema_with, to_numpy
+from rankscope.record.schema import FILL, row_keys, schema_with, to_numpy
 from rankscope.record.stores import at_hand
 from rankscope.record.tables import (
     Columns,
@@ -189,11 +190,23 @@ class Run:
         """
         find_column(Table.WORKERS, name)
         rows = self._rows(Table.WORKERS, ("step", "rank", name))
-        cells = Cells(
-            to_numpy(rows["step"], DType.INT), to_numpy(rows["rank"], DType.INT), self.num_workers
-        )
+        cells = self._cells(rows)
         values = to_numpy(rows[name].cast(pa.float64(), safe=False), DType.FLOAT)
         return cells.steps_B, cells.spread(values, np.float64("nan"))
+
+    def matrix(self, name: str) -> NDArray[Any]:
+        """Return a column of the workers table ``[T, W]``, as :meth:`columns` does.
+
+        Where a worker has no row in a step, it is as where it has no value.
+        """
+        dtype = find_column(Table.WORKERS, name).dtype
+        rows = self._rows(Table.WORKERS, ("step", "rank", name))
+        values = to_numpy(rows[name], dtype)
+        return self._cells(rows).spread(values, values.dtype.type(FILL[dtype]))
+
+    def _cells(self, rows: pa.Table) -> Cells:
+        steps, ranks = (to_numpy(rows[name], DType.INT) for name in ("step", "rank"))
+        return Cells(steps, ranks, self.num_workers)
 
     def overview(self, name: str, *, max_bins: int = 240) -> Overview:
         """Return a column of the workers table over the whole run, in few bins of steps.

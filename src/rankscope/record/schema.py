@@ -34,7 +34,8 @@ _NUMPY: dict[DType, type[np.generic]] = {
     DType.INTS: np.int64,
     DType.FLOATS: np.float32,
 }
-_FILL = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False, DType.TEXT: ""}
+FILL = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False, DType.TEXT: ""}
+"""What stands for a null in numpy."""
 _LISTS = (DType.INTS, DType.FLOATS)
 
 
@@ -133,7 +134,7 @@ def to_numpy(column: pa.ChunkedArray, dtype: DType) -> Array:
     column = column.combine_chunks()
     if is_list(dtype):
         return _lists_to_numpy(column, dtype)
-    fill = _FILL[dtype]
+    fill = FILL[dtype]
     filled = column.fill_null(pa.scalar(fill, _ARROW[dtype])) if column.null_count else column
     return np.array(filled.to_numpy(zero_copy_only=False), _NUMPY[dtype])
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.evidence import DType, Table
-from rankscope.evidence import columns_of, find_column
 from rankscope.stats.arrays import MISSING_INT, Bools, Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
 from rankscope.tools.diff.reading import DiffSide, Tensors
@@ -296,12 +294,11 @@ class Pair:
         return ComparedColumn(stage, name, known & (one != other), relative)
 
     def _column(self, name: str, stage: Stage) -> ComparedColumn:
-        """Compare a column of the workers by its declared type: number, digest or flag."""
+        """Compare a column of the workers by its type: number, digest or flag."""
         one, other = self.values(name)
-        dtype = find_column(Table.WORKERS, name).dtype
-        if dtype is DType.FLOAT:
+        if one.dtype == np.float64:
             return self._floats(stage, name, one, other)
-        if dtype is DType.BOOL:
+        if one.dtype == np.bool_:
             differs_PW = one != other
             return ComparedColumn(stage, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
         known_PW = (one != MISSING_INT) & (other != MISSING_INT)
@@ -316,7 +313,7 @@ class Pair:
         return ComparedColumn(Stage.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
 
 
-_NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
+_NUMBERS = ("grad_norm", "reduced_norm", "lr", "weight_decay")  # columns whose values are shown
 _TRACED = {Stage.GRADIENT: "reduced", Stage.UPDATE: "parameter"}
 ONE_BUCKET = 0.95  # of a squared distance in one number of one sketch: a single element differs
 

@@ -20,11 +20,7 @@ from rankscope.bus.environment import (
     is_compared,
     precision_digest,
 )
-from rankscope.bus.evidence import DType, Table
 from rankscope.errors import RunError
-from rankscope.evidence import find_column
-from rankscope.record.rollups import Cells
-from rankscope.record.schema import to_numpy
 from rankscope.stats.arrays import MISSING_INT, Floats, Ints
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.result import Alignment, Change
@@ -68,35 +64,25 @@ class DiffSide:
         self.run = run
         self.info = run.info
         self.name = str(run.path)
-        self._rows = run.table(Table.WORKERS)
-        steps, ranks = (to_numpy(self._rows[name], DType.INT) for name in ("step", "rank"))
-        if not len(steps):
+        self.steps_T = run.per_worker("loss")[0]
+        if not len(self.steps_T):
             raise RunError(
                 f"{run.path} has no recorded step: there is nothing to compare; wait until the "
                 "run has written its first steps, or check the path"
             )
-        self.num_workers = max(run.num_workers, int(ranks.max()) + 1)
-        self._cells = Cells(steps, ranks, self.num_workers)
-        self.steps_T = self._cells.steps_B
         self._columns: dict[str, NDArray[Any]] = {}
+        self.num_workers = self.column("loss").shape[1]
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column of the workers ``[T, W]``: NaN, MISSING_INT or False where null."""
         if name not in self._columns:
-            dtype = find_column(Table.WORKERS, name).dtype
-            missing: dict[DType, np.generic] = {
-                DType.INT: np.int64(MISSING_INT),
-                DType.BOOL: np.bool_(False),
-                DType.FLOAT: np.float64("nan"),
-            }
-            values = to_numpy(self._rows[name], dtype)
-            self._columns[name] = self._cells.spread(values, missing[dtype])
+            self._columns[name] = self.run.matrix(name)
         return self._columns[name]
 
     @cached_property
     def samples(self) -> dict[int, dict[int, Ints]]:
         """Samples by step and rank, as far as they are recorded."""
-        columns = self.run.columns(Table.SAMPLES, "step", "rank", "samples")
+        columns = self.run.columns("samples", "step", "rank", "samples")
         found: dict[int, dict[int, Ints]] = {}
         for step, rank, ids in zip(*columns.values(), strict=True):
             found.setdefault(int(step), {})[int(rank)] = ids
@@ -113,7 +99,7 @@ class DiffSide:
     @cached_property
     def groups(self) -> dict[str, Floats]:
         """Local gradient norms of each group ``[T, W]``, NaN where not measured."""
-        columns = self.run.columns(Table.GROUPS, "step", "rank", "group", "grad_norm")
+        columns = self.run.columns("groups", "step", "rank", "group", "grad_norm")
         norms: dict[str, Floats] = {}
         names, which = np.unique(columns["group"].astype(str), return_inverse=True)
         known = np.isin(columns["step"], self.steps_T)
@@ -127,22 +113,21 @@ class DiffSide:
 
     def per_step(self, name: str) -> Floats:
         """Return a float column of the steps table ``[T]``, NaN where it has no row."""
-        columns = self.run.columns(Table.STEPS, "step", name)
+        columns = self.run.columns("steps", "step", name)
         values = dict(zip(columns["step"].tolist(), columns[name].tolist(), strict=True))
         return np.array([values.get(int(step), np.nan) for step in self.steps_T])
 
     @cached_property
     def traces(self) -> dict[tuple[int, str], Tensors]:
         """Traced tensors by step and kind; empty when the run has no traces."""
-        table = self.run.table(Table.TRACES)
-        if not len(table):
+        columns = self.run.columns("traces", *_TRACED)
+        if not len(columns["step"]):
             return {}
-        columns = {s: to_numpy(table[s], find_column(Table.TRACES, s).dtype) for s in _TRACED}
         names = columns["name"].astype(str)
         kinds = columns["kind"].astype(str)
         steps = columns["step"]
         width = max(len(cell) for cell in columns["sketch"])
-        sketches_NK = np.full((len(table), width), np.nan)
+        sketches_NK = np.full((len(columns["step"]), width), np.nan)
         for row, cell in enumerate(columns["sketch"]):
             sketches_NK[row, : len(cell)] = cell
         order = np.lexsort((names, kinds, steps))
@@ -160,7 +145,7 @@ class DiffSide:
     @cached_property
     def begun_with(self) -> dict[int, int]:
         """Digests of the parameters before the first update, by rank; empty where not read."""
-        columns = self.run.columns(Table.DIGESTS, "step", "rank", "kind", "name", "digest")
+        columns = self.run.columns("digests", "step", "rank", "kind", "name", "digest")
         first = (columns["kind"].astype(str) == "started") & (columns["step"] == self.steps_T[0])
         rows = np.flatnonzero(first & (columns["name"].astype(str) == _BEGUN_WITH))
         return dict(
@@ -170,7 +155,7 @@ class DiffSide:
     @cached_property
     def disagreement(self) -> Disagreement | None:
         """Where the run's own workers first differ in parameters, optimizer or gradients."""
-        columns = self.run.columns(Table.DIGESTS, "step", "rank", "kind", "name", "digest")
+        columns = self.run.columns("digests", "step", "rank", "kind", "name", "digest")
         kinds = columns["kind"].astype(str)
         rows = np.flatnonzero(np.isin(kinds, ("parameter", "optimizer", "reduced", "applied")))
         if not len(rows):

@@ -28,7 +28,6 @@ from rankscope.bus.parity import (
     RankStep,
     TensorFigures,
 )
-from rankscope.bus.shares import PackedError
 from rankscope.bus.words import dtype_name
 from rankscope.errors import RunError
 from rankscope.files import read_file
@@ -151,7 +150,7 @@ def read_side(directory: Path, name: str) -> Recording:
     for file in sorted(folder.glob("rank-*/step-*.bin")):
         try:
             step = RankStep.unpack(read_file(file, _MOST_BYTES))
-        except (OSError, PackedError) as error:
+        except (OSError, ValueError) as error:  # not there, or damaged
             raise NotRecordedError(f"{file} cannot be read: {error}") from error
         failed = step.facts.get("failed")
         if failed:
