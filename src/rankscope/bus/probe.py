@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import Finding, FindingEvents
 
 if TYPE_CHECKING:
     from rankscope.bus.step import GatheredStep
@@ -354,13 +354,21 @@ class Director:
 
     def __init__(self, report: Callable[[Finding], None] = lambda finding: None) -> None:
         self._report = report
+        self._events = FindingEvents()
+        self._facts: dict[str, object] = {}  # by id, as of the last report
         self.findings: dict[str, Finding] = {}  # its findings by id, each in its latest state
         self.unmeasured: str | None = None  # why it measures nothing so far; None if not known
 
-    def publish(self, finding: Finding) -> None:
-        """Report a finding that is new or has changed."""
+    def publish(self, finding: Finding, count: int = 0, facts: object = None) -> None:
+        """Report a finding if it is new, has changed, or its amount of evidence has doubled.
+
+        ``facts`` are further parts of it whose change is reported.
+        """
         self.findings[finding.id] = finding
-        self._report(finding)
+        event = self._events.of(finding, count)
+        if event is not None or self._facts[finding.id] != facts:
+            self._facts[finding.id] = facts
+            self._report(finding)
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a probe's message; ``rank`` is None for a rank of another run."""

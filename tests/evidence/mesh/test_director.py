@@ -67,7 +67,7 @@ def observe(*steps, axis="tp", begun_at=0):
     verdict = director.AxisVerdict(axis, begun_at)
     found = {}
     for step, replicas in steps:
-        found |= {finding.id: finding for finding in verdict.observe(step, replicas, {0: 0, 4: 1})}
+        found |= {each.id: each for _, each in verdict.observe(step, replicas, {0: 0, 4: 1})}
     return found
 
 
@@ -129,7 +129,7 @@ def tied(digest, parameter=0.0, gradient=0.0, *, factor=math.nan):
 def told(*steps, certain=(EMBEDDING,)):
     verdict = director.TieVerdict("pp", 0, certain)
     found = [
-        each for step, weight in steps for each in verdict.observe(step, [weight], {0: 0, 1: 1})
+        each for step, weight in steps for _, each in verdict.observe(step, [weight], {0: 0, 1: 1})
     ]
     return {str(finding.severity): finding for finding in found}
 

@@ -132,7 +132,6 @@ class Axes(Director):
         self._shares = Waiting[tuple[int, str, tuple[int, ...]], AxesShare](_MOST_WAITING)
         self._faults: dict[str, PersistentFault] = {}  # by name of their findings
         self._norm = NormOverMesh()
-        self._noted: list[tuple[str, tuple[int, ...]]] = []
         self._apart: dict[tuple[str, tuple[int, ...]], int] = {}  # first step; -1: not in all
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
@@ -199,16 +198,14 @@ class Axes(Director):
             self._apart[axis, line] = -1
         elif step == begun + APART:
             lines = sorted(each for each, first in self._apart.items() if 0 <= first <= begun)
-            if lines == self._noted:
-                return
-            self._noted = lines
             named = [name_ranks(ranks, of_job=True) for _, ranks in lines]
             fields = {"axis": axis, "ranks": shortened(named, _MOST_LINES, "other group")}
             numbers = {"axis": axis, "lines": [list(ranks) for _, ranks in lines[:MOST_RECORDED]]}
             evidence = FaultEvidence(
                 SAMPLES, Severity.NOTE, (), begun, step, APART, fields, numbers, SAMPLES
             )
-            self.publish(finding_of(evidence, step, name=SAMPLES, begun_at=self._first_step))
+            finding = finding_of(evidence, step, name=SAMPLES, begun_at=self._first_step)
+            self.publish(finding, facts=lines)
 
     def _add(
         self,
@@ -225,11 +222,10 @@ class Axes(Director):
         fault = self._faults.setdefault(name, PersistentFault())
         fault.see(step)
         fault.first = min(fault.first, step)  # steps of several lines come in any order
-        if fault.count & (fault.count - 1):  # each doubling is news
-            return
         numbers = {**numbers, "steps": fault.count}
         evidence = fault.evidence(cause, severity, (), fields, numbers, key=key)
-        self.publish(finding_of(evidence, step, name=name, begun_at=self._first_step))
+        finding = finding_of(evidence, step, name=name, begun_at=self._first_step)
+        self.publish(finding, fault.count)
 
 
 _ALONE = "only the ranks of one data-parallel group count in the norm"

@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,15 @@ from rankscope.bus.canary import (
     results_of,
     why,
 )
-from rankscope.bus.detector import LATENESS, Check, CheckedRun, Detector, FaultEvidence, RunFacts
+from rankscope.bus.detector import (
+    LATENESS,
+    Check,
+    CheckedRun,
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RunFacts,
+)
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.pace import LAG
 from rankscope.bus.replicas import StateKind
@@ -26,7 +33,6 @@ from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
 from rankscope.bus.words import all_workers, name_ranks
 from rankscope.evidence.state.roles import ROLES_EVERY
-from rankscope.stats.state import Stateful
 
 CANARY_STEPS = 3 * LAG
 """Steps until the first canary is judged."""
@@ -138,7 +144,7 @@ class CanaryVerdicts(Detector):
         if (own and explained) or (state and self._alone):
             return ()  # workers hold parameters of their own, which explain other results
         key = _KINDS[verdict.verdict][0]
-        fault = self._faults.setdefault(key, _CanaryFault(gathered.step))
+        fault = self._faults.setdefault(key, _CanaryFault())
         fault.add(gathered.step, verdict, results)
         return (self._evidence(key, fault),)
 
@@ -147,7 +153,7 @@ class CanaryVerdicts(Detector):
         fault = self._faults.get(DIFFERS)
         if fault is None or fault.verdict != CanaryCause.HARDWARE:
             return ()
-        if not differing & set(fault.ranks):
+        if not differing & fault.ranks:
             return ()
         fault.verdict = str(CanaryCause.STATE)
         return (self._evidence(DIFFERS, fault),)
@@ -158,17 +164,9 @@ class CanaryVerdicts(Detector):
         numbers = {"canaries": fault.count, "verdict": str(verdict), **fault.numbers}
         if other_causes:
             numbers["other_causes"] = other_causes
-        return FaultEvidence(
-            cause=cause,
-            severity=self._severity(verdict, fault),
-            ranks=fault.ranks,
-            first_step=fault.first,
-            last_step=fault.last,
-            count=fault.count,
-            fields=_fields(fault, verdict, self._num_workers),
-            numbers=numbers,
-            key=key,
-        )
+        severity = self._severity(verdict, fault)
+        fields = _fields(fault, verdict, self._num_workers)
+        return fault.evidence(cause, severity, fault.ranks, fields, numbers, key=key)
 
     def _severity(self, verdict: CanaryCause, fault: "_CanaryFault") -> Severity:
         """Return the severity; some workers may only add in any order, which is a note."""
@@ -184,28 +182,23 @@ class CanaryVerdicts(Detector):
         return Severity.WARNING
 
 
-@dataclass
-class _CanaryFault(Stateful):
+class _CanaryFault(PersistentFault):
     """The canaries that led to one finding."""
 
-    first: int
-    last: int = -1
-    count: int = 0
-    verdict: str = ""
-    ranks: tuple[int, ...] = ()
-    within_rounding: bool = True
-    size: str = ""
-    reasons: tuple[str, ...] = ()
-    hooks: tuple[str, ...] = ()
-    compared: bool = False
-    numbers: dict[str, Any] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__()
+        self.verdict = ""
+        self.within_rounding = True
+        self.size = ""
+        self.reasons: tuple[str, ...] = ()
+        self.hooks: tuple[str, ...] = ()
+        self.compared = False
+        self.numbers: dict[str, Any] = {}
 
     def add(self, step: int, verdict: CanaryVerdict, results: CanaryResults) -> None:
         """Add a canary."""
-        self.last = step
-        self.count += 1
+        self.see(step, verdict.ranks)
         self.verdict = str(verdict.verdict)
-        self.ranks = tuple(sorted({*self.ranks, *verdict.ranks}))
         self.within_rounding &= verdict.distance <= results.rounding
         self.size = describe_size(results, verdict.ranks)
         self.reasons = verdict.reasons

@@ -8,13 +8,13 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence, finding_of
+from rankscope.bus.detector import PersistentFault, finding_of
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.replicas import minority_ranks
@@ -224,35 +224,26 @@ class MeshAxes(Director):
             verdict = self._verdicts[axis] = (
                 AxisVerdict(axis, first) if shared is None else TieVerdict(axis, first, shared)
             )
-        for finding in verdict.observe(step, found, self._workers):
-            self.publish(finding)
+        for fault, finding in verdict.observe(step, found, self._workers):
+            self.publish(finding, fault.count, (tuple(fault.apart), dict(fault.lines)))
 
 
-@dataclass(slots=True)
-class _Fault:
+class _Fault(PersistentFault):
     """One kind of difference along an axis."""
 
-    first: int  # step that shows it
-    severity: Severity
-    last: int = -1
-    count: int = 0  # of steps that show it
-    apart: dict[str, float] = field(default_factory=dict)  # largest distance, by parameter
-    lines: dict[_Line, _Line] = field(default_factory=dict)  # by line: those that differ from most
-    reported: object = None  # summary at the last report
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_error = False
+        self.apart: dict[str, float] = {}  # largest distance, by parameter
+        self.lines: dict[_Line, _Line] = {}  # by line: those that differ from most
 
     def add(self, step: int, one: Replicated, apart: float, odd: _Line) -> None:
-        """Add a parameter on one line in a step."""
-        self.count += step > self.last
-        self.last = max(self.last, step)
+        """Add a parameter on one line in a step; steps of several lines come in any order."""
+        if step > self.last:
+            self.see(step)
+        self.first = min(self.first, step)
         self.apart[one.name] = max(apart, self.apart.get(one.name, 0.0))
         self.lines[one.ranks] = odd
-
-    def has_changed(self, *facts: object) -> bool:
-        """Return whether it has changed since the last report, and note this one."""
-        summary = (*facts, tuple(self.apart), dict(self.lines), self.count.bit_length())
-        changed = summary != self.reported
-        self.reported = summary
-        return changed
 
 
 class _Verdict:
@@ -288,9 +279,7 @@ class _Verdict:
             "where": _where(fault.lines),
             **fields,
         }
-        evidence = FaultEvidence(
-            cause, severity, ranks, fault.first, fault.last, fault.count, fields, numbers
-        )
+        evidence = fault.evidence(cause, severity, ranks, fields, numbers)
         name = f"{cause}:{self._axis}{suffix}"
         finding = finding_of(evidence, fault.last, name=name, begun_at=self._begun_at)
         return replace(finding, ranks=()) if everywhere or len(ranks) == len(workers) else finding
@@ -319,8 +308,8 @@ class AxisVerdict(_Verdict):
 
     def observe(
         self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
-    ) -> list[Finding]:
-        """Process the replicas on one line in a step; return findings that are new or changed.
+    ) -> list[tuple[_Fault, Finding]]:
+        """Process the replicas on one line in a step; return the faults that it shows.
 
         Steps of the same ranks come in order, with one parameter at least. ``workers`` are those
         of this run, by rank in the job.
@@ -332,15 +321,15 @@ class AxisVerdict(_Verdict):
         self._see_gradients(step, found, begins=not met)
         for one in found:
             if one.parameter_differs and self._partial is None:
-                self._differ = self._differ or _Fault(step, Severity.WARNING)
+                self._differ = self._differ or _Fault()
                 if one.placed or one.cuts or one.name in met:  # has to be equal along the axis
-                    self._differ.severity = Severity.ERROR
+                    self._differ.is_error = True
                 _add_first(self._differ, step, one, one.parameter, 0)
         met |= {one.name for one in found}
         for one in found:
             if one.held:
                 self._held[one.name].add(one.ranks)
-        return list(self._changed(step, workers))
+        return list(self._shown(step, workers))
 
     def _see_gradients(self, step: int, found: Sequence[Replicated], *, begins: bool) -> None:
         apart = begins and any(one.parameter_differs for one in found)
@@ -349,10 +338,11 @@ class AxisVerdict(_Verdict):
         for one in found:
             part = one.gradient > max(_PART, _MUCH * one.parameter) or begins
             if one.gradient_differs and part:
-                self._partial = self._partial or _Fault(step, Severity.ERROR)
+                self._partial = self._partial or _Fault()
+                self._partial.is_error = True
                 _add_first(self._partial, step, one, one.gradient, _CYCLE)
 
-    def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
+    def _shown(self, step: int, workers: Mapping[int, int]) -> Iterator[tuple[_Fault, Finding]]:
         for cause, fault in ((_PARTIAL, self._partial), (_DIFFER, self._differ)):
             if fault is None or fault.last != step:
                 continue
@@ -360,18 +350,17 @@ class AxisVerdict(_Verdict):
             everywhere = workers.keys() <= met and all(
                 self._held[name] <= fault.lines.keys() for name in fault.apart
             )
-            if fault.has_changed(fault.severity, everywhere):
-                apart = max(fault.apart.values())
-                by = f"by {apart:.2g} of their norm"
-                fields = {"apart": by if math.isfinite(apart) else "since some have none"}
-                severity = fault.severity
-                yield self._finding(cause, severity, fault, workers, fields, everywhere=everywhere)
+            apart = max(fault.apart.values())
+            by = f"by {apart:.2g} of their norm"
+            fields = {"apart": by if math.isfinite(apart) else "since some have none"}
+            severity = Severity.ERROR if fault.is_error else Severity.WARNING
+            finding = self._finding(cause, severity, fault, workers, fields, everywhere=everywhere)
+            yield fault, finding
 
 
 def _add_first(fault: _Fault, step: int, one: Replicated, apart: float, wait: int) -> None:
     """Add a parameter, unless it is new more than ``wait`` steps later: a consequence."""
-    if one.name in fault.apart or step <= fault.first + wait:
-        fault.first = min(fault.first, step)
+    if not fault.count or one.name in fault.apart or step <= fault.first + wait:
         fault.add(step, one, apart, one.odd)
 
 
@@ -402,13 +391,13 @@ class _Weight:
     compared: bool = False  # all ranks had a gradient at some time
 
 
-@dataclass(slots=True)
 class _Drift(_Fault):
     """Weights that have drifted apart."""
 
-    kept: bool = False  # some had stayed equal over an update
-    gradients: tuple[float, float] | None = None  # distance and factor; None if they agreed
-    compared: bool = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: tuple[float, float] | None = None  # distance, factor; None if they agreed
+        self.compared = False
 
 
 class TieVerdict(_Verdict):
@@ -428,8 +417,8 @@ class TieVerdict(_Verdict):
 
     def observe(
         self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
-    ) -> list[Finding]:
-        """Process the weights of one line in a step; return findings that are new or changed."""
+    ) -> list[tuple[_Fault, Finding]]:
+        """Process the weights of one line in a step; return the faults that it shows."""
         for one in found:
             key = one.ranks, one.name
             if key not in self._weights:  # else the script has loaded other values since
@@ -437,7 +426,7 @@ class TieVerdict(_Verdict):
             weight = self._weights[key]
             if weight is not None:
                 self._see(step, one, weight)
-        return list(self._changed(step, workers))
+        return list(self._shown(step, workers))
 
     def _see(self, step: int, one: Replicated, weight: _Weight) -> None:
         if one.same:
@@ -445,9 +434,9 @@ class TieVerdict(_Verdict):
         elif one.parameter_differs or weight.gradients is not None:
             certain = weight.kept or one.name in self._certain
             severity = Severity.WARNING if certain else Severity.NOTE
-            drift = self._drifts.setdefault(severity, _Drift(step, severity))
+            drift = self._drifts.setdefault(severity, _Drift())
             drift.add(step, one, one.parameter, one.ranks)
-            drift.kept |= weight.kept
+            drift.is_error |= weight.kept  # some had stayed equal over an update
             drift.gradients = drift.gradients or weight.gradients
             drift.compared |= weight.compared
         if math.isfinite(one.gradient):  # else some stage has none, or has cleared it
@@ -455,18 +444,18 @@ class TieVerdict(_Verdict):
             if one.gradient_differs and weight.gradients is None:
                 weight.gradients = one.gradient, one.factor
 
-    def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
-        for drift in self._drifts.values():
-            if drift.last != step or not drift.has_changed(drift.kept):
+    def _shown(self, step: int, workers: Mapping[int, int]) -> Iterator[tuple[_Fault, Finding]]:
+        for certain, drift in self._drifts.items():
+            if drift.last != step:
                 continue
-            severity = Severity.ERROR if drift.kept else drift.severity
+            severity = Severity.ERROR if drift.is_error else certain
             fields = {
                 "apart": f"{max(drift.apart.values()):.2g}",
                 "why": _why(drift, self._axis),
-                "begun": "an update had left them equal" if drift.kept else "they began alike",
+                "begun": "an update had left them equal" if drift.is_error else "they began alike",
             }
             suffix = "" if severity > Severity.NOTE else ":note"
-            yield self._finding(_TIED, severity, drift, workers, fields, suffix=suffix)
+            yield drift, self._finding(_TIED, severity, drift, workers, fields, suffix=suffix)
 
 
 def _why(drift: _Drift, axis: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, evidence_at
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
@@ -164,9 +164,7 @@ class ReplacedWeights(Detector):
             "names": shortened(names, _MOST_NAMED),
             "on": f" on {name_ranks(ranks)}" if ranks else "",
         }
-        yield FaultEvidence(
-            REPLACED, Severity.WARNING, tuple(ranks), number, number, 1, fields, dict(fields)
-        )
+        yield evidence_at(number, REPLACED, Severity.WARNING, ranks, fields, fields)
 
 
 STALE = "compute.stale_copies"

@@ -16,6 +16,7 @@ A gross value needs no past: it is a fixed multiple of the largest of its peers'
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -76,8 +77,8 @@ class GrossOutliers(Stateful):
         self._num_workers = num_workers
         self._record = FROM / 2
         self._steps = 0
-        self._ranks: set[int] = set()
-        self._seen: list[int] = []
+        self._records = PersistentFault()
+        self._recent_records: deque[int] = deque(maxlen=_STEPS_TOLD)  # their steps
         self._recent: list[tuple[int, int]] = []  # step and worker
         self._count_reported = 0
 
@@ -93,8 +94,8 @@ class GrossOutliers(Stateful):
         broken = largest >= 2 * self._record
         self._record = max(self._record, largest)
         if broken and self._steps > _WARM_UP:
-            self._ranks.add(worker)
-            self._seen.append(step)
+            self._records.see(step, (worker,))
+            self._recent_records.append(step)
             found.append(self._evidence(label, worker, largest))
         if largest >= AGAIN_FROM and self._steps > _FIRST_SCALES:
             found += self._see_again(label, worker, largest, step)
@@ -134,26 +135,19 @@ class GrossOutliers(Stateful):
         )
 
     def _evidence(self, label: str, worker: int, z: float) -> FaultEvidence:
-        return FaultEvidence(
-            cause="inconclusive",
-            severity=Severity.NOTE,
-            ranks=tuple(sorted(self._ranks)),
-            first_step=self._seen[0],
-            last_step=self._seen[-1],
-            count=len(self._seen),
-            fields={
-                "step": f"{self._seen[-1]:,}",
-                "ranks": name_ranks([worker]),
-                "what": label,
-                "z": f"{z:,.0f}",
-            },
-            numbers={
-                "steps": self._seen[-_STEPS_TOLD:],
-                "robust_standard_deviations": z,
-                "signal": label,
-            },
-            key=KEY,
-        )
+        seen = self._records
+        fields = {
+            "step": f"{seen.last:,}",
+            "ranks": name_ranks([worker]),
+            "what": label,
+            "z": f"{z:,.0f}",
+        }
+        numbers = {
+            "steps": list(self._recent_records),
+            "robust_standard_deviations": z,
+            "signal": label,
+        }
+        return seen.evidence("inconclusive", Severity.NOTE, seen.ranks, fields, numbers, key=KEY)
 
 
 class GrossValues(Stateful):

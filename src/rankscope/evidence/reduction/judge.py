@@ -395,7 +395,7 @@ class ReductionChecks(Detector):
         self._history: deque[tuple[float, ...]] = deque(maxlen=STEPS)
         self._applied: deque[float] = deque(maxlen=STEPS_APPLIED)
         self._pinned: deque[float] = deque(maxlen=STEPS)
-        self._found: dict[str, list[int]] = {}
+        self._found: dict[str, PersistentFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report a fault when enough steps agree on it."""
@@ -523,25 +523,20 @@ class ReductionChecks(Detector):
         limit: float = 0.0,
         window: int = STEPS,
     ) -> FaultEvidence:
-        first, steps = self._found.setdefault(cause, [max(step - window + 1, 0), window - 1])
-        self._found[cause][1] = steps + 1
-        error = cause != "sync.clipped_locally"
-        return FaultEvidence(
-            cause=cause,
-            key=cause,
-            severity=Severity.ERROR if error else Severity.WARNING,
-            ranks=tuple(range(self._num_workers)),
-            first_step=first,
-            last_step=step,
-            count=steps + 1,
-            fields={
-                "factor": f"{factor:.3g}",
-                "what": what,
-                "limit": f"{limit:.3g}",
-                "steps": count(steps + 1, "observed step"),
-            },
-            numbers={"factor": factor, "limit": limit, "steps": steps + 1},
+        found = self._found.setdefault(cause, PersistentFault())
+        found.see(
+            step, range(self._num_workers), first=max(step - window + 1, 0), before=window - 1
         )
+        fields = {
+            "factor": f"{factor:.3g}",
+            "what": what,
+            "limit": f"{limit:.3g}",
+            "steps": count(found.count, "observed step"),
+        }
+        numbers = {"factor": factor, "limit": limit, "steps": found.count}
+        error = cause != "sync.clipped_locally"
+        severity = Severity.ERROR if error else Severity.WARNING
+        return found.evidence(cause, severity, found.ranks, fields, numbers, key=cause)
 
 
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:

@@ -222,16 +222,13 @@ class World(Director):
                 main = next((one for one in (*own, *others) if one.main), None)
                 finding = self._divisor(unit, main, counterparts, step)
             for one in (finding, self._replicas(unit, counterparts, step)):
-                if one is not None and self._is_news(one):
-                    self.publish(one)
+                if one is not None and not self._is_milder(one):
+                    self.publish(one, facts=one.explanation)
 
-    def _is_news(self, finding: Finding) -> bool:
+    def _is_milder(self, finding: Finding) -> bool:
+        """Return whether other units have shown the same, and worse."""
         known = self.findings.get(finding.id)
-        return (
-            known is None
-            or known.severity < finding.severity
-            or (known.explanation != finding.explanation and known.severity == finding.severity)
-        )
+        return known is not None and known.severity > finding.severity
 
     def _part_of_ranks(self, unit: Unit, others: Sequence[Unit], step: int) -> Finding | None:
         apart = {
