@@ -8,7 +8,7 @@ import pytest
 import rankscope
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.words import number
+from rankscope.bus.numbers import number
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run

@@ -24,7 +24,7 @@ import vl_convert
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from rankscope.bus.words import number, whole
+from rankscope.bus.numbers import number, whole
 from rankscope.errors import RunError
 from rankscope.files import ELSEWHERE, cache_root, read_own, staged
 from rankscope.report.parts import Spec, Tables

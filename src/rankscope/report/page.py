@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.evidence import Table
-from rankscope.bus.words import number
+from rankscope.bus.numbers import number
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS
 from rankscope.report import figures, series

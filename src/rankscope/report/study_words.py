@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.words import UNKNOWN, count, listed, missing, number, whole
+from rankscope.bus.numbers import UNKNOWN, missing, number, whole
+from rankscope.bus.words import count, listed
 from rankscope.errors import RunError
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.record import Run

@@ -13,15 +13,8 @@ import pyarrow as pa
 from rankscope.bus.detector import RULES
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
-from rankscope.bus.words import (
-    UNKNOWN,
-    all_workers,
-    count,
-    missing,
-    name_ranks,
-    number,
-    ranks_of_job,
-)
+from rankscope.bus.numbers import UNKNOWN, missing, number
+from rankscope.bus.words import all_workers, count, name_ranks, ranks_of_job
 from rankscope.evidence import columns_of
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment, assess

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from rankscope import RankscopeError, Run, load
-from rankscope.bus.words import count, number, whole
+from rankscope.bus.numbers import number, whole
+from rankscope.bus.words import count
 from rankscope.errors import DataError, MissingExtraError, RunError, UsageError
 from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
