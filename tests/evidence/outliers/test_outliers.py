@@ -183,6 +183,19 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
+@pytest.mark.parametrize(
+    ("lengths", "factor", "severity"),
+    [((20.0, 18.0), 1.1, "note"), ((18.0, 20.0), 1.1, "note"), ((20.0, 18.0), 3.0, "warning")],
+)
+def test_small_differences_are_meant_where_samples_are_dealt_by_length(lengths, factor, severity):
+    detector = WorkerOutliers(2)
+    job = Job(2, seed=7)
+    told = job.run(detector, 150, times("loss", [1], factor), sequence_length=list(lengths))
+    assert {str(one.severity) for one in told} == {severity}
+    first = "the longest" if lengths[0] > lengths[1] else "the shortest"
+    assert (f"{first} ones to the first worker" in say(told[0])) == (severity == "note")
+
+
 def test_label_tokens_and_a_canary_that_agrees_are_in_the_words_of_a_tie():
     job, detector = Job(2, seed=7), WorkerOutliers(2)
     change = times("loss", [1], 1.2)

@@ -253,6 +253,7 @@ class WorkerOutliers(_OfWholeSamples):
         self._left_out: list[int] = []
         self._visits = RecentVisits()
         self._tokens = TokenCounts(num_workers)
+        self._lengths = LengthOrder()
         self._zeros = ZeroGroups()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
@@ -334,6 +335,7 @@ class WorkerOutliers(_OfWholeSamples):
             self._zeros.observe(names, norms_WG)
         self._see_canary(step.gathered)
         self._tokens.see(step.gathered.workers["loss_weight"])
+        self._lengths.see(step.gathered.workers["sequence_length"])
         found = self._find(step.gathered)
         z_SW = self._totals.test.z_SU.copy()
         z_SW[:, list(self.flagged)] = 0
@@ -347,8 +349,9 @@ class WorkerOutliers(_OfWholeSamples):
         named = {signal.group for traces in fault.traces.values() for signal, _ in traces}
         zeros = self._zeros.find()
         small = all(map(are_small, fault.traces.values()))
-        if self._visits.own_pools and small and not fault.absorbed:
-            fields |= {"many": _POOLS, "check": MEANT}
+        innocent = _POOLS if self._visits.own_pools else self._lengths.words
+        if innocent and small and not fault.absorbed:
+            fields |= {"many": innocent, "check": MEANT}
             evidence = replace(evidence, cause="inconclusive", severity=Severity.NOTE)
         if fault.absorbed or named.isdisjoint(each for some in zeros.values() for each in some):
             return replace(evidence, fields=fields)
@@ -392,6 +395,10 @@ class WorkerOutliers(_OfWholeSamples):
 _POOLS = (
     " Each worker draws again and again from samples of its own, as from a replay buffer: they may "
     "differ by these."
+)
+_SORTED = (
+    " Samples are dealt to the workers in the order of their lengths, {order} ones to the first "
+    "worker: they may differ by these."
 )
 _PLACES = (
     " Each is given an input of its own that stays the same from step to step, as positions do "
@@ -458,6 +465,37 @@ class RecentVisits(Stateful):
         return False
 
 
+class LengthOrder(Stateful):
+    """Whether samples are dealt to the workers in the order of their lengths.
+
+    So do samplers that put samples of about one length into one step. In eight steps or more the
+    mean lengths differ, and in nine of ten of these, no worker's is below the next one's, or none
+    is above.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0  # in which lengths differ
+        self._falling = 0  # of them, those in which no worker's is below the next one's
+        self._rising = 0
+
+    @property
+    def words(self) -> str:
+        """The order in a sentence; empty without one."""
+        least = 0.9 * max(self._steps, _STEPS_IN_ORDER)
+        if max(self._falling, self._rising) < least:
+            return ""
+        return _SORTED.format(order="the longest" if self._falling >= least else "the shortest")
+
+    def see(self, lengths_W: Floats) -> None:
+        """Add a step's mean lengths, NaN where they are unknown."""
+        rises = np.diff(lengths_W)
+        if np.isfinite(rises).all() and rises.any():
+            self._steps += 1
+            self._falling += bool((rises <= 0).all())
+            self._rising += bool((rises >= 0).all())
+
+
+_STEPS_IN_ORDER = 8
 _ASKED = 16  # workers whose samples are remembered
 _FEW = 64  # samples of each, at least
 _AGAIN = 64  # samples that came again, to know where they come again
