@@ -159,6 +159,20 @@ class ScaledInPlace(BareLoop):
         self.model.zero_grad(set_to_none=False)
 
 
+class ScaledInTurn(ScaledInPlace):
+    """Two optimizers, whose gradients the scaler unscales one after the other."""
+
+    def make_optimizer(self):
+        kinds = [[p for p in self.parameters if (p.dim() > 1) is wide] for wide in (True, False)]
+        return [torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for parameters in kinds]
+
+    def optimize(self):
+        self.norms[-1] /= self.scaler.get_scale()
+        for optimizer in self.optimizer:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+
+
 class CompiledInPlace(BareLoop):
     def prepare(self):
         self.model.compile(backend="eager")
@@ -287,7 +301,14 @@ HEALTHY = {
     kind.__name__: kind
     for kind in (
         *(Sum, Accumulated, FlatAndClipped, ReducedInHooks, KeptElsewhere, ScaledInPlace),
-        *(CompiledInPlace, ReducedToOwners, TakenFromOthers, MatricesByHand, UpdatesCopies),
+        *(
+            ScaledInTurn,
+            CompiledInPlace,
+            ReducedToOwners,
+            TakenFromOthers,
+            MatricesByHand,
+            UpdatesCopies,
+        ),
         Disturbed,
     )
 }
@@ -308,7 +329,8 @@ def train(rank, kind, run_dir, **options):
     with watch(loop.model, loop.optimizer, run_dir=run_dir, plan=PLAN, **options):
         for step in range(STEPS):
             loop.step(step)
-    bits = bits_of(loop.model, [loop.optimizer])
+    optimizers = loop.optimizer if isinstance(loop.optimizer, list) else [loop.optimizer]
+    bits = bits_of(loop.model, optimizers)
     return {"bits": bits, "warnings": warnings, "norms": loop.norms}
 
 
@@ -339,7 +361,7 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
     assert run.table(Table.STEPS).num_rows == STEPS
     _, norms_TW = run.per_worker("grad_norm")
     _, losses_TW = run.per_worker("loss")
-    assert (losses_TW > 0).all() or name == "ScaledInPlace"
+    assert (losses_TW > 0).all() or "Scaled" in name
     expected_TW = np.array([results[name][1]["norms"] for results in trained[0]]).T
     finite_TW = np.isfinite(expected_TW)
     assert finite_TW.sum() >= 3 * STEPS - 1 or name == "MatricesByHand"
@@ -357,7 +379,7 @@ def test_what_is_applied_is_audited_against_their_mean(trained, name):
     known_T = np.isfinite(residuals_T)
     # where no worker has the whole of it, nor a share of its own; where the loop has another one
     if name not in ("TakenFromOthers", "Disturbed"):
-        assert known_T.sum() >= STEPS - (name == "ScaledInPlace")
+        assert known_T.sum() >= STEPS - ("Scaled" in name)
     assert (residuals_T[known_T] < 1e-6).all()
 
 

@@ -416,7 +416,7 @@ class StepCollector:
     def begin_optimizer_step(self, optimizer: Any) -> None:
         """Handle the beginning of ``optimizer.step``."""
         self._so_far.move(Event.OPTIMIZER_BEGINS)
-        self._tap.see_optimizer()
+        self._tap.see_optimizer(optimizer)
         self._so_far.unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
         self.call("before_update", optimizer)

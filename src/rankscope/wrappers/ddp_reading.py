@@ -376,9 +376,12 @@ def measure_reduced(
     into: GradientTotals,  # overwritten
     refs: GradientRefs = NO_REFS,  # gradients that were read together before the reduction
     left_out: Collection[str] = (),
+    *,
+    more: bool = False,  # they are added to what was read
 ) -> bool:
     """Measure the reduced gradient; return whether all of it was there."""
-    into.reset()
+    if not more:
+        into.reset()
     parameters = _without(parameters, left_out)
     names = tuple(parameters)
     gradients = list(map(_gradient_of, parameters.values()))

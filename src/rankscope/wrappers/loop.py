@@ -23,7 +23,7 @@ reduced gradient is what lay there before. Where nothing had reduced it by then,
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.errors import UnsupportedError
+from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.ddp_reading import measure_reduced
 from rankscope.wrappers.hooked import HookedTap, PassEvent, PassPhase
@@ -51,7 +52,8 @@ class _Step:
 
     begun: bool = False  # a backward pass that is measured has begun
     settled: bool = False  # the optimizer was called after one
-    reduced_known: bool = False  # the reduced gradient was read
+    read: set[str] = field(default_factory=set)  # parameters whose reduced gradient was read
+    lacks_some: bool = False  # a reduced gradient was not there any more
     spoiled: bool = False  # the measurements are not those of the step's local gradient
     carried_over: Tensor | None = None  # see LocalGradient
     left: tuple[Tensor, int] | None = None  # by the last pass: a gradient's parameter and version
@@ -112,29 +114,50 @@ class LoopTap(HookedTap):
         self._await_pass()
         self._measure = measure
 
-    def see_optimizer(self) -> None:
-        """Read the reduced gradient, at the first call of an optimizer after a backward pass."""
+    def see_optimizer(self, optimizer: Any) -> None:
+        """Read the reduced gradient that an optimizer gets, if it follows a backward pass."""
         step = self._step
-        if not step.num_passes or step.settled or self._backward.running:
+        if not step.num_passes or self._backward.running:
             return
-        step.settled = True
-        if self._stop is not None and not self._summed:
-            self._stop()
-            self._stop = None
-        if self._of_copies:
-            self._fewest_passes = min(self._fewest_passes or self._num_waiting, self._num_waiting)
-            self._num_waiting = 0
-        self._move(PassEvent.OPTIMIZER)
-        self._see_reduced()
+        if not step.settled:
+            step.settled = True
+            if self._stop is not None and not self._summed:
+                self._stop()
+                self._stop = None
+            if self._of_copies:
+                waiting = self._num_waiting
+                self._fewest_passes = min(self._fewest_passes or waiting, waiting)
+                self._num_waiting = 0
+            self._move(PassEvent.OPTIMIZER)
+            self._see_reduced()
         if self._measure and self._reduced is not None:
-            step.reduced_known = measure_reduced(
-                {**self._parameters, **self._before_sums},
+            self._read_reduced(optimizer, self._reduced)
+
+    def _read_reduced(self, optimizer: Any, into: GradientTotals) -> None:
+        """Read what this optimizer gets; a gradient scaler may unscale others' later."""
+        groups = getattr(optimizer, "param_groups", ())
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        own = {n: p for n, p in self._parameters.items() if id(p) in held} or self._parameters
+        step = self._step
+        due = {n: self._before_sums.get(n, p) for n, p in own.items() if n not in step.read}
+        if due:
+            step.lacks_some |= not measure_reduced(
+                due,
                 self._sketcher,
                 self._reads,
                 self._calls.names,
-                into=self._reduced,
+                into=into,
                 left_out=self._of_others.union(self._left_out),
+                more=bool(step.read),
             )
+            step.read.update(due)
+
+    @property
+    def _knows_reduced(self) -> bool:
+        """Whether the reduced gradient of this step was read, all of it."""
+        step = self._step
+        left_out = self._of_others.union(self._left_out)
+        return not step.lacks_some and step.read.union(left_out).issuperset(self._calls.names)
 
     @property
     def complete(self) -> bool:
@@ -201,7 +224,7 @@ class LoopTap(HookedTap):
         step = self._step
         if not self._calls.whole or step.spoiled:
             return None
-        reduced = self._reduced if step.reduced_known else None
+        reduced = self._reduced if self._knows_reduced else None
         if step.num_passes == 1:
             return LocalGradient(self._reading.totals, reduced, None, step.carried_over)
         parts = self._parts

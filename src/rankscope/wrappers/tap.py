@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial, wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -176,8 +176,8 @@ class GradientTap(ABC):
         """Measure the step that begins without some parameters, where the tap can."""
         return
 
-    def see_optimizer(self) -> None:
-        """Note that an optimizer is about to be called; most taps need no such call."""
+    def see_optimizer(self, optimizer: Any) -> None:
+        """Note that this optimizer is about to be called; most taps need no such call."""
         return
 
     @property

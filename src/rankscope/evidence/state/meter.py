@@ -94,6 +94,7 @@ class StateMeter(Probe):
         sends_names: bool = False,  # of the digested items, which are equal on all workers
         updates_all: bool = False,  # the model holds the new state once ``optimizer.step`` returns
         held: Container[str] | None = None,  # names of the optimizer's, if ranks have shares
+        by_loop: bool = False,  # the training reduces, at an unknown time before the optimizer
     ) -> None:
         self._module = module
         self._summed = summed
@@ -118,6 +119,7 @@ class StateMeter(Probe):
         self._known: set[int] | None = set() if sends_names else None
         self._updates_all = updates_all
         self._held = held
+        self._by_loop = by_loop
         self._sums_by_hand = sums_by_hand
         self._replicated = replicated
         self._plan: DigestSchedule | None = None
@@ -221,9 +223,16 @@ class StateMeter(Probe):
         self._seen.local[numbers] = reading
 
     def see_reduced(self) -> None:
-        """Read gradients right after the reduction."""
-        if self._slot is not NO_SLOT:
+        """Read gradients right after the reduction; in a loop, as its optimizers get them."""
+        if self._by_loop and self._has_several:
+            self._seen.reduced_in_turn = True
+        elif self._slot is not NO_SLOT:
             self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
+
+    @property
+    def _has_several(self) -> bool:
+        """Whether several optimizers, not too many, are called one after the other."""
+        return self._optimizer is not None and 1 < len(all_of(self._optimizer)) <= _MOST_IN_TURN
 
     def before_update(self, optimizer: Any) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts.
@@ -234,7 +243,7 @@ class StateMeter(Probe):
             self._see_replaced()
         if self._slot is NO_SLOT or self._optimizer is None:
             return
-        if 1 < len(all_of(self._optimizer)) <= _MOST_IN_TURN:
+        if self._has_several:
             self._read_in_turn(optimizer)
         elif StateKind.APPLIED not in self._seen.gradients:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)

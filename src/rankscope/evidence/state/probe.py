@@ -102,6 +102,7 @@ def _meter(job: Job) -> StateMeter:
         sends_names=job.rank == 0,
         updates_all=not job.local_steps and updates_all,
         held=wrapped.held,
+        by_loop=wrapped.kind.by_loop,
     )
 
 

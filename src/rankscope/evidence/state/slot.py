@@ -162,6 +162,7 @@ class StepReadings:
     starts: Sequence[int] = ()  # number of each slice's first leaf
     gradients: dict[StateKind, PendingReading] = field(default_factory=dict)  # reduced, applied
     in_turn: list[PendingReading] = field(default_factory=list)  # of what each optimizer applies
+    reduced_in_turn: bool = False  # they are the reduced gradients, too
     applied: set[int] = field(default_factory=set)  # ids of the parameters in them
     begun: set[int] = field(default_factory=set)  # and of those of optimizers that were called
     before: CachedReading | None = None  # last reading of gradients
@@ -282,7 +283,9 @@ class PendingState:
             reading = self.seen.gradients.get(rows.kind)
             if reading is not None:
                 parts, parts_squares = reading.read()
-            elif rows.kind is StateKind.APPLIED and self.seen.in_turn:
+            elif self.seen.in_turn and (
+                rows.kind is StateKind.APPLIED or self.seen.reduced_in_turn
+            ):
                 parts, parts_squares = _joined(self.seen.in_turn)
             else:
                 continue
