@@ -56,6 +56,7 @@ class RunFacts:
     world_size: int = 0  # number of processes of the job; 0 if unknown
     by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
     declared_micro_batches: int = 0  # by which a framework divides each loss; 0 if unknown
+    trained: int = 0  # number of parameters that are trained; 0 if unknown
     unheld: bool = False  # whether the optimizer is known to hold fewer tensors than are trained
     # each rank's settings of the training that differ between ranks; empty when unknown
     settings: Sequence[Mapping[str, Any]] = ()

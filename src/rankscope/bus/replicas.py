@@ -7,7 +7,7 @@ difference is exact evidence, and its place in the model shows where to look.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.words import listed, name_ranks
 from rankscope.stats.arrays import Bools, Floats, Floats32, Ints, digest_of
+from rankscope.stats.state import Stateful
 
 if TYPE_CHECKING:
     from array import array
@@ -166,6 +167,31 @@ def trained_by_place(differences: Iterable[StateDifference]) -> tuple[str, ...]:
         for d in found
         if d.kind is StateKind.PARAMETER and not d.frozen and d.name in placed and d.follows_places
     )
+
+
+class ParametersByPlace(Stateful):
+    """The parameters that ranks of a loop hold by their place in groups, as experts.
+
+    None where these are all that the model trains, ``trained`` in number (0 if unknown): then the
+    training reduces over wrong groups.
+    """
+
+    SETTINGS = ("_trained",)
+
+    def __init__(self, trained: int) -> None:
+        self._trained = trained
+        self._names: dict[str, bool] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """Their names."""
+        return () if 0 < self._trained <= len(self._names) else self._names
+
+    def observe(self, differences: Iterable[StateDifference]) -> tuple[str, ...]:
+        """Add those that a step shows, and return them."""
+        now = trained_by_place(differences)
+        self._names |= dict.fromkeys(now, True)
+        return now if self.names else ()
 
 
 def follow_places(values: Sequence[Hashable]) -> bool:

@@ -238,14 +238,18 @@ def _declared_of(info: Mapping[str, Any]) -> int:
     return declared if isinstance(declared, int) else 0
 
 
+def _trained_in(info: Mapping[str, Any]) -> int:
+    trained = _at(info, "training", "parameters", "trained_tensors")
+    return trained if isinstance(trained, int) else 0
+
+
 def _holds_fewer(info: Mapping[str, Any]) -> bool:
     """Return whether the optimizer of the first rank is known to hold fewer tensors than train."""
     groups = _at(info, "training", "optimizer", "groups")
-    trained = _at(info, "training", "parameters", "trained_tensors")
-    if not isinstance(groups, list) or not isinstance(trained, int):
+    if not isinstance(groups, list):
         return False
     counts = [_at(group, "tensors") for group in groups]
-    return all(isinstance(one, int) for one in counts) and sum(counts) < trained
+    return all(isinstance(one, int) for one in counts) and sum(counts) < _trained_in(info)
 
 
 def diagnosis_of(run: Run) -> Diagnosis:
@@ -279,6 +283,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             world_size=int(info.get("world_size") or 0),
             by_loop=_at(info, "options", "parallel") == "loop",
             declared_micro_batches=_declared_of(info),
+            trained=_trained_in(info),
             unheld=_holds_fewer(info),
             settings=settings if all(isinstance(one, Mapping) for one in settings) else (),
             after_complete=info.get("after_complete") is True,

@@ -166,6 +166,8 @@ def test_experts_that_a_loop_shares_out_by_place(parameters, gradients, by_loop,
     key = "trained-by-place" if severity is Severity.NOTE else "state.parameters_differ"
     assert found[key] is severity
     assert severity is Severity.ERROR or found.keys() == {key}
+    whole = UnequalState(W, by_loop=by_loop, trained=1)  # the model has no other parameter
+    assert {each.severity for each in evidence_of(whole, one)} == {Severity.ERROR}
 
 
 def in_local_steps(*digests_SW, first=0, local_steps=4, **values):

@@ -24,7 +24,7 @@ import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
-from rankscope.bus.replicas import trained_by_place
+from rankscope.bus.replicas import ParametersByPlace
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import SharedWork, StepBatch, common_scale
 from rankscope.bus.words import count, shortened
@@ -88,11 +88,12 @@ class ReductionAudit(Detector):
         *,
         hook: str = "",
         by_loop: bool = False,
+        trained: int = 0,
     ) -> None:
         self._num_workers = num_workers
         self._by_loop = by_loop
         self._sharing = SharedWork()
-        self._placed: dict[str, bool] = {}  # parameters that ranks hold by their place
+        self._placed = ParametersByPlace(trained)
         self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._groups: dict[str, GroupHistory] = {}
@@ -104,7 +105,7 @@ class ReductionAudit(Detector):
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
             if self._by_loop:
-                self._placed |= dict.fromkeys(trained_by_place(step.gathered.differences), True)
+                self._placed.observe(step.gathered.differences)
             if self._by_loop and (self._sharing.observe(step) or _is_cut(step.gathered)):
                 yield []
             else:
@@ -169,7 +170,9 @@ class ReductionAudit(Detector):
 
     def _has_places(self, groups: Sequence[str]) -> Bools:
         """Return which groups have parameters that differ by a rank's place ``[G]``."""
-        return np.array([any(f"{n}.".startswith(f"{g}.") for n in self._placed) for g in groups])
+        return np.array(
+            [any(f"{n}.".startswith(f"{g}.") for n in self._placed.names) for g in groups]
+        )
 
     def _may_overflow(self, gathered: GatheredStep) -> Bools:
         """Return which groups' sums may leave float16, as loss scaling relies on, ``[G]``."""

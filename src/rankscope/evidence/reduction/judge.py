@@ -38,7 +38,7 @@ from rankscope.bus.detector import (
 )
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Derived
-from rankscope.bus.replicas import StateKind, trained_by_place
+from rankscope.bus.replicas import ParametersByPlace, StateKind
 from rankscope.bus.step import GatheredStep, reduced_norm
 from rankscope.bus.steps import Step, common_scale
 from rankscope.bus.words import count, named, shortened
@@ -388,10 +388,10 @@ class ReductionChecks(Detector):
 
     SETTINGS = ("_num_workers", "_by_loop")
 
-    def __init__(self, num_workers: int, *, by_loop: bool = False) -> None:
+    def __init__(self, num_workers: int, *, by_loop: bool = False, trained: int = 0) -> None:
         self._num_workers = num_workers
         self._by_loop = by_loop
-        self._has_places = False
+        self._placed = ParametersByPlace(trained)
         self._history: deque[tuple[float, ...]] = deque(maxlen=STEPS)
         self._applied: deque[float] = deque(maxlen=STEPS_APPLIED)
         self._pinned: deque[float] = deque(maxlen=STEPS)
@@ -402,10 +402,10 @@ class ReductionChecks(Detector):
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
-        if self._by_loop and trained_by_place(gathered.differences):
-            self._has_places = True
-        if self._has_places:
-            return ()
+        if self._by_loop:
+            self._placed.observe(gathered.differences)
+            if self._placed.names:
+                return ()
         found = [self._check_applied(gathered)]
         if gathered.observed:
             norms_W = gathered.workers["grad_norm"].astype(np.float64)
@@ -555,8 +555,14 @@ def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
-        ReductionChecks(run.num_workers, by_loop=run.by_loop),
-        ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook, by_loop=run.by_loop),
+        ReductionChecks(run.num_workers, by_loop=run.by_loop, trained=run.trained),
+        ReductionAudit(
+            run.num_workers,
+            run.reduced_in,
+            hook=run.comm_hook,
+            by_loop=run.by_loop,
+            trained=run.trained,
+        ),
         AccumulationAudit(holds_all=run.by_loop or not run.unheld),
         ChangedLater(other_axes=run.world_size > run.num_workers),
     )

@@ -64,6 +64,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
             replicated=plan.replicated,
             by_loop=run.by_loop,
             unsaved=run.unsaved_buffers,
+            trained=run.trained,
         ),
         NotUpdated(),
         MovesInPasses(),

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import (
+    ParametersByPlace,
     StateDifference,
     StateKind,
     known_values,
     minority_ranks,
-    trained_by_place,
 )
 from rankscope.bus.step import GatheredStep, trains_alone
 from rankscope.bus.steps import SharedWork, Step
@@ -85,7 +85,8 @@ class UnequalState(Detector):
     gradients at its call and its state count only for parameters that differ after it. Workers that
     share the work on the same samples hold parts of one model there: each is compared with those at
     the same place of other groups. Parameters may follow that place by themselves, as those of
-    parallel experts do: frozen ones, and trained ones whose gradients follow it, too.
+    parallel experts do: frozen ones, and trained ones whose gradients follow it, too, unless all
+    of the model's do.
     """
 
     SETTINGS = (
@@ -101,8 +102,10 @@ class UnequalState(Detector):
         replicated: bool = False,  # all parameters are, those left out of the reduction too
         by_loop: bool = False,  # the training's own loop reduces, or its optimizer
         unsaved: Sequence[str] = (),  # names of buffers that no checkpoint holds
+        trained: int = 0,  # number of parameters that are trained; 0 if unknown
     ) -> None:
         self._num_workers = num_workers
+        self._placed = ParametersByPlace(trained)
         self._unsaved = frozenset(unsaved)
         self._unsaved_before: dict[str, list[int]] = {}
         self._by_loop = by_loop
@@ -151,7 +154,7 @@ class UnequalState(Detector):
         places_W = self._places(step)
         replicas_W = workers["replica"] if places_W is None else places_W
         gathered = _of_loop(step.gathered, places_W) if self._by_loop else step.gathered
-        placed = trained_by_place(gathered.differences) if self._by_loop else ()
+        placed = self._placed.observe(gathered.differences) if self._by_loop else ()
         if placed:
             everyone = range(self._num_workers)
             yield _Seen("state.parameters_differ", everyone, placed, own_key=_TRAINED_BY_PLACE)
