@@ -73,7 +73,9 @@ def false_of(job: Any, got: Watched) -> list[str]:
     if getattr(job, "precision", "") == "bfloat16":  # small updates are less than half of a bit
         true.add("state.updates_lost")
     if getattr(job, "model", "") == "gpt2":  # Trainer counts labels that this model shifts away
-        true.add("verify.scale")
+        true |= {"verify.scale", "verify.weighting"}
+    if getattr(job, "model", "") == "bert" and job.average_tokens_across_devices:
+        true |= {"verify.scale", "loss.scale"}  # Trainer takes its mean over samples for a sum
     if getattr(job, "kind", "") == "accelerate" and len(job.worlds) > 1:
         true.add("data.resume_mismatch")  # Accelerate draws another order unless told otherwise
     alone = getattr(job, "beside", "") == "nothing"  # nobody holds what a rank holds
