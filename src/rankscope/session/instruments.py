@@ -19,12 +19,13 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.plan import Tier
 from rankscope.bus.probe import Job
 from rankscope.bus.step import MAX_PAIRED_WORKERS as MAX_PAIRED
+from rankscope.bus.words import shortened
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
 from rankscope.stats.audit import AUDIT_WIDTH
 from rankscope.wrappers.tap import ReadReduced
-from rankscope.wrappers.wrapped import Wrapped, reduced_types
+from rankscope.wrappers.wrapped import Wrapped, reduced_types, trained_in
 
 GROUP_WIDTH = 251  # width of the sketch of a group: its cosines err by 0.06 at most
 
@@ -50,7 +51,14 @@ def choose_instruments(
 ) -> Instruments:
     """Return the instruments of a model."""
     if not wrapped.parameters:
-        raise UsageError("watch() expected a model with parameters that require a gradient")
+        trained = list(trained_in(wrapped.module))
+        if not trained:
+            raise UsageError("watch() expected a model with parameters that require a gradient")
+        raise UnsupportedError(
+            f"watch() expected parameters whose gradients {wrapped.kind} reduces, got "
+            f"{shortened(trained, 3)}, which it does not manage: each worker would train its own; "
+            "add adapters before the model is wrapped"
+        )
     reduced = _reads(wrapped, options, tier)
     if options.trace and not wrapped.kind.traces:
         raise UnsupportedError(

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS, THAW = 16, 6
-CASES = ("ddp", "fsdp2", "group", "stays", "own", "drifts")
+CASES = ("ddp", "fsdp2", "group", "stays", "own", "drifts", "adapter")
 
 
 def make():
@@ -33,10 +33,12 @@ def run(rank, case, path):
     model = make()
     torch.manual_seed(rank if case == "own" else 1)
     beside = nn.Linear(4, 4)
-    if case == "fsdp2":
+    if case in ("fsdp2", "adapter"):
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
+        if case == "adapter":  # which nobody reduces
+            model[2] = nn.Sequential(model[2], nn.Linear(16, 16))
     else:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     if case != "group":
@@ -98,7 +100,15 @@ def test_a_layer_that_stays_frozen_is_no_limit(folder):
     assert "trained" not in coverage_of(recorded).limits
 
 
-@pytest.mark.parametrize(("case", "severity"), [("own", "NOTE"), ("drifts", "WARNING")])
-def test_a_layer_that_each_worker_trains_for_itself_is_named(folder, case, severity):
+@pytest.mark.parametrize(
+    ("case", "severity", "words"),
+    [
+        ("own", "NOTE", "Linear.bias and Linear.weight are in no watched model"),
+        ("drifts", "WARNING", "Linear.bias and Linear.weight are in no watched model"),
+        ("adapter", "WARNING", "2.1.weight and 2.1.bias are in the watched model, and its wrapper"),
+    ],
+)
+def test_a_layer_that_each_worker_trains_for_itself_is_named(folder, case, severity, words):
     found = {f.cause: f for f in Run.open(folder / case).findings()}["state.unwatched_differs"]
     assert (found.severity.name, found.last_step) == (severity, 7)
+    assert found.explanation.startswith(words)

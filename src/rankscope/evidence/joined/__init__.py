@@ -8,4 +8,7 @@ KEY = "joined"
 BEGINS = " at the first update"
 """Ends the names of values that were read before an optimizer was called."""
 
+INSIDE = ", parts of the watched model"
+"""Ends the names of parameters that are in a watched model, and that its wrapper leaves alone."""
+
 EVIDENCE = Evidence("joined", __name__, held=KEY)

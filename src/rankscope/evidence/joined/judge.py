@@ -7,7 +7,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind, minority_ranks
 from rankscope.bus.steps import Step
-from rankscope.evidence.joined import BEGINS, KEY
+from rankscope.evidence.joined import BEGINS, INSIDE, KEY
 from rankscope.stats.arrays import MISSING_INT
 
 DIFFERS = "state.unwatched_differs"
@@ -34,10 +34,21 @@ class OutsideModels(Detector):
                 self._apart.add(names.removesuffix(BEGINS))
                 continue
             ranks = minority_ranks(values_W.tolist())
-            fields, key = {"names": names}, f"{DIFFERS}:{names}"
+            inside = names.endswith(INSIDE)
+            fields = {"names": names.removesuffix(INSIDE), "where": _INSIDE if inside else _OUTSIDE}
+            check = _WRAP_AFTER if inside else _WRAP_IT
+            key = f"{DIFFERS}:{fields['names']}"
             number = step.gathered.step
             severity = Severity.NOTE if names in self._apart else Severity.WARNING
-            yield evidence_at(number, DIFFERS, severity, ranks, fields, fields, key=key)
+            numbers = {"names": fields["names"]}
+            fields["check"] = check
+            yield evidence_at(number, DIFFERS, severity, ranks, fields, numbers, key=key)
+
+
+_OUTSIDE = "are in no watched model"
+_INSIDE = "are in the watched model, and its wrapper leaves them alone"
+_WRAP_IT = "Wrap that model in DistributedDataParallel as well"
+_WRAP_AFTER = "Add parameters, as those of adapters, before the model is wrapped"
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

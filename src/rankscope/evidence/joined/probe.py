@@ -14,11 +14,12 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.words import shortened
-from rankscope.evidence.joined import BEGINS, KEY
+from rankscope.evidence.joined import BEGINS, INSIDE, KEY
 from rankscope.gradients.digest import digest_tensor
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.facts import owned_names
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.wrapped import trained_in
 
 EVERY = 8
 """Calls of the optimizer from one look to the next."""
@@ -33,8 +34,8 @@ class JoinedProbe(Probe):
     All ranks send a digest of those of models that are not watched, the ``first`` one all else.
 
     ``frozen`` are those at ``watch``; what the optimizer is given later has joined, too. Gradients
-    of ``measured`` ones are measured already. ``ignored`` are in the model, and the wrapper leaves
-    them alone, as experts: workers may hold different ones.
+    of ``measured`` ones are measured already. Of those ``inside`` the model, the wrapper leaves
+    others alone: they were added after it, or are experts. ``ignored`` ones are compared elsewhere.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class JoinedProbe(Probe):
         measured: Mapping[str, Tensor],
         *,
         first: bool,
-        ignored: Collection[Tensor] = (),
+        inside: Mapping[str, Tensor] | None = None,
+        ignored: Collection[str] = (),
     ) -> None:
         self._optimizer = optimizer
         self._is_first = first
@@ -54,11 +56,12 @@ class JoinedProbe(Probe):
         own = [*frozen.values(), *measured.values(), *self._updated()]
         self._known = {id(tensor): weakref.ref(tensor) for tensor in own}
         self._num_updated = len(self._updated())
-        inside = {id(tensor) for tensor in (*frozen.values(), *measured.values(), *ignored)}
+        held = inside or {}
+        self._inside = {id(p): name for name, p in held.items() if name not in ignored}
+        known = {id(p) for p in (*frozen.values(), *measured.values())}
+        known.update(id(held[name]) for name in ignored if name in held)
         self._beside = {
-            id(p): weakref.ref(p)
-            for p in self._updated()
-            if id(p) not in inside and p.requires_grad
+            id(p): weakref.ref(p) for p in self._updated() if id(p) not in known and p.requires_grad
         }
         self._others: Any = weakref.WeakKeyDictionary()  # calls of optimizers
         self._num_calls = 0
@@ -71,7 +74,11 @@ class JoinedProbe(Probe):
         self._num_calls += 1
         if self._num_calls in (1, EVERY) and self._beside:
             held = {number: p for number, one in self._beside.items() if (p := one()) is not None}
-            self._digest(held, owned_names(held), BEGINS if self._num_calls == 1 else "")
+            when = BEGINS if self._num_calls == 1 else ""
+            inside = {number: p for number, p in held.items() if number in self._inside}
+            self._digest(inside, [self._inside[number] for number in inside], INSIDE + when)
+            beside = {number: p for number, p in held.items() if number not in inside}
+            self._digest(beside, owned_names(beside), when)
         if self._num_calls % EVERY or not self._is_first:
             return
         joined = [
@@ -144,7 +151,11 @@ def make_probe(job: Job) -> Probe | None:
         return None
     named = wrapped.every_parameter()
     frozen = {name: p for name, p in named.items() if not p.requires_grad}
-    inside = () if wrapped.kind.in_parts else tuple(wrapped.module.parameters())
     return JoinedProbe(
-        frozen, job.optimizer, wrapped.parameters, first=not job.rank, ignored=inside
+        frozen,
+        job.optimizer,
+        wrapped.parameters,
+        first=not job.rank,
+        inside={} if wrapped.kind.in_parts else trained_in(wrapped.module),
+        ignored=wrapped.left_out(),
     )

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from rankscope.bus.groups import Groups
+from rankscope.bus.words import shortened
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_gradient_room, check_room
 from rankscope.evidence.canary.layout import layout_of, whole_of
@@ -232,6 +233,10 @@ def _check_gathering(model: nn.Module, managed: Sequence[ManagedParameter]) -> N
         raise CanaryDeclined("experts lie on another mesh than the rest")
     if any(p.tensor.device != p.group.device for p in managed):
         raise CanaryDeclined("parameters are offloaded")
+    own = {id(p.tensor) for p in managed}
+    alone = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    if alone:
+        raise CanaryDeclined(f"no wrapper reduces the gradients of {shortened(alone, 3)}")
     if any(p.group.half_reduced for p in managed if p.tensor.requires_grad):
         raise CanaryDeclined("a part of the gradients waits for its all-reduce")
     needed = 3 * sum(p.tensor.numel() * p.tensor.element_size() for p in managed)
