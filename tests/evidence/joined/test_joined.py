@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 pytestmark = pytest.mark.ranks
 
 STEPS, THAW = 16, 6
-CASES = ("ddp", "fsdp2", "group", "stays", "own", "drifts", "adapter")
+CASES = ("ddp", "fsdp2", "group", "stays", "own", "drifts", "adapter", "rootless")
 
 
 def make():
@@ -33,15 +33,15 @@ def run(rank, case, path):
     model = make()
     torch.manual_seed(rank if case == "own" else 1)
     beside = nn.Linear(4, 4)
-    if case in ("fsdp2", "adapter"):
+    if case in ("fsdp2", "adapter", "rootless"):
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model[0], mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
+        wrapped = model if case == "rootless" else fully_shard(model, mesh=mesh)
         if case == "adapter":  # which nobody reduces
             model[2] = nn.Sequential(model[2], nn.Linear(16, 16))
     else:
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    if case != "group":
+    if case not in ("group", "rootless"):
         model[0].requires_grad_(False)
     trained = [p for p in model.parameters() if case == "ddp" or p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
@@ -57,9 +57,8 @@ def run(rank, case, path):
         if step == THAW and case == "group":
             optimizer.add_param_group({"params": list(beside.parameters())})
         output = wrapped(torch.randn(4, 8, generator=generator))
-        (
-            beside(output) if case in ("group", "own", "drifts") else output
-        ).square().mean().backward()
+        output = beside(output) if case in ("group", "own", "drifts") else output
+        output.square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     if scope:
@@ -106,6 +105,7 @@ def test_a_layer_that_stays_frozen_is_no_limit(folder):
         ("own", "NOTE", "Linear.bias and Linear.weight are in no watched model"),
         ("drifts", "WARNING", "Linear.bias and Linear.weight are in no watched model"),
         ("adapter", "WARNING", "2.1.weight and 2.1.bias are in the watched model, and its wrapper"),
+        ("rootless", "WARNING", "2.weight, 2.bias, 3.weight and 1 other are in the watched model"),
     ],
 )
 def test_a_layer_that_each_worker_trains_for_itself_is_named(folder, case, severity, words):

@@ -47,8 +47,8 @@ class OutsideModels(Detector):
 
 _OUTSIDE = "are in no watched model"
 _INSIDE = "are in the watched model, and its wrapper leaves them alone"
-_WRAP_IT = "Wrap that model in DistributedDataParallel as well"
-_WRAP_AFTER = "Add parameters, as those of adapters, before the model is wrapped"
+_WRAP_IT = "Wrap that model as well, all of it"
+_WRAP_AFTER = "Call fully_shard for the model itself, once its adapters are in it"
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

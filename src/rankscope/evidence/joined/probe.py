@@ -73,7 +73,7 @@ class JoinedProbe(Probe):
         """Look for such parameters, while they have their gradients."""
         self._num_calls += 1
         if self._num_calls in (1, EVERY) and self._beside:
-            held = {number: p for number, one in self._beside.items() if (p := one()) is not None}
+            held = _whole({number: one() for number, one in self._beside.items()})
             when = BEGINS if self._num_calls == 1 else ""
             inside = {number: p for number, p in held.items() if number in self._inside}
             self._digest(inside, [self._inside[number] for number in inside], INSIDE + when)
@@ -115,11 +115,12 @@ class JoinedProbe(Probe):
         self._num_joined += len(names)
         self._names += names[: MOST_NAMES - len(self._names)]
         self._changed |= bool(names)
-        self._digest(new, names)
+        whole = _whole(new)
+        self._digest(whole, owned_names(whole) if whole else [])
 
     def _digest(self, outside: Mapping[int, Tensor], names: Sequence[str], when: str = "") -> None:
-        """Digest parameters of models that are not watched, if each worker holds them whole."""
-        if names and len(names) == len(outside) and all(map(_is_plain, outside.values())):
+        """Digest parameters that are not watched, if all of them have a name."""
+        if names and len(names) == len(outside):
             values = [int(digest_tensor(p.detach())) for p in outside.values()]
             self._outside[shortened(names, _NAMED) + when] = digest_of(np.array(values).tobytes())
             self._changed = True
@@ -138,8 +139,13 @@ class JoinedProbe(Probe):
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    return type(parameter.data) is Tensor and not parameter.is_meta and parameter.numel() > 0
+def _whole(parameters: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+    """Return those that are there, and of which each worker holds all."""
+    return {
+        number: p
+        for number, p in parameters.items()
+        if p is not None and type(p.data) is Tensor and not p.is_meta and p.numel() > 0
+    }
 
 
 def make_probe(job: Job) -> Probe | None:
