@@ -233,8 +233,9 @@ def _check_gathering(model: nn.Module, managed: Sequence[ManagedParameter]) -> N
         raise CanaryDeclined("experts lie on another mesh than the rest")
     if any(p.tensor.device != p.group.device for p in managed):
         raise CanaryDeclined("parameters are offloaded")
-    own = {id(p.tensor) for p in managed}
-    alone = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    names = {p.name for p in managed}  # the model may hold gathered parameters
+    named = [(canonical_name(name), p) for name, p in model.named_parameters()]
+    alone = [name for name, p in named if p.requires_grad and name not in names]
     if alone:
         raise CanaryDeclined(f"no wrapper reduces the gradients of {shortened(alone, 3)}")
     if any(p.group.half_reduced for p in managed if p.tensor.requires_grad):
